@@ -1,0 +1,1 @@
+"""fedquilt: federated learning for clients that are not equal."""

@@ -1,0 +1,33 @@
+"""Configuration: one frozen record, readable from TOML, keyed as on the command line.
+
+The seed documents' dictionaries (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...) are
+here too, under the names the documents give them.
+"""
+
+from fedquilt.config.files import build_config, read_config_file, write_config_file
+from fedquilt.config.run import MODES, RunConfig, option_fields
+from fedquilt.config.seeds import (
+    EXPECTED_MILESTONES,
+    HYPERPARAMETERS,
+    OUTPUT_CONFIG,
+    PRESETS,
+    PRIVACY_CONFIG,
+    TARGET_ACCURACY,
+    VISUALIZATION_CONFIG,
+)
+
+__all__ = [
+    "EXPECTED_MILESTONES",
+    "HYPERPARAMETERS",
+    "MODES",
+    "OUTPUT_CONFIG",
+    "PRESETS",
+    "PRIVACY_CONFIG",
+    "TARGET_ACCURACY",
+    "VISUALIZATION_CONFIG",
+    "RunConfig",
+    "build_config",
+    "option_fields",
+    "read_config_file",
+    "write_config_file",
+]

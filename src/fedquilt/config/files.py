@@ -1,0 +1,93 @@
+"""Configuration from files, presets and keywords, and back to a file.
+
+Later sources win: defaults, then the preset, then the file, then keywords.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedquilt import validate
+from fedquilt.config.run import RunConfig, option_fields
+from fedquilt.config.seeds import PRESETS
+from fedquilt.errors import FedquiltError, InvalidValueError
+
+SCHEMA_VERSION = 1
+
+
+def build_config(
+    settings: Mapping[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    file: str | Path | None = None,
+) -> RunConfig:
+    """Merge preset, file and keyword settings into a checked `RunConfig`."""
+    merged: dict[str, Any] = {}
+    from_file = read_config_file(file) if file is not None else {}
+    preset = preset or from_file.pop("preset", None)
+    if preset is not None:
+        merged.update(PRESETS[validate.choice("preset", preset, PRESETS)])
+    merged.update(from_file)
+    merged.update(settings or {})
+    check_keys(merged, "configuration")
+    try:
+        return RunConfig(**merged)
+    except InvalidValueError as error:
+        if file is None or not _comes_from_file(str(error), from_file, settings or {}):
+            raise
+        raise InvalidValueError(f"{error} (in {file})") from error
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file of flat keys; the keys are checked, the values not yet."""
+    try:
+        with open(path, "rb") as stream:
+            content = tomllib.load(stream)
+    except OSError as error:
+        raise InvalidValueError(f"config={str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error
+    version = content.pop("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise InvalidValueError(
+            f"schema_version={version!r} must be {SCHEMA_VERSION} (in {path}); "
+            "it was written by another version of fedquilt"
+        )
+    check_keys(content, str(path), extra=("preset",))
+    return content
+
+
+def check_keys(settings: Mapping[str, Any], where: str, extra: tuple[str, ...] = ()) -> None:
+    """Raise for a key that no option has, naming the nearest one."""
+    known = [*option_fields(), *extra]
+    for key in settings:
+        if key not in known:
+            hint = validate.did_you_mean(key, known)
+            raise InvalidValueError(f"unknown key {key!r} in {where}{hint}")
+
+
+def write_config_file(config: RunConfig, stream: Any) -> None:
+    """Write every set field as TOML; absent optional fields are left out."""
+    stream.write(f"schema_version = {SCHEMA_VERSION}\n")
+    for key, value in config.as_dict().items():
+        if value is not None:
+            stream.write(f"{key} = {_toml(value)}\n")
+
+
+def _toml(value: Any) -> str:
+    """Return a scalar as TOML; JSON writes booleans, numbers and text the same way."""
+    if isinstance(value, bool | int | float | str):
+        return json.dumps(value, ensure_ascii=False)
+    raise FedquiltError(f"cannot write {value!r} to a configuration file")
+
+
+def _comes_from_file(
+    message: str, from_file: Mapping[str, Any], settings: Mapping[str, Any]
+) -> bool:
+    """Tell whether the key at the head of an error message was set by the file."""
+    key = message.split("=", 1)[0]
+    return key in from_file and key not in settings

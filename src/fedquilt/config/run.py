@@ -1,0 +1,231 @@
+"""`RunConfig`: everything that decides a run, in one flat frozen record.
+
+A field is at once a key of the TOML file (`batch_size = 32`), an option of the
+command line (`--batch-size 32`) and a keyword of `fedquilt.run(batch_size=32)`.
+Defaults are those of the API document.  Validation happens at construction, so
+a `RunConfig` that exists is valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError
+
+MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client")
+PARTITIONS = ("dirichlet", "iid", "shards", "writer")
+SELECTIONS = ("uniform", "weighted", "poisson")
+SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
+ENGINES = ("auto", "sequential", "batched", "processes")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
+    """Declare a field: its help, the panel it is listed under, and its rule.
+
+    `rule` is either `choices=...`, or bounds for `validate.number` and
+    `validate.integer`, or empty for free text.
+    """
+    return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
+
+
+_DATA, _POPULATION, _TRAINING = "Data", "Population", "Training"
+_PRIVACY, _RUN = "Privacy", "Run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run of one mode on one data set."""
+
+    dataset: str = _option(
+        "digits", _DATA, "digits, mnist, fashion-mnist, cifar10 or mnist-writers."
+    )
+    data_dir: str | None = _option(
+        None, _DATA, "Data folders, several joined by ':'; also read from FEDQUILT_DATA."
+    )
+    no_download: bool = _option(False, _DATA, "Refuse to download missing data.")
+    partition: str = _option(
+        "dirichlet", _DATA, "How the samples are dealt to clients.", choices=PARTITIONS
+    )
+    dirichlet_alpha: float = _option(
+        0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
+    )
+    classes_per_client: int = _option(
+        2, _DATA, "Classes a client holds with --partition shards.", at_least=1
+    )
+
+    num_clients: int | None = _option(
+        None, _POPULATION, "Number of clients; 100, or all writers of the writer split.", at_least=1
+    )
+    clients_per_round: int | float = _option(
+        0.3,
+        _POPULATION,
+        "Largest cohort: a whole number of clients, or a fraction written with a decimal point.",
+    )
+    availability: str = _option(
+        "beta", _POPULATION, "Who is there: beta, uniform, always, or a FILE.csv (round,client)."
+    )
+    selection: str = _option(
+        "uniform",
+        _POPULATION,
+        "Who is picked among them: uniform or weighted without replacement, or a poisson coin.",
+        choices=SELECTIONS,
+    )
+
+    mode: str = _option("quap_fl", _TRAINING, "The method.", choices=MODES)
+    model: str = _option(
+        "auto", _TRAINING, "auto (made for the data set), digits, mnist, cifar10, mlp or linear."
+    )
+    num_rounds: int = _option(200, _TRAINING, "Communication rounds.", at_least=1)
+    local_epochs: int = _option(5, _TRAINING, "Epochs a client trains in a round.", at_least=1)
+    batch_size: int = _option(32, _TRAINING, "Batch size of local training.", at_least=1)
+    learning_rate: float = _option(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
+    lr_decay: float = _option(
+        0.99, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
+    )
+    fedprox_mu: float = _option(
+        0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0
+    )
+    server_optimizer: str = _option(
+        "sgd", _TRAINING, "How the server applies the mean update.", choices=SERVER_OPTIMIZERS
+    )
+    server_lr: float | None = _option(
+        None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.", above=0
+    )
+    server_momentum: float = _option(
+        0.9, _TRAINING, "Momentum of --server-optimizer momentum.", at_least=0, below=1
+    )
+
+    epsilon: float = _option(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
+    delta: float = _option(1e-5, _PRIVACY, "Delta of the privacy budget.", above=0, below=1)
+    budget_alpha: float = _option(
+        0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", at_least=0
+    )
+    budget_beta: float = _option(
+        2.0, _PRIVACY, "Decay of the participation-adaptive budget (beta).", above=0
+    )
+    warmup_rounds: int = _option(
+        0, _PRIVACY, "Rounds at the start with the fixed base budget.", at_least=0
+    )
+    participation_ema: float | None = _option(
+        None,
+        _PRIVACY,
+        "Rate of the moving average of participation (eq. 3); absent is the cumulative mean.",
+        above=0,
+        at_most=1,
+    )
+    clip_norm: float = _option(1.0, _PRIVACY, "Clip bound of fixed_dp.", above=0)
+    clip_quantile: float = _option(
+        0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", above=0, below=1
+    )
+    clip_momentum: float = _option(
+        0.95, _PRIVACY, "Momentum of the clip bound.", at_least=0, below=1
+    )
+    min_clip: float = _option(0.1, _PRIVACY, "Smallest clip bound.", above=0)
+    max_clip: float = _option(10.0, _PRIVACY, "Largest clip bound.", above=0)
+    max_agg_norm: float = _option(
+        10000.0, _PRIVACY, "Largest norm of the noised mean update; not used by fedavg.", above=0
+    )
+    noise_layers: str = _option(
+        "fc*", _PRIVACY, "Noised tensors: comma-separated patterns of parameter names, or all."
+    )
+    noise_seed: int | None = _option(
+        None, _PRIVACY, "Reproducible noise, which protects nobody; absent is secret.", at_least=0
+    )
+
+    eval_every: int = _option(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
+    target_accuracy: float | None = _option(
+        None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
+    )
+    early_stopping: bool = _option(
+        False, _RUN, "Stop at the target accuracy on a validation split that no client holds."
+    )
+    validation_fraction: float = _option(
+        0.1, _RUN, "Share of the training data in that split.", above=0, below=1
+    )
+    seed: int = _option(0, _RUN, "Seed of everything except secret noise.", at_least=0)
+    device: str = _option("auto", _RUN, "Where to train.", choices=DEVICES)
+    engine: str = _option("auto", _RUN, "How clients are trained.", choices=ENGINES)
+    output_dir: str = _option("./results", _RUN, "Folder that receives the run's folder.")
+
+    def __post_init__(self) -> None:
+        """Check every field, then the rules that join two of them."""
+        for item in dataclasses.fields(self):
+            value = _checked(item.name, getattr(self, item.name), item.metadata["rule"], item.type)
+            object.__setattr__(self, item.name, value)
+        self._check_cohort()
+        if self.max_clip <= self.min_clip:
+            raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
+        if not self.noise_layer_patterns:
+            raise InvalidValueError(
+                f"noise_layers={self.noise_layers!r} must name at least one pattern, or be 'all'"
+            )
+
+    def _check_cohort(self) -> None:
+        value = self.clients_per_round
+        if isinstance(value, float):
+            validate.number("clients_per_round", value, above=0, at_most=1)
+            return
+        validate.integer("clients_per_round", value, at_least=1)
+        if self.num_clients is not None and value > self.num_clients:
+            raise InvalidValueError(
+                f"clients_per_round={value} must be <= num_clients={self.num_clients} "
+                "(write a decimal point for a fraction)"
+            )
+
+    @property
+    def noise_layer_patterns(self) -> tuple[str, ...]:
+        """The patterns of `noise_layers`, in order."""
+        return tuple(part.strip() for part in self.noise_layers.split(",") if part.strip())
+
+    def cohort_limit(self, num_clients: int) -> int:
+        """Return the largest cohort as a number of clients, at least one."""
+        if isinstance(self.clients_per_round, float):
+            return max(1, round(self.clients_per_round * num_clients))
+        if self.clients_per_round > num_clients:
+            raise InvalidValueError(
+                f"clients_per_round={self.clients_per_round} must be <= num_clients={num_clients}"
+            )
+        return self.clients_per_round
+
+    def learning_rate_at(self, round_index: int) -> float:
+        """Return the local learning rate of a round: learning_rate * lr_decay ** t."""
+        return self.learning_rate * self.lr_decay**round_index
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """Return a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a plain dictionary, in declaration order."""
+        return dataclasses.asdict(self)
+
+
+def option_fields() -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of `RunConfig` by name."""
+    return {item.name: item for item in dataclasses.fields(RunConfig)}
+
+
+def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> Any:
+    """Return `value` in the field's type when its rule holds, or raise."""
+    kinds = {part.strip() for part in str(annotation).split("|")}
+    if value is None and "None" in kinds:
+        return None
+    if "bool" in kinds:
+        if not isinstance(value, bool):
+            raise InvalidValueError(f"{name}={value!r} must be true or false")
+        return value
+    if kinds >= {"int", "float"}:
+        return value if isinstance(value, int) else validate.number(name, value, **rule)
+    if "int" in kinds:
+        return validate.integer(name, value, **rule)
+    if "float" in kinds:
+        return validate.number(name, value, **rule)
+    if "choices" in rule:
+        return validate.choice(name, value, rule["choices"])
+    if not isinstance(value, str) or not value:
+        raise InvalidValueError(f"{name}={value!r} must be a non-empty text")
+    return value

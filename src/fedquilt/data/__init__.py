@@ -1,0 +1,45 @@
+"""Data sets and how they are divided among clients.
+
+>>> from fedquilt.data import load_dataset, split_clients
+>>> import numpy as np
+>>> train, test = load_dataset("digits")
+>>> len(train), len(test), tuple(train.images.shape[1:])
+(1442, 355, (1, 8, 8))
+>>> clients = split_clients("iid", train.targets, 20, np.random.default_rng(0))
+>>> sum(len(indices) for indices in clients)
+1442
+"""
+
+from __future__ import annotations
+
+from fedquilt.data.clients import (
+    analyze_data_distribution,
+    create_client_dataloaders,
+    prepare_non_iid_data,
+)
+from fedquilt.data.dataset import ImageDataset, as_dataset
+from fedquilt.data.dirichlet import dirichlet_split
+from fedquilt.data.load import load_dataset
+from fedquilt.data.locate import DatasetStatus, FileStatus, data_folders, dataset_status
+from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
+from fedquilt.data.split import SPLITS, split_clients
+
+__all__ = [
+    "DATASETS",
+    "SPLITS",
+    "ArchiveSpec",
+    "DatasetSpec",
+    "DatasetStatus",
+    "FileSpec",
+    "FileStatus",
+    "ImageDataset",
+    "analyze_data_distribution",
+    "as_dataset",
+    "create_client_dataloaders",
+    "data_folders",
+    "dataset_status",
+    "dirichlet_split",
+    "load_dataset",
+    "prepare_non_iid_data",
+    "split_clients",
+]

@@ -1,0 +1,183 @@
+"""Load a data set by name: find its files, fetch what is missing, verify, normalise."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedquilt import validate
+from fedquilt.data import idx
+from fedquilt.data.dataset import ImageDataset
+from fedquilt.data.digits import load_digits
+from fedquilt.data.download import download_files
+from fedquilt.data.locate import DATA_VARIABLE, data_folders, find_file
+from fedquilt.data.mirrors import named_mirrors
+from fedquilt.data.specs import DATASETS, DatasetSpec, FileSpec
+from fedquilt.data.verify import read_verified
+from fedquilt.errors import DataError, DataNotFoundError
+
+_CLASS_COLUMN, _WRITER_COLUMN = 0, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where files may come from, the same for every file of one call."""
+
+    folders: Sequence[Path]
+    download: bool
+    mirrors: Mapping[str, Sequence[str]]
+    progress: bool
+
+    def mirrors_of(self, spec: DatasetSpec) -> Sequence[str]:
+        return self.mirrors.get(spec.name, spec.mirrors)
+
+
+def load_dataset(
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = True,
+    mirrors: Mapping[str, Sequence[str]] | None = None,
+    progress: bool = False,
+) -> tuple[ImageDataset, ImageDataset]:
+    """Return the training and the test part of a data set.
+
+    Parameters
+    ----------
+    name
+        A name in `DATASETS`.
+    data_dir
+        A folder, or several joined with `os.pathsep`; FEDQUILT_DATA is searched after
+        them, and instead of them when None (then `./data`).
+    download
+        Whether missing files may be fetched, into the first of these folders that can
+        be written.
+    mirrors
+        Addresses that replace the public mirrors, by data set name.  The environment
+        variable FEDQUILT_MIRRORS (`name=URL,URL;name=URL`) does the same.
+    progress
+        Whether a download shows a progress bar on standard error.
+
+    Raises
+    ------
+    DataNotFoundError
+        A file is nowhere and may not, or cannot, be downloaded.
+    DataError
+        A file is there but torn, or is not what it should be.
+    """
+    spec = DATASETS[validate.choice("dataset", name, DATASETS)]
+    source = Source(data_folders(data_dir), download, named_mirrors(mirrors), progress)
+    return load_spec(spec, source)
+
+
+def load_spec(spec: DatasetSpec, source: Source) -> tuple[ImageDataset, ImageDataset]:
+    """Return both parts of the data set that `spec` describes."""
+    if spec.kind == "digits":
+        return load_digits(spec)
+    if spec.kind == "cifar":
+        return _cifar_parts(spec, _read_files(spec, source))
+    if spec.kind == "idx":
+        return _idx_parts(spec, _read_files(spec, source))
+    train, test = load_spec(DATASETS[spec.base or ""], source)
+    rows = _read_files(spec, source)
+    return _with_writers(spec, 0, train, rows[0]), _with_writers(spec, 1, test, rows[1])
+
+
+def _read_files(spec: DatasetSpec, source: Source) -> list[npt.NDArray[Any]]:
+    """Return the array in each file of `spec`, fetching those that are missing.
+
+    What is there is verified before anything is downloaded: a wrong file is refused
+    at once and never overwritten.
+    """
+    contents = {}
+    for file in spec.files:
+        path = find_file(spec.folder, file, source.folders)
+        if path is not None:
+            contents[file] = read_verified(path, file)
+    missing = [file for file in spec.files if file not in contents]
+    if missing:
+        if not source.download:
+            raise _not_found(spec, missing, source)
+        mirrors = source.mirrors_of(spec)
+        download_files(spec, missing, source.folders, mirrors, progress=source.progress)
+    for file in missing:
+        path = find_file(spec.folder, file, source.folders)
+        if path is None:
+            raise _not_found(spec, [file], source)
+        contents[file] = read_verified(path, file)
+    return [_array(contents.pop(file), file) for file in spec.files]
+
+
+def _not_found(spec: DatasetSpec, missing: Sequence[FileSpec], source: Source) -> DataNotFoundError:
+    searched = ", ".join(str(folder / spec.folder) for folder in source.folders)
+    how = f"unpack {spec.archive.name}" if spec.archive else "put them"
+    return DataNotFoundError(
+        f"{spec.name}: {len(missing)} of {len(spec.files)} files not found: "
+        f"{', '.join(file.name for file in missing)}; searched {searched}. "
+        f"Allow the download, name the folder that holds {spec.folder}/ with --data-dir or "
+        f"{DATA_VARIABLE}, or {how} from {source.mirrors_of(spec)[0]} there"
+    )
+
+
+def _array(content: bytes, file: FileSpec) -> npt.NDArray[Any]:
+    if file.packed_md5 is not None:
+        return idx.parse(content, file.dtype, file.shape)
+    return np.frombuffer(content, dtype=file.dtype).reshape(file.shape)
+
+
+def _idx_parts(
+    spec: DatasetSpec, arrays: Sequence[npt.NDArray[Any]]
+) -> tuple[ImageDataset, ImageDataset]:
+    train_x, train_y, test_x, test_y = arrays
+    return _dataset(spec, [train_x], train_y), _dataset(spec, [test_x], test_y)
+
+
+def _cifar_parts(
+    spec: DatasetSpec, batches: Sequence[npt.NDArray[Any]]
+) -> tuple[ImageDataset, ImageDataset]:
+    """Split the rows of each batch: one byte of label, then the red, green, blue planes."""
+    train, test = batches[:-1], batches[-1]
+    train_y = np.concatenate([batch[:, 0] for batch in train])
+    return (
+        _dataset(spec, [batch[:, 1:] for batch in train], train_y),
+        _dataset(spec, [test[:, 1:]], test[:, 0]),
+    )
+
+
+def _dataset(
+    spec: DatasetSpec, pixels: Sequence[npt.NDArray[np.uint8]], labels: npt.NDArray[Any]
+) -> ImageDataset:
+    """Write all pixels into one tensor and normalise it in place."""
+    images = torch.empty((len(labels), *spec.image_shape), dtype=torch.float32)
+    np.concatenate([part.reshape(-1, *spec.image_shape) for part in pixels], out=images.numpy())
+    shape = (1, -1, 1, 1)
+    images.div_(255).sub_(torch.tensor(spec.mean).view(shape))
+    images.div_(torch.tensor(spec.std).view(shape))
+    return ImageDataset(
+        images, torch.from_numpy(labels.astype(np.int64)), spec.name, spec.num_classes
+    )
+
+
+def _with_writers(
+    spec: DatasetSpec, part: int, dataset: ImageDataset, rows: npt.NDArray[np.int32]
+) -> ImageDataset:
+    """Return `dataset` with the writer of each sample; row i of `rows` describes sample i."""
+    rows = rows[: len(dataset)]
+    classes = rows[:, _CLASS_COLUMN]
+    labels = dataset.targets.numpy()
+    if len(rows) < len(dataset) or not np.array_equal(classes, labels):
+        shared = min(len(rows), len(dataset))
+        first = int(np.argmax(np.append(classes[:shared] != labels[:shared], True)))
+        raise DataError(
+            f"{spec.folder}/{spec.files[part].name}: its classes must equal the labels of the "
+            f"{len(dataset)} samples of {dataset.name}, they differ first at row {first}"
+        )
+    writers = rows[:, _WRITER_COLUMN].astype(np.int64)
+    return dataclasses.replace(dataset, name=spec.name, groups=writers)

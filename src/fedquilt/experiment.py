@@ -1,0 +1,335 @@
+"""One run: build, rounds, evaluate, record, resume."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.config import RunConfig, build_config
+from fedquilt.errors import InvalidValueError, RunFolderError
+from fedquilt.history import as_line, build_history
+from fedquilt.learning import evaluate
+from fedquilt.privacy.statement import Statement
+from fedquilt.problem import Problem, build_federation, build_problem, problem_from
+from fedquilt.round import Federation, run_round
+from fedquilt.run_folder import RunFolder
+
+CUSTOM = "custom"
+# A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
+CHECKPOINT_SECONDS = 1.0
+
+Observer = Callable[[RunConfig, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """A finished run: its record, its trained model, its statement, its folder.
+
+    `model` is None only when a run of somebody's own model is loaded without
+    passing that model; `state_dict` holds the trained tensors in any case.
+    """
+
+    result: dict[str, Any] = field(repr=False)
+    statement: Statement
+    state_dict: dict[str, torch.Tensor] = field(repr=False)
+    model: nn.Module | None = field(repr=False)
+    folder: Path | None
+
+    @property
+    def final_accuracy(self) -> float | None:
+        """Accuracy on the test set after the last round."""
+        accuracy: float | None = self.result["metadata"]["final_accuracy"]
+        return accuracy
+
+    def summary(self) -> dict[str, Any]:
+        """Return the object that `fedquilt run --json` prints."""
+        metadata = self.result["metadata"]
+        return {
+            "mode": self.result["mode"],
+            "dataset": metadata["dataset"],
+            "seed": metadata["seed"],
+            "rounds": self.result["rounds"],
+            "final_accuracy": metadata["final_accuracy"],
+            "final_loss": metadata["final_loss"],
+            "statement": self.result["statement"],
+            "output": None if self.folder is None else str(self.folder),
+        }
+
+
+def run(
+    model: nn.Module,
+    train: object,
+    test: object,
+    clients: Sequence[Sequence[int] | NDArray[Any]],
+    *,
+    output_dir: str | None = "./results",
+    resume: str | Path | None = None,
+    observer: Observer | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Train your own model on your own data.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any classifier that returns logits or log-probabilities; it is copied.
+    train, test : data sets
+        An `ImageDataset`, a pair `(inputs, labels)`, or anything with `len` and
+        `[i] -> (tensor, int)`.
+    clients : sequence of index lists
+        The samples of `train` that each client holds.
+    output_dir : str or None
+        Where the run's folder is made; None keeps everything in memory.
+    resume : path, optional
+        Continue this run folder, made earlier with the same model and data.
+    observer : callable, optional
+        Called with the configuration and the line of each finished round.
+    **settings
+        Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
+    """
+    folder = None
+    if resume is not None:
+        folder = RunFolder.open(resume)
+        config = _resumed_config(folder, settings)
+    else:
+        config = build_config({"dataset": CUSTOM, "model": CUSTOM, **settings})
+    config, problem = problem_from(config, model, train, test, clients)
+    return _run(config, problem, folder, output_dir, observer)
+
+
+def run_config(config: RunConfig, observer: Observer | None = None) -> RunResult:
+    """Run what a configuration describes, in a new folder under its output_dir."""
+    config, problem = build_problem(config, progress=observer is not None)
+    return _run(config, problem, None, config.output_dir, observer)
+
+
+def resume_run(path: str | Path, observer: Observer | None = None) -> RunResult:
+    """Continue a run that was stopped; a finished run returns its result."""
+    folder = RunFolder.open(path)
+    if folder.read_result() is not None:
+        return load(path)
+    config = folder.read_config()
+    if config.model == CUSTOM or config.dataset == CUSTOM:
+        raise RunFolderError(
+            f"run folder {str(path)!r} was made from your own model or data: "
+            "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
+        )
+    config, problem = build_problem(config, progress=observer is not None)
+    return _run(config, problem, folder, None, observer)
+
+
+def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
+    """Give back a finished run: record, statement and trained model.
+
+    Models that fedquilt knows by name are rebuilt; for a model of your own pass
+    it as `model`, and a copy with the trained weights comes back.
+    """
+    folder = RunFolder.open(path)
+    result = folder.read_result()
+    if result is None:
+        raise RunFolderError(f"run folder {str(path)!r} is not finished: resume it first")
+    checkpoint = folder.load_checkpoint()
+    if checkpoint is None:
+        raise RunFolderError(f"run folder {str(path)!r} has no checkpoint.safetensors")
+    tensors = checkpoint[1]
+    module = copy.deepcopy(model) if model is not None else _rebuild(folder.read_config(), result)
+    if module is not None:
+        _load_tensors(module, tensors, folder.path)
+    statement = Statement.from_json(result["statement"])
+    return RunResult(result, statement, tensors, module, folder.path)
+
+
+def _run(
+    config: RunConfig,
+    problem: Problem,
+    folder: RunFolder | None,
+    output_dir: str | None,
+    observer: Observer | None,
+) -> RunResult:
+    """Build the federation, pick up a checkpoint if there is one, and train."""
+    federation = build_federation(config, problem)
+    lines: list[dict[str, Any]] = []
+    try:
+        if folder is not None:
+            folder.acquire()
+            if folder.read_result() is not None:
+                return load(folder.path, problem.flat.module)
+            lines = _pick_up(folder, federation, problem)
+        elif output_dir is not None:
+            folder = RunFolder.create(config, output_dir)
+        _train(config, problem, federation, lines, folder, observer)
+        return _finish(config, problem, federation, lines, folder)
+    finally:
+        federation.engine.close()
+        if folder is not None:
+            folder.close()
+
+
+def _train(
+    config: RunConfig,
+    problem: Problem,
+    federation: Federation,
+    lines: list[dict[str, Any]],
+    folder: RunFolder | None,
+    observer: Observer | None,
+) -> None:
+    """Run the rounds that are left; `lines` grows by one a round."""
+    saved_at = time.monotonic()
+    for round_index in range(len(lines), config.num_rounds):
+        if lines and _reached_target(config, lines[-1]):
+            break
+        began = time.perf_counter()
+        record = run_round(federation, round_index)
+        line = as_line(record, time.perf_counter() - began)
+        if (round_index + 1) % config.eval_every == 0 or round_index + 1 == config.num_rounds:
+            line |= measure(problem, federation)
+        lines.append(line)
+        if folder is not None:
+            folder.append_round(line)
+            if time.monotonic() - saved_at >= CHECKPOINT_SECONDS:
+                _save(folder, problem, federation, len(lines))
+                saved_at = time.monotonic()
+        if observer is not None:
+            observer(config, line)
+
+
+def measure(problem: Problem, federation: Federation) -> dict[str, Any]:
+    """Step 9: evaluate the global model; test data are only ever looked at here."""
+    problem.flat.write(federation.weights)
+    accuracy, loss = evaluate(problem.flat.module, *problem.test)
+    measured: dict[str, Any] = {
+        "test_accuracy": accuracy,
+        "test_loss": loss,
+        "participation_stats": federation.tracker.get_statistics(),
+    }
+    if problem.validation is not None:
+        measured["validation_accuracy"], _ = evaluate(problem.flat.module, *problem.validation)
+    return measured
+
+
+def _reached_target(config: RunConfig, line: dict[str, Any]) -> bool:
+    """Tell whether early stopping is on and the validation accuracy is at the target."""
+    accuracy = line.get("validation_accuracy")
+    return (
+        config.early_stopping
+        and accuracy is not None
+        and config.target_accuracy is not None
+        and accuracy >= config.target_accuracy
+    )
+
+
+def _save(folder: RunFolder, problem: Problem, federation: Federation, rounds: int) -> None:
+    problem.flat.write(federation.weights)
+    state = federation.state()
+    if problem.flat.is_lossy:
+        state["weights"] = federation.weights.cpu().numpy()
+    folder.save_checkpoint(rounds, problem.flat.module.state_dict(), state)
+
+
+def _pick_up(
+    folder: RunFolder, federation: Federation, problem: Problem
+) -> list[dict[str, Any]]:
+    """Bring the federation to the last checkpoint and return the rounds before it."""
+    checkpoint = folder.load_checkpoint()
+    if checkpoint is None:
+        folder.read_rounds(0)
+        return []
+    rounds, tensors, state = checkpoint
+    _load_tensors(problem.flat.module, tensors, folder.path)
+    weights = torch.from_numpy(state["weights"]) if "weights" in state else problem.flat.read()
+    try:
+        federation.load_state(state)
+    except KeyError as error:
+        raise RunFolderError(f"{folder.path}: the checkpoint lacks {error}") from error
+    federation.weights = weights.to(federation.weights.device).clone()
+    return folder.read_rounds(rounds)
+
+
+def _finish(
+    config: RunConfig,
+    problem: Problem,
+    federation: Federation,
+    lines: list[dict[str, Any]],
+    folder: RunFolder | None,
+) -> RunResult:
+    """Write the last checkpoint and the result, and return the run."""
+    counts = federation.tracker.participation_count
+    statement = federation.mechanism.statement(counts)
+    result = build_result(config, lines, statement, counts)
+    result["metadata"] |= {
+        "input_shape": list(problem.input_shape),
+        "num_classes": problem.num_classes,
+    }
+    problem.flat.write(federation.weights)
+    module = copy.deepcopy(problem.flat.module).cpu()
+    if folder is not None:
+        _save(folder, problem, federation, len(lines))
+        folder.write_result(result)
+    path = None if folder is None else folder.path
+    return RunResult(result, statement, dict(module.state_dict()), module, path)
+
+
+def build_result(
+    config: RunConfig,
+    lines: list[dict[str, Any]],
+    statement: Statement,
+    counts: NDArray[np.float64],
+) -> dict[str, Any]:
+    """Return the content of result.json."""
+    history = build_history(lines)
+    accuracy, loss = history["test_accuracy"], history["test_loss"]
+    return {
+        "mode": config.mode,
+        "rounds": len(lines),
+        "metadata": {
+            "dataset": config.dataset,
+            "seed": config.seed,
+            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "target_accuracy": config.target_accuracy,
+            "final_accuracy": accuracy[-1] if accuracy else None,
+            "final_loss": loss[-1] if loss else None,
+            "hyperparameters": config.as_dict(),
+        },
+        "history": history,
+        "cohorts": history["client_participation"],
+        "joins": [int(count) for count in counts],
+        "statement": statement.as_json(),
+    }
+
+
+def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
+    """Return the folder's configuration; other settings beside it must agree."""
+    config = folder.read_config()
+    for key, value in settings.items():
+        if getattr(config, key, None) != value:
+            raise InvalidValueError(
+                f"{key}={value!r} must be {getattr(config, key, None)!r}, as in the run "
+                f"that is resumed ({folder.path})"
+            )
+    return config
+
+
+def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
+    """Build the named model of a run anew, None for a model fedquilt does not know."""
+    if config.model == CUSTOM:
+        return None
+    from fedquilt.models import make_model
+
+    metadata = result["metadata"]
+    return make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
+
+
+def _load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise RunFolderError(f"{path}: the model does not fit the saved weights: {error}") from error

@@ -1,0 +1,15 @@
+"""Local training: the flat view of a model, the local steps, the engines."""
+
+from fedquilt.learning.engine import ClientUpdate, Engine, LocalSettings, Task, make_engine
+from fedquilt.learning.evaluate import evaluate
+from fedquilt.learning.flat import FlatModel
+
+__all__ = [
+    "ClientUpdate",
+    "Engine",
+    "FlatModel",
+    "LocalSettings",
+    "Task",
+    "evaluate",
+    "make_engine",
+]

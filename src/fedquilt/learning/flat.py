@@ -1,0 +1,184 @@
+"""A model whose travelling tensors are views of one flat vector.
+
+Loading the global model is then one copy and a client's update one
+subtraction, whatever the number of layers.
+
+What travels: every trainable parameter, and every buffer that a training step
+changes (the running statistics of BatchNorm).  Frozen parameters and constant
+buffers are the same on both sides and stay where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fedquilt.errors import InvalidValueError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one named tensor lies in the flat vector."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    is_buffer: bool
+
+
+class FlatModel:
+    """A private copy of a model, its travelling tensors laid out in one vector.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any model; it is copied, never changed.
+    sample : tensor, optional
+        A small batch of inputs, on the device where the copy shall live.  A
+        forward pass in training mode tells which buffers move; without a
+        sample every buffer counts as constant.
+    """
+
+    def __init__(self, model: nn.Module, sample: torch.Tensor | None = None) -> None:
+        self.module = copy.deepcopy(model)
+        moving: list[str] = []
+        if sample is not None:
+            self.module.to(sample.device)
+            moving = moving_buffers(self.module, sample)
+        tensors = _travelling(self.module, moving)
+        if not any(not is_buffer for _, _, is_buffer in tensors):
+            raise InvalidValueError("model has no trainable parameter: nothing could be learned")
+        self.segments = _lay_out(tensors)
+        wide = any(tensor.dtype == torch.float64 for _, tensor, _ in tensors)
+        self.vector = torch.empty(
+            self.segments[-1].stop,
+            dtype=torch.float64 if wide else torch.float32,
+            device=tensors[0][1].device,
+        )
+        self._outside: list[tuple[Segment, torch.Tensor]] = []
+        self._adopt([tensor for _, tensor, _ in tensors])
+        self.parameters: list[torch.Tensor] = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
+
+    def _adopt(self, tensors: list[torch.Tensor]) -> None:
+        """Make each tensor a view of the vector, where its type allows it."""
+        with torch.no_grad():
+            for segment, tensor in zip(self.segments, tensors, strict=True):
+                view = self.vector[segment.start : segment.stop].view(segment.shape)
+                view.copy_(tensor)
+                if tensor.dtype == self.vector.dtype:
+                    tensor.data = view
+                else:
+                    self._outside.append((segment, tensor))
+
+    def read(self) -> torch.Tensor:
+        """Return the vector with the current values; a view, not a copy."""
+        with torch.no_grad():
+            for segment, tensor in self._outside:
+                self.vector[segment.start : segment.stop].copy_(tensor.reshape(-1))
+        return self.vector
+
+    def write(self, vector: torch.Tensor) -> None:
+        """Load the values of a vector into the model."""
+        with torch.no_grad():
+            self.vector.copy_(vector)
+            for segment, tensor in self._outside:
+                values = self.vector[segment.start : segment.stop].view(segment.shape)
+                integral = not tensor.dtype.is_floating_point
+                tensor.copy_(values.round() if integral else values)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether some tensor has a type that cannot hold the vector's values exactly."""
+        return bool(self._outside)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the travelling tensors, in the order of the vector."""
+        return [segment.name for segment in self.segments]
+
+    @property
+    def buffer_names(self) -> list[str]:
+        """The names of the travelling buffers."""
+        return [segment.name for segment in self.segments if segment.is_buffer]
+
+    def matching(self, patterns: tuple[str, ...]) -> list[Segment]:
+        """Return the parameters whose name, or a module of it, matches a pattern.
+
+        The pattern `fc*` matches `fc1.weight` and `head.fc2.bias`; `all` matches
+        everything.  A pattern that matches nothing is an error.
+        """
+        chosen: dict[str, Segment] = {}
+        for pattern in patterns:
+            found = [s for s in self.segments if pattern == "all" or matches(s.name, pattern)]
+            if not found:
+                raise InvalidValueError(
+                    f"noise_layers={pattern!r} must match a parameter; "
+                    f"the model has {', '.join(self.names)}"
+                )
+            chosen.update((segment.name, segment) for segment in found)
+        return [segment for segment in self.segments if segment.name in chosen]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a tensor's name, or the path of one of its modules, fits a pattern.
+
+    >>> matches("fc1.weight", "fc*"), matches("head.fc.bias", "fc*"), matches("conv.fc", "conv")
+    (True, True, True)
+    """
+    parts = name.split(".")
+    spans = (
+        ".".join(parts[start:stop])
+        for start in range(len(parts))
+        for stop in range(start + 1, len(parts) + 1)
+    )
+    return any(fnmatchcase(span, pattern) for span in spans)
+
+
+def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
+    """Return the names of the buffers that a forward pass in training mode changes."""
+    if next(model.buffers(), None) is None:
+        return []
+    probe = copy.deepcopy(model).train()
+    before = {name: buffer.clone() for name, buffer in probe.named_buffers()}
+    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(sample)):
+        probe(sample)
+    return [
+        name
+        for name, buffer in probe.named_buffers()
+        if name not in before or not torch.equal(before[name], buffer)
+    ]
+
+
+def _cuda_devices(sample: torch.Tensor) -> list[torch.device]:
+    return [sample.device] if sample.device.type == "cuda" else []
+
+
+def _travelling(
+    model: nn.Module, moving: list[str]
+) -> list[tuple[str, torch.Tensor, bool]]:
+    def pairs() -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter, False
+        for name, buffer in model.named_buffers():
+            if name in moving:
+                yield name, buffer, True
+
+    return list(pairs())
+
+
+def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> list[Segment]:
+    segments, start = [], 0
+    for name, tensor, is_buffer in tensors:
+        stop = start + tensor.numel()
+        segments.append(Segment(name, start, stop, tuple(tensor.shape), is_buffer))
+        start = stop
+    return segments

@@ -1,0 +1,50 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError
+from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
+from fedquilt.models.simple import MLP, Linear
+
+MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
+    "digits": lambda shape, classes: DigitsModel(classes),
+    "mnist": lambda shape, classes: MNISTModel(classes),
+    "cifar10": lambda shape, classes: CIFAR10Model(classes),
+    "mlp": lambda shape, classes: MLP(shape, classes),
+    "linear": lambda shape, classes: Linear(shape, classes),
+}
+_MADE_FOR: dict[tuple[int, ...], str] = {(1, 8, 8): "digits", (1, 28, 28): "mnist", (3, 32, 32): "cifar10"}
+
+
+def make_model(name: str, input_shape: Sequence[int], num_classes: int, seed: int) -> nn.Module:
+    """Build a model with initial weights drawn from `seed`.
+
+    `auto` takes the model made for the input shape, or an MLP for any other.
+    """
+    shape = tuple(input_shape)
+    if name == "auto":
+        name = _MADE_FOR.get(shape, "mlp")
+    validate.choice("model", name, ["auto", *MODELS])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[name](shape, num_classes)
+    _check_fits(name, model, shape)
+    return model
+
+
+@torch.no_grad()
+def _check_fits(name: str, model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Try one input, so that a misfit is an error here and not in the first round."""
+    try:
+        model.eval()(torch.zeros(1, *shape))
+    except RuntimeError as error:
+        raise InvalidValueError(
+            f"model={name!r} must take inputs of shape {shape}, which it does not: {error}"
+        ) from error
+    model.train()

@@ -1,0 +1,15 @@
+"""Who takes part: participation history, availability, selection."""
+
+from fedquilt.population.availability import Availability, load_trace, propensities
+from fedquilt.population.history import ParticipationTracker
+from fedquilt.population.selection import CohortSelector, poisson_cohort, select_cohort
+
+__all__ = [
+    "Availability",
+    "CohortSelector",
+    "ParticipationTracker",
+    "load_trace",
+    "poisson_cohort",
+    "propensities",
+    "select_cohort",
+]

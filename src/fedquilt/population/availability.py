@@ -1,0 +1,113 @@
+"""Who is there in a round.
+
+Availability is the client's doing, not the server's: it is modelled here as a
+coin per client and round, independent over both, and is never a source of
+privacy amplification.
+
+| kind | client i is available in round t |
+|---|---|
+| `beta` | with probability q_i, where q_i ~ Beta(2, 5) is drawn once: a long tail |
+| `uniform` | with probability 2/7, the mean of Beta(2, 5), the same for everybody |
+| `always` | in every round |
+| a trace | when the trace file lists it |
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt import validate
+from fedquilt.errors import DataError, InvalidValueError
+
+BETA_A, BETA_B = 2.0, 5.0
+UNIFORM_PROBABILITY = BETA_A / (BETA_A + BETA_B)
+KINDS = ("beta", "uniform", "always")
+
+
+def propensities(
+    num_clients: int, rng: np.random.Generator, a: float = BETA_A, b: float = BETA_B
+) -> NDArray[np.float64]:
+    """Draw how likely each client is to be there, q_i ~ Beta(a, b)."""
+    return rng.beta(a, b, size=num_clients)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """The availability of a whole population.
+
+    Exactly one of the two fields decides: `trace` when it is given, else the
+    coin with the clients' `probabilities` (None: always there).
+    """
+
+    num_clients: int
+    probabilities: NDArray[np.float64] | None = None
+    trace: dict[int, NDArray[np.int64]] | None = field(default=None, repr=False)
+
+    @classmethod
+    def make(cls, kind: str, num_clients: int, draws: NDArray[np.float64]) -> Availability:
+        """Build it from the `availability` option; `draws` are the propensities."""
+        if kind == "always":
+            return cls(num_clients)
+        if kind == "beta":
+            return cls(num_clients, draws)
+        if kind == "uniform":
+            return cls(num_clients, np.full(num_clients, UNIFORM_PROBABILITY))
+        if kind.endswith(".csv"):
+            return cls(num_clients, trace=load_trace(kind, num_clients))
+        hint = validate.did_you_mean(kind, KINDS)
+        raise InvalidValueError(
+            f"availability={kind!r} must be 'beta', 'uniform', 'always' or a FILE.csv{hint}"
+        )
+
+    def available(self, round_index: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the ids of the clients that are there, ascending."""
+        if self.trace is not None:
+            return self.trace.get(round_index, np.zeros(0, dtype=np.int64))
+        if self.probabilities is None:
+            return np.arange(self.num_clients, dtype=np.int64)
+        return np.flatnonzero(rng.random(self.num_clients) < self.probabilities)
+
+
+def load_trace(path: str | Path, num_clients: int) -> dict[int, NDArray[np.int64]]:
+    """Read a CSV trace: a header `round,client`, then one line per presence.
+
+    Rounds count from 0.  A round without a line has nobody.
+    """
+    present: dict[int, set[int]] = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            if reader.fieldnames is None or not {"round", "client"} <= set(reader.fieldnames):
+                raise DataError(f"{path}: expected a header with 'round' and 'client'")
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                round_index = _whole(row["round"], "round", where)
+                client = _whole(row["client"], "client", where)
+                if client >= num_clients:
+                    raise DataError(f"{where}: client={client} must be < num_clients={num_clients}")
+                present.setdefault(round_index, set()).add(client)
+    except OSError as error:
+        raise InvalidValueError(
+            f"availability={str(path)!r} cannot be read: {error.strerror}"
+        ) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: not a CSV text file: {error}") from error
+    return {
+        index: np.asarray(sorted(clients), dtype=np.int64) for index, clients in present.items()
+    }
+
+
+def _whole(text: str | None, name: str, where: str) -> int:
+    """Return a field of the trace as a number >= 0, or raise naming the line."""
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise DataError(f"{where}: {name}={text!r} must be a whole number >= 0")
+    return value

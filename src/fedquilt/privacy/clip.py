@@ -1,0 +1,175 @@
+"""Clipping: one function that bounds a vector, and the rules that choose the bound.
+
+`QuantileClipper` is the class of the API document.  Its bound is this round's
+raw percentile, a statistic of the data: whatever uses it has no guarantee, and
+the statement of the run says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError, NotReadyError
+
+Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
+
+
+def norm(vector: NDArray[Any] | torch.Tensor) -> float:
+    """Return the L2 norm in float64; NaN or Inf when an entry is."""
+    if isinstance(vector, torch.Tensor):
+        return float(torch.linalg.vector_norm(vector.detach(), dtype=torch.float64))
+    return float(np.linalg.norm(np.asarray(vector, dtype=np.float64)))
+
+
+def clip(vector: Vector, bound: float, known_norm: float | None = None) -> Vector:
+    """Return the vector scaled to norm <= bound: g * min(1, C / ||g||) (paper, eq. 6).
+
+    A vector inside the bound is returned as it is; one with a NaN or Inf entry
+    becomes zero, so that it can do no harm and still counts.
+    """
+    length = norm(vector) if known_norm is None else known_norm
+    if not np.isfinite(length):
+        return torch.zeros_like(vector) if isinstance(vector, torch.Tensor) else np.zeros_like(vector)
+    if length <= bound:
+        return vector
+    return vector * (bound / length)
+
+
+class QuantileClipper:
+    """Follow a quantile of the update norms with momentum (paper, Algorithm 1).
+
+        target = Percentile(norms, q), limited to [min_clip, max_clip]
+        C_t    = target                               in the first round
+        C_t    = momentum * C_(t-1) + (1 - momentum) * target   afterwards
+
+    Parameters
+    ----------
+    quantile, momentum, min_clip, max_clip : float
+        q in (0, 1), momentum in [0, 1), 0 < min_clip < max_clip.
+    initial_clip : float, optional
+        Value before the first round; absent takes the first target.
+    """
+
+    def __init__(
+        self,
+        quantile: float = 0.9,
+        momentum: float = 0.95,
+        min_clip: float = 0.1,
+        max_clip: float = 10.0,
+        initial_clip: float | None = None,
+    ) -> None:
+        self.quantile = validate.number("quantile", quantile, above=0, below=1)
+        self.momentum = validate.number("momentum", momentum, at_least=0, below=1)
+        self.min_clip = validate.number("min_clip", min_clip, above=0)
+        self.max_clip = validate.number("max_clip", max_clip, above=self.min_clip)
+        self.initial_clip = (
+            None if initial_clip is None else validate.number("initial_clip", initial_clip, above=0)
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rounds and go back to the initial value."""
+        self.clip_value: float | None = self.initial_clip
+        self.clip_history: list[float] = []
+
+    def compute_gradient_norms(self, gradients_list: Sequence[Any]) -> NDArray[np.float64]:
+        """Return the L2 norm of every update."""
+        return np.asarray([norm(gradient) for gradient in gradients_list], dtype=np.float64)
+
+    def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
+        """Take one round's updates into account and return the clip bound.
+
+        Norms that are NaN or Inf are left out; when none is left, the current
+        value (or min_clip) is returned and nothing is recorded.
+        """
+        if len(gradients_list) == 0:
+            raise InvalidValueError("gradients_list=[] must hold at least one update")
+        norms = self.compute_gradient_norms(gradients_list)
+        norms = norms[np.isfinite(norms)]
+        if norms.size == 0:
+            return self.min_clip if self.clip_value is None else self.clip_value
+        percentile = np.percentile(norms, 100 * self.quantile)
+        target = float(np.clip(percentile, self.min_clip, self.max_clip))
+        if self.clip_value is None:
+            self.clip_value = target
+        else:
+            self.clip_value = self.momentum * self.clip_value + (1 - self.momentum) * target
+        self.clip_history.append(self.clip_value)
+        return self.clip_value
+
+    def clip_gradient(self, gradient: Vector) -> Vector:
+        """Return one update clipped to the current bound; zero when it is not finite."""
+        return clip(gradient, self._bound())
+
+    def clip_gradients(self, gradients_list: Sequence[Vector]) -> list[Vector]:
+        """Return all updates clipped to the current bound."""
+        return [self.clip_gradient(gradient) for gradient in gradients_list]
+
+    def get_current_clip_value(self) -> float | None:
+        """Return the current bound, None before there is one."""
+        return self.clip_value
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Summarise the bounds so far; the first two keys only before any update."""
+        summary: dict[str, Any] = {
+            "current_clip": self.clip_value,
+            "num_updates": len(self.clip_history),
+        }
+        if self.clip_history:
+            history = np.asarray(self.clip_history)
+            summary |= {
+                "mean_clip": float(history.mean()),
+                "std_clip": float(history.std()),
+                "min_clip_observed": float(history.min()),
+                "max_clip_observed": float(history.max()),
+            }
+        return summary
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return value and history as arrays, for a checkpoint."""
+        value = np.nan if self.clip_value is None else self.clip_value
+        return {
+            "clip_value": np.asarray([value], dtype=np.float64),
+            "clip_history": np.asarray(self.clip_history, dtype=np.float64),
+        }
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        value = float(state["clip_value"][0])
+        self.clip_value = None if np.isnan(value) else value
+        self.clip_history = [float(item) for item in state["clip_history"]]
+
+    def _bound(self) -> float:
+        if self.clip_value is None:
+            raise NotReadyError(
+                "the clip value is not set yet: call update_clip_value first or give initial_clip"
+            )
+        return self.clip_value
+
+
+class FixedClipper:
+    """A clip bound that is chosen in advance and never moves."""
+
+    def __init__(self, clip_norm: float) -> None:
+        self.clip_norm = validate.number("clip_norm", clip_norm, above=0)
+
+    def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
+        """Return the fixed bound, whatever the updates are."""
+        return self.clip_norm
+
+    def clip_gradient(self, gradient: Vector) -> Vector:
+        """Return one update clipped to the bound; zero when it is not finite."""
+        return clip(gradient, self.clip_norm)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return nothing: a fixed bound has no state."""
+        return {}
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Accept the empty state."""

@@ -1,0 +1,198 @@
+"""The file: making it whole or not at all, opening it, saying why not.
+
+Durability: a rollback journal (DELETE) with `synchronous=EXTRA`.  COMMIT returns
+after the database, the journal and the folder have been synced, so a settled
+charge survives a power cut.  Write-ahead logging would commit a little faster, but
+its newest charges live in a second file: a copy of the ledger alone would then be
+an older ledger, which is the one thing a ledger must not become, and it cannot be
+opened from a read-only archive or shared over a network folder.
+
+Rights: a new file is readable and writable by its owner only (0600).  Under
+zero-out adjacency participation and charges are public, so it may be published,
+but publishing is the owner's decision (`export`), and whoever can write to the
+file can rewrite it.  Change the mode at will; it is not touched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from fedquilt.privacy.ledger.chain import COLUMNS, GENESIS, LEDGER, Entry
+from fedquilt.privacy.ledger.errors import (
+    LedgerBusyError,
+    LedgerCorruptError,
+    LedgerError,
+    LedgerFileError,
+)
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x46514C31  # "FQL1": marks the file as ours in its SQLite header
+
+_TABLES = (
+    "CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, time TEXT NOT NULL, "
+    "population INTEGER, run INTEGER, round INTEGER, reservation INTEGER, name TEXT, "
+    "digest TEXT, body TEXT, clients BLOB, charges BLOB, hash BLOB NOT NULL)",
+    "CREATE INDEX entries_by_population ON entries (population, seq)",
+    "CREATE INDEX entries_by_run ON entries (run, kind, round)",
+    "CREATE UNIQUE INDEX entries_by_name ON entries (kind, name) WHERE name IS NOT NULL",
+    "CREATE TABLE head (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, "
+    "hash BLOB NOT NULL)",
+    "CREATE TABLE snapshots (population INTEGER PRIMARY KEY, seq INTEGER NOT NULL, "
+    "spent BLOB NOT NULL, joins BLOB NOT NULL, last_entry BLOB NOT NULL, open TEXT NOT NULL)",
+)
+
+
+def insert_entry(connection: sqlite3.Connection, entry: Entry, previous: bytes) -> bytes:
+    """Write `entry` and move the head to it; return its hash."""
+    places = ", ".join("?" * (len(COLUMNS) + 1))
+    digest = entry.chained(previous)
+    connection.execute(
+        f"INSERT INTO entries ({', '.join(COLUMNS)}, hash) VALUES ({places})",
+        (*entry.values(), digest),
+    )
+    connection.execute("REPLACE INTO head VALUES (1, ?, ?)", (entry.seq, digest))
+    return digest
+
+
+def create_file(path: Path, time: str) -> None:
+    """Make an empty ledger at `path`; when somebody else was faster, leave theirs.
+
+    It is built under another name and appears under its own in one step, so a
+    crash or a full disk leaves no half a ledger behind.
+    """
+    if not path.parent.is_dir():
+        raise LedgerFileError(f"ledger {path}: the folder {path.parent} does not exist")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        with translated(path):
+            os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            _fill(draft, Entry(1, LEDGER, time, digest=secrets.token_hex(16)))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            _sync_folder(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _fill(draft: Path, first: Entry) -> None:
+    with contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+        _make_durable(connection)
+        connection.execute("BEGIN EXCLUSIVE")
+        for statement in _TABLES:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        insert_entry(connection, first, GENESIS)
+        connection.execute("COMMIT")
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connection:
+    """Open the ledger at `path`, or say why it cannot be used; nothing is ever created.
+
+    The file is not read but through SQLite: closing any other handle on it would
+    drop the locks this process may hold on it (POSIX).
+    """
+    _check_path(path, read_only=read_only)
+    mode = "ro" if read_only else "rw"
+    uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    with translated(path):
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=timeout)
+        try:
+            _check_content(connection, path)
+            if not read_only:
+                _make_durable(connection)
+                connection.execute("BEGIN IMMEDIATE")  # refused here when read-only
+                connection.execute("ROLLBACK")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _check_path(path: Path, *, read_only: bool) -> None:
+    if path.is_dir():
+        raise LedgerFileError(f"ledger {path} is a folder; a ledger is one file")
+    if not path.exists():
+        raise LedgerFileError(f"ledger {path} does not exist; open it with create=True to make it")
+    if path.stat().st_size == 0:
+        raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
+    if read_only:
+        return
+    for place, what in ((path, "the file"), (path.parent, "its folder")):
+        if not os.access(place, os.W_OK):
+            raise LedgerFileError(
+                f"ledger {path}: {what} is read-only; charges could not be written "
+                "(read_only=True opens it for reading)"
+            )
+
+
+def _check_content(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("PRAGMA trusted_schema = OFF")
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if application != _APPLICATION_ID:
+        raise LedgerFileError(f"ledger {path} is a SQLite file, but not a fedquilt ledger")
+    if version > SCHEMA_VERSION:
+        raise LedgerFileError(
+            f"ledger {path} has schema version {version}; this fedquilt reads up to "
+            f"{SCHEMA_VERSION}. Use the fedquilt that wrote it, or a newer one"
+        )
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
+    if sorted(row[0] for row in found) != sorted(_TABLES):
+        raise LedgerCorruptError(f"ledger {path}: its tables were altered")
+
+
+def _make_durable(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.execute("PRAGMA synchronous = EXTRA")
+    connection.execute("PRAGMA fullfsync = ON")  # macOS: reach the disk, not its cache
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the system raise into a `LedgerError` that says what to do."""
+    try:
+        yield
+    except LedgerError:
+        raise
+    except sqlite3.Error as error:
+        raise _in_words(path, error) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LedgerFileError(f"ledger {path} cannot be used: {reason}") from error
+
+
+def _in_words(path: Path, error: sqlite3.Error) -> LedgerError:
+    name: str = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return LedgerBusyError(
+            f"ledger {path} was locked by another process for too long; nothing was "
+            "recorded. Try again, or open it with a longer timeout"
+        )
+    if name.startswith("SQLITE_READONLY"):
+        return LedgerFileError(f"ledger {path} is read-only; nothing was recorded")
+    if name == "SQLITE_FULL":
+        return LedgerFileError(f"ledger {path}: the disk is full; nothing was recorded")
+    if name == "SQLITE_NOTADB":
+        return LedgerCorruptError(f"ledger {path} is not a ledger: {error}")
+    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_ERROR":
+        return LedgerCorruptError(f"ledger {path} is damaged: {error}")
+    if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
+        return LedgerError(f"ledger {path} belongs to the thread that opened it; open it there")
+    return LedgerFileError(f"ledger {path} cannot be used: {error}")

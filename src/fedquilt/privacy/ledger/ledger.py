@@ -1,0 +1,162 @@
+"""The ledger: open the file, find a population, check everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError
+from fedquilt.privacy.ledger import chain, export, files, verify
+from fedquilt.privacy.ledger.account import Account
+from fedquilt.privacy.ledger.errors import LedgerConflictError
+from fedquilt.privacy.ledger.population import Population, check_name, create_population
+from fedquilt.privacy.ledger.records import MAX_CLIENTS, PopulationInfo
+from fedquilt.privacy.ledger.store import Store, now
+
+
+class Ledger:
+    """One SQLite file that says, for every client, what it has given away.
+
+    Several processes may have it open; what one settles the others see in their
+    next call.  A `Ledger` itself belongs to the process and thread that opened it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._populations: dict[int, Population] = {}
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        timeout: float = 30.0,
+    ) -> Self:
+        """Open the ledger at `path`.
+
+        Parameters
+        ----------
+        create
+            Make an empty one when there is none.
+        read_only
+            Only look: for `verify`, `export` and archives without write access.
+        timeout
+            Seconds to wait for another process before refusing.
+        """
+        place = Path(path)
+        timeout = validate.number("timeout", timeout, at_least=0)
+        if create and read_only:
+            raise InvalidValueError("create=True and read_only=True exclude each other")
+        if create and not place.exists():
+            files.create_file(place, now())
+        return cls(Store(place, read_only=read_only, timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file.  Open reservations stay counted until their run resumes."""
+        self._store.close()
+
+    @property
+    def path(self) -> Path:
+        """Return where the file is."""
+        return self._store.path
+
+    def population(
+        self,
+        name: str,
+        *,
+        num_clients: int | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+    ) -> Population:
+        """Return the population of that name, made when all three values are given.
+
+        The allowance is fixed for good when the population is made.  Values that
+        are given later must agree with it; None takes what is there.
+        """
+        check_name("population", name)
+        asked = _checked_values(num_clients, epsilon, delta)
+        with self._store.reading():
+            found = self._store.named(chain.POPULATION, name)
+        if found is None:
+            absent = [key for key, value in asked.items() if value is None]
+            if absent:
+                raise LedgerConflictError(
+                    f"population {name!r} is not in ledger {self.path}; to make it, "
+                    f"give {', '.join(absent)}"
+                )
+            with self._store.writing():
+                found = self._store.named(chain.POPULATION, name) or create_population(
+                    self._store, name, **asked
+                )
+        info = PopulationInfo.of(found)
+        _check_agreement(info, asked)
+        return self._populations.setdefault(info.key, Population(self._store, Account(info)))
+
+    def populations(self) -> list[Population]:
+        """Return all populations, oldest first."""
+        with self._store.reading():
+            infos = [
+                PopulationInfo.of(entry)
+                for entry in self._store.entries("kind = ?", chain.POPULATION)
+            ]
+        return [self.population(info.name) for info in infos]
+
+    def head(self) -> str:
+        """Return the newest entry's hash, which stands for everything before it."""
+        with self._store.reading():
+            return self._store.head()[1].hex()
+
+    def missing_heads(self, heads: Iterable[str]) -> list[str]:
+        """Return those of `heads` that are not in the chain.
+
+        A run asks this when it resumes: a head it has kept and the ledger has not
+        means that the ledger was rolled back or exchanged.
+        """
+        with self._store.reading():
+            return verify.missing_heads(self._store, heads)
+
+    def verify(self, known_heads: Iterable[str] = ()) -> verify.VerifyReport:
+        """Recompute the chain and all balances; see `VerifyReport`."""
+        return verify.verify(self._store, known_heads)
+
+    def export(self, *, clients: bool = True) -> dict[str, Any]:
+        """Return the ledger as plain data for JSON; `clients=False` leaves their rows out."""
+        return export.export_ledger(self._store, self.populations(), clients=clients)
+
+
+def _checked_values(
+    num_clients: int | None, epsilon: float | None, delta: float | None
+) -> dict[str, Any]:
+    if num_clients is not None:
+        validate.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
+    if epsilon is not None:
+        epsilon = validate.number("epsilon", epsilon, above=0)
+    if delta is not None:
+        delta = validate.number("delta", delta, above=0, below=1)
+    return {"num_clients": num_clients, "epsilon": epsilon, "delta": delta}
+
+
+def _check_agreement(info: PopulationInfo, asked: dict[str, Any]) -> None:
+    for key, value in asked.items():
+        if value is not None and value != getattr(info, key):
+            raise LedgerConflictError(
+                f"population {info.name!r} has {key}={getattr(info, key)!r}, not {value!r}; "
+                "an allowance is fixed when it is made. Use another name for other clients"
+            )

@@ -1,0 +1,286 @@
+"""One run's dealings with the ledger: reserve, settle, release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError
+from fedquilt.privacy.ledger import chain, codec
+from fedquilt.privacy.ledger.account import Account, reservation_of
+from fedquilt.privacy.ledger.chain import Entry
+from fedquilt.privacy.ledger.errors import (
+    BudgetExceededError,
+    LedgerConflictError,
+    ReservationError,
+)
+from fedquilt.privacy.ledger.records import Reservation, RunInfo
+from fedquilt.privacy.ledger.store import Store, now
+from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
+
+
+class Run:
+    """A run that may spend part of a population's allowance; made by `start_run`.
+
+    The handle is good until the run is finished, or resumed by somebody else: then
+    every call that would change something is refused, so two processes that hold
+    the same run cannot both go on.
+    """
+
+    def __init__(self, store: Store, account: Account, info: RunInfo, session: int) -> None:
+        self.info = info
+        self._store = store
+        self._account = account
+        self._session = session
+
+    @property
+    def budget_mu2(self) -> float:
+        """Return what this run may spend of each client, in squared GDP units."""
+        return self.info.budget_mu2
+
+    @property
+    def head(self) -> str:
+        """Return the ledger's newest hash, to be kept with the run's files."""
+        with self._store.reading():
+            return self._store.head()[1].hex()
+
+    def remaining(self, clients: npt.ArrayLike | None = None) -> FloatArray:
+        """Return the squared GDP units this run may still spend of each client.
+
+        That is min(budget − spent in this run, allowance − spent − reserved by
+        other runs), never negative; zero for clients that sit out.
+        """
+        with self._store.reading():
+            self._account.refresh(self._store)
+            ids = self._ids(clients)
+            own = self._account.held(ids, lambda r: r.run == self.info.key)
+            return self._left(ids, own_life=own, own_run=np.zeros(ids.size))
+
+    def spent(self, clients: npt.ArrayLike | None = None) -> FloatArray:
+        """Return the squared GDP units spent in this run alone."""
+        with self._store.reading():
+            self._account.refresh(self._store)
+            result: FloatArray = self._account.track(self._store, self.info.key)[self._ids(clients)]
+            return result
+
+    def epsilons(self, clients: npt.ArrayLike | None = None) -> FloatArray:
+        """Return the epsilon, at the population's delta, spent in this run alone."""
+        spent = self.spent(clients)
+        epsilons = epsilon_spent(spent, self._account.info.delta)
+        stated = 0.0 if self.info.epsilon is None else self.info.epsilon
+        return np.where(spent <= self.budget_mu2, np.minimum(epsilons, stated), epsilons)
+
+    def settled(self) -> dict[int, list[str]]:
+        """Return the digests of the releases charged so far, by round."""
+        rounds: dict[int, list[str]] = {}
+        query = (
+            "SELECT round, digest FROM entries WHERE run = ? AND kind IN (?, ?) ORDER BY round, seq"
+        )
+        with self._store.reading():
+            for index, digest in self._store.select(
+                query, self.info.key, chain.SETTLE, chain.UNBOUNDED
+            ):
+                rounds.setdefault(index, []).append(digest)
+        return rounds
+
+    def reserve(
+        self, round_index: int, clients: npt.ArrayLike, charges_mu2: npt.ArrayLike
+    ) -> Reservation:
+        """Count a round's charges as spent before anything is computed.
+
+        Refused, with nothing changed, when any client would exceed what it may
+        spend.  An open reservation of the same round is replaced: it was not
+        settled, so nothing of it has left.
+
+        Parameters
+        ----------
+        charges_mu2
+            (c_i / noise_std)² for each client, or one number for all.
+        """
+        round_index = validate.integer("round_index", round_index, at_least=0)
+        ids = codec.check_clients(clients, self._account.info.num_clients)
+        asked = codec.check_charges(charges_mu2, ids.size)
+        order = np.argsort(ids)
+        with self._store.writing():
+            self._require_session()
+            self._account.refresh(self._store)
+            charges = self._grant(round_index, ids, asked)
+            entry = replace(
+                self._entry(chain.RESERVE),
+                round=round_index,
+                clients=codec.encode_clients(ids[order]),
+                charges=codec.encode_charges(charges[order]),
+            )
+            seq, _ = self._store.append(entry)
+        return Reservation(seq, self.info.key, round_index, ids, charges)
+
+    def settle(self, reservation: Reservation, release_digest: str) -> str:
+        """Charge a release, durable on disk, before it is used; return the ledger's head.
+
+        The same release of the same round is never charged twice: settling it
+        again only drops the reservation.  A different one is charged again.
+        """
+        digest = _check_digest(release_digest)
+        with self._store.writing():
+            self._require_session()
+            self._account.refresh(self._store)
+            known = self._known_release(reservation.round_index, digest)
+            if known is None:
+                return self._close(chain.SETTLE, reservation, digest)
+            if known.kind == chain.SETTLE:
+                self._check_same(known, reservation)
+            if reservation.entry in self._account.open:
+                return self._close(chain.RELEASE, reservation)
+            return self._store.head()[1].hex()
+
+    def release(self, reservation: Reservation) -> None:
+        """Drop a reservation because nothing was released; a settled one stays."""
+        with self._store.writing():
+            self._require_session()
+            self._account.refresh(self._store)
+            if reservation.entry in self._account.open:
+                self._close(chain.RELEASE, reservation)
+            elif self._was_settled(reservation):
+                raise ReservationError(
+                    f"round {reservation.round_index} of run {self.info.name!r} is settled: "
+                    "what was released cannot be taken back"
+                )
+
+    def record_unbounded(self, round_index: int, clients: npt.ArrayLike, digest: str) -> str:
+        """Record a release that bounds nothing, before it is used; return the head.
+
+        Its clients stand at infinity from then on, in every run.
+        """
+        round_index = validate.integer("round_index", round_index, at_least=0)
+        ids = np.sort(codec.check_clients(clients, self._account.info.num_clients))
+        digest = _check_digest(digest)
+        with self._store.writing():
+            self._require_session()
+            if self._known_release(round_index, digest) is not None:
+                return self._store.head()[1].hex()
+            entry = replace(
+                self._entry(chain.UNBOUNDED),
+                round=round_index,
+                digest=digest,
+                clients=codec.encode_clients(ids),
+            )
+            return self._store.append(entry)[1]
+
+    def finish(self) -> str:
+        """Say that the run is over and drop what it still reserves; return the head."""
+        with self._store.writing():
+            self._require_session()
+            self._account.refresh(self._store)
+            self._account.save_snapshot(self._store)
+            return self._store.append(self._entry(chain.FINISH))[1]
+
+    def _entry(self, kind: str) -> Entry:
+        """Return a bare entry of this run; the store gives it its number."""
+        return Entry(0, kind, now(), self._account.info.key, self.info.key)
+
+    def _ids(self, clients: npt.ArrayLike | None) -> IntArray:
+        if clients is None:
+            return np.arange(self._account.info.num_clients)
+        return codec.check_clients(clients, self._account.info.num_clients)
+
+    def _left(self, ids: IntArray, own_life: FloatArray, own_run: FloatArray) -> FloatArray:
+        """Return what the run may take of `ids`.
+
+        `own_life` is what of the run's own reservations is not to be counted
+        against the lifetime allowance, `own_run` what is to be counted against
+        the run's budget.
+        """
+        account = self._account
+        in_run = account.track(self._store, self.info.key)[ids]
+        life = account.info.allowance_mu2 - account.spent[ids] - (account.reserved[ids] - own_life)
+        left = np.maximum(np.minimum(self.budget_mu2 - in_run - own_run, life), 0.0)
+        left[np.isin(ids, self.info.sits_out, assume_unique=True)] = 0.0
+        return left
+
+    def _grant(self, round_index: int, ids: IntArray, asked: FloatArray) -> FloatArray:
+        replaced = self._account.held(
+            ids, lambda r: r.run == self.info.key and r.round_index == round_index
+        )
+        other_rounds = self._account.held(
+            ids, lambda r: r.run == self.info.key and r.round_index != round_index
+        )
+        left = self._left(ids, own_life=replaced, own_run=other_rounds)
+        charges = granted(asked, left, self._account.info.allowance_mu2)
+        short = np.isnan(charges)
+        if np.any(short):
+            raise self._refusal(round_index, ids[short], asked[short], left[short])
+        return charges
+
+    def _refusal(
+        self, round_index: int, ids: IntArray, asked: FloatArray, left: FloatArray
+    ) -> BudgetExceededError:
+        worst = int(np.argmax(asked - left))
+        plural = "client has" if ids.size == 1 else "clients have"
+        return BudgetExceededError(
+            f"round {round_index} of run {self.info.name!r}: {ids.size} {plural} less left than "
+            f"charged; client {ids[worst]} is charged mu²={asked[worst]:.6g} and has "
+            f"{left[worst]:.6g} left. Leave them out or lower their bound (see run.remaining)",
+            *(ids, asked, left),
+        )
+
+    def _require_session(self) -> None:
+        newest = self._store.session(self.info.key)
+        if newest.kind == chain.FINISH:
+            raise ReservationError(
+                f"run {self.info.name!r} is finished; start_run opens it again"
+            )
+        if newest.seq != self._session:
+            raise ReservationError(
+                f"run {self.info.name!r} was resumed by another process; this one must stop"
+            )
+
+    def _close(self, kind: str, reservation: Reservation, digest: str | None = None) -> str:
+        if reservation.run != self.info.key:
+            raise ReservationError(
+                f"reservation {reservation.entry} belongs to another run than {self.info.name!r}"
+            )
+        if reservation.entry not in self._account.open:
+            raise ReservationError(
+                f"the reservation of round {reservation.round_index} of run {self.info.name!r} "
+                "was released or replaced; reserve again, with a fresh release"
+            )
+        entry = replace(
+            self._entry(kind),
+            round=reservation.round_index,
+            reservation=reservation.entry,
+            digest=digest,
+        )
+        return self._store.append(entry)[1]
+
+    def _known_release(self, round_index: int, digest: str) -> Entry | None:
+        condition = "run = ? AND round = ? AND kind IN (?, ?) AND digest = ?"
+        values = (self.info.key, round_index, chain.SETTLE, chain.UNBOUNDED, digest)
+        return next(self._store.entries(condition, *values), None)
+
+    def _was_settled(self, reservation: Reservation) -> bool:
+        condition = "run = ? AND kind = ? AND reservation = ?"
+        values = (self.info.key, chain.SETTLE, reservation.entry)
+        return next(self._store.entries(condition, *values), None) is not None
+
+    def _check_same(self, settled: Entry, reservation: Reservation) -> None:
+        """Refuse a digest that was charged before for another cohort or other charges."""
+        before = next(self._store.entries("seq = ?", settled.reservation))
+        charged = reservation_of(before, self._account.info.num_clients)
+        order = np.argsort(reservation.clients)
+        same = np.array_equal(charged.clients, reservation.clients[order]) and np.array_equal(
+            charged.charges_mu2, reservation.charges_mu2[order]
+        )
+        if not same:
+            raise LedgerConflictError(
+                f"release {settled.digest!r} of round {settled.round} of run {self.info.name!r} "
+                "was charged before to other clients or at other charges; one digest is one release"
+            )
+
+
+def _check_digest(digest: object) -> str:
+    if not isinstance(digest, str) or not digest or len(digest) > 256:
+        raise InvalidValueError(f"release digest={digest!r} must be a text of 1 to 256 characters")
+    return digest

@@ -1,0 +1,143 @@
+"""Transactions on the file, and the questions asked of its entries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedquilt.privacy.ledger import files
+from fedquilt.privacy.ledger.chain import COLUMNS, FINISH, RESUME, RUN, Entry
+from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError
+
+_ENTRY = ", ".join(COLUMNS)
+
+
+def now() -> str:
+    """Return the time of an entry: UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Store:
+    """One open connection to a ledger file.
+
+    It belongs to the process and the thread that opened it: a copy made by a fork
+    is refused, because two processes must not share one SQLite connection.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, timeout: float) -> None:
+        self.path = path
+        self.read_only = read_only
+        self._connection = files.connect(path, read_only=read_only, timeout=timeout)
+        self._file = self._identity()
+        self._process = os.getpid()
+        self._closed = False
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        if not self._closed and self._process == os.getpid():
+            self._connection.close()
+        self._closed = True
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Show one consistent state of the file for as long as the block lasts."""
+        with self._transaction("BEGIN"):
+            yield
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the only right to write; all of the block reaches the disk, or nothing."""
+        if self.read_only:
+            raise LedgerError(f"ledger {self.path} was opened for reading only")
+        with self._transaction("BEGIN IMMEDIATE"):
+            yield
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: str) -> Iterator[None]:
+        self._check_usable()
+        with files.translated(self.path):
+            self._connection.execute(begin)
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise LedgerError(f"ledger {self.path} is closed")
+        if self._process != os.getpid():
+            raise LedgerError(f"ledger {self.path} was opened by another process; open it again")
+        if self._identity() != self._file:
+            raise LedgerCorruptError(
+                f"ledger {self.path} was moved or replaced while it was open; open it again"
+            )
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def select(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query; call it inside a transaction."""
+        yield from self._connection.execute(sql, values)
+
+    def first(self, sql: str, *values: object) -> tuple[Any, ...] | None:
+        """Return the first row of a query, or None."""
+        return next(iter(self._connection.execute(sql, values)), None)
+
+    def execute(self, sql: str, *values: object) -> None:
+        """Change something; call it inside `writing`."""
+        self._connection.execute(sql, values)
+
+    def append(self, entry: Entry) -> tuple[int, str]:
+        """Chain `entry` to the head; return its number and hash.  Its `seq` is set here.
+
+        The entries that make a population or a run belong to what they make.
+        """
+        seq, previous = self.head()
+        numbered = replace(entry, seq=seq + 1)
+        if entry.kind == "population":
+            numbered = replace(numbered, population=numbered.seq)
+        elif entry.kind == RUN:
+            numbered = replace(numbered, run=numbered.seq)
+        digest = files.insert_entry(self._connection, numbered, previous)
+        return numbered.seq, digest.hex()
+
+    def head(self) -> tuple[int, bytes]:
+        """Return the number and hash of the newest entry."""
+        row = self.first("SELECT seq, hash FROM head")
+        if row is None:
+            raise LedgerCorruptError(f"ledger {self.path} is damaged: it has no head")
+        return int(row[0]), bytes(row[1])
+
+    def hash_of(self, seq: int) -> bytes | None:
+        """Return the hash of entry `seq`, or None when there is no such entry."""
+        row = self.first("SELECT hash FROM entries WHERE seq = ?", seq)
+        return None if row is None else bytes(row[0])
+
+    def entries(self, where: str, *values: object) -> Iterator[Entry]:
+        """Yield the entries that a condition selects, in order."""
+        for row in self.select(f"SELECT {_ENTRY} FROM entries WHERE {where} ORDER BY seq", *values):
+            yield Entry(*row)
+
+    def named(self, kind: str, name: str) -> Entry | None:
+        """Return the population or run of that name, or None."""
+        return next(self.entries("kind = ? AND name = ?", kind, name), None)
+
+    def session(self, run: int) -> Entry:
+        """Return the newest of the run's start, resume and finish entries."""
+        found = self.first(
+            "SELECT max(seq) FROM entries WHERE run = ? AND kind IN (?, ?, ?)",
+            *(run, RUN, RESUME, FINISH),
+        )
+        return next(self.entries("seq = ?", found[0] if found else None))

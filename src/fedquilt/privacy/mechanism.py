@@ -1,0 +1,152 @@
+"""What a mode does to the clients' vectors, in the order the round calls it.
+
+    receive -> clip_bound -> clip -> noise_client -> (sum) -> release
+
+The round owns the order and the sum; a mechanism owns the rules.  Whatever a
+mechanism may claim about it is in its `statement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.privacy.statement import Statement
+
+
+@dataclass(frozen=True, eq=False)
+class RoundFacts:
+    """What is known about a round before anybody trains; all of it is public."""
+
+    round_index: int
+    learning_rate: float
+    clients: NDArray[np.int64]
+    rates: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """One client's vector in the mechanism's units, and its weight in the sum.
+
+    A vector with a NaN or Inf entry arrives as zero, marked not finite.
+    """
+
+    client: int
+    vector: torch.Tensor
+    weight: float
+    finite: bool = True
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """What the noise of a round was; fields are None where there was none.
+
+    `epsilon` is the nominal budget of the round, `noise_std` the standard
+    deviation on the mean, both norms are of vectors in the mechanism's units.
+    """
+
+    epsilon: float | None = None
+    noise_std: float | None = None
+    noise_norm: float | None = None
+    signal_norm: float | None = None
+
+
+class Mechanism(Protocol):
+    """The rules of one mode for steps 4 to 7 of a round."""
+
+    @property
+    def needs_whole_cohort(self) -> bool:
+        """Whether the clip bound depends on all updates of the round."""
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Take notice of a round that begins."""
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Bring an update into the mechanism's units; it may be changed in place."""
+
+    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+        """Return the clip bound of the round (step 4), None when nothing is clipped."""
+
+    def clip(self, contribution: Contribution) -> Contribution:
+        """Bound one contribution (step 5)."""
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise one contribution, for mechanisms that noise before the sum (step 6)."""
+
+    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+        """Noise the sum and divide it (steps 6 and 7); return the mean update."""
+
+    def statement(self, counts: NDArray[np.float64]) -> Statement:
+        """Say what may be claimed, given how often each client joined."""
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what must survive a restart, as arrays; never noise."""
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+
+
+def is_finite(vector: torch.Tensor) -> bool:
+    """Tell whether every entry is finite, by the sum, which any NaN or Inf spoils."""
+    return bool(torch.isfinite(vector.sum()))
+
+
+class NoPrivacy:
+    """FedAvg: the mean of the updates weighted by examples, nothing clipped or noised.
+
+    A client whose update is not finite is left out of the mean.
+    """
+
+    needs_whole_cohort = False
+
+    def __init__(self, tensor_names: Sequence[str], delta: float) -> None:
+        self._names = tuple(tensor_names)
+        self._delta = delta
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Nothing depends on the round."""
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Weight the update by the client's examples."""
+        if is_finite(delta):
+            return Contribution(client, delta, float(num_examples))
+        return Contribution(client, torch.zeros_like(delta), 0.0, finite=False)
+
+    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+        """Clip nothing."""
+        return None
+
+    def clip(self, contribution: Contribution) -> Contribution:
+        """Clip nothing."""
+        return contribution
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise nothing."""
+        return contribution
+
+    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+        """Return the weighted mean."""
+        mean = total / weight if weight else total
+        return mean, NoiseReport()
+
+    def statement(self, counts: NDArray[np.float64]) -> Statement:
+        """Say that nothing is protected."""
+        return Statement.without_bound(
+            delta=self._delta,
+            covered=(),
+            uncovered=self._names,
+            noise_source="none",
+            notes=("no noise: nothing may be claimed about any client",),
+        )
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return nothing: there is no state."""
+        return {}
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Accept the empty state."""

@@ -1,0 +1,280 @@
+"""The seed documents' mechanisms, faithfully, with what they can and cannot claim.
+
+`LayerNoise` is the paper's algorithm (and, with a fixed clip and a flat budget,
+its baseline Fixed-DP): the covered slice of (local - global) / learning rate is
+clipped, averaged and noised once.  `ClientNoise` is the API document's variant:
+every client's whole delta is clipped and noised before the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
+from fedquilt.privacy.budget import AdaptivePrivacyAllocator
+from fedquilt.privacy.clip import norm
+from fedquilt.privacy.coverage import Coverage
+from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
+from fedquilt.privacy.noise import NoiseSource
+from fedquilt.privacy.statement import Statement
+
+
+class Clipper(Protocol):
+    """A rule for the clip bound, with the API document's method names."""
+
+    def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
+        """Take the round's updates into account and return the bound."""
+
+    def clip_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return one update inside the current bound."""
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what must survive a restart."""
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+
+
+class _SeedMechanism:
+    """What the two mechanisms share: budget, clip rule, bookkeeping of the spend."""
+
+    def __init__(
+        self,
+        allocator: AdaptivePrivacyAllocator,
+        clipper: Clipper,
+        coverage: Coverage,
+        noise: NoiseSource,
+        *,
+        num_clients: int,
+        warmup_rounds: int = 0,
+        max_agg_norm: float = math.inf,
+        clip_is_public: bool = False,
+    ) -> None:
+        self.allocator = allocator
+        self.clipper = clipper
+        self.coverage = coverage
+        self.noise = noise
+        self.warmup_rounds = warmup_rounds
+        self.max_agg_norm = max_agg_norm
+        self.clip_is_public = clip_is_public
+        self.nominal_epsilon = np.zeros(num_clients)
+        self.squared_gdp = np.zeros(num_clients)
+        self._facts: RoundFacts | None = None
+        self._bound = math.nan
+
+    @property
+    def needs_whole_cohort(self) -> bool:
+        """A bound chosen in advance needs nobody's update."""
+        return not self.clip_is_public
+
+    @property
+    def facts(self) -> RoundFacts:
+        """The round in progress."""
+        if self._facts is None:
+            raise RuntimeError("open_round must be called before a round's other steps")
+        return self._facts
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Take the round's noise stream; seeded streams depend on the round alone."""
+        self._facts = facts
+        self.allocator.noise = self.noise.stream(facts.round_index)
+
+    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+        """Ask the clip rule, showing it the finite updates only (v1.1.1 of the document)."""
+        parts = (
+            [self.coverage.take(c.vector) for c in received if c.finite]
+            if self.needs_whole_cohort
+            else []
+        )
+        if parts or self.clip_is_public:
+            self._bound = float(self.clipper.update_clip_value(parts))
+        elif math.isnan(self._bound):
+            self._bound = float(getattr(self.clipper, "min_clip", 1.0))
+        return self._bound
+
+    def clip(self, contribution: Contribution) -> Contribution:
+        """Clip the covered coordinates; the others pass as they are."""
+        if contribution.finite:
+            part = self.coverage.take(contribution.vector)
+            clipped = self.clipper.clip_gradient(part)
+            if clipped is not part or len(self.coverage.ranges) > 1:
+                self.coverage.put(contribution.vector, clipped)
+        return contribution
+
+    def budget(self, rate: float) -> float:
+        """Return the budget of a participation rate; the base budget in the warm-up."""
+        if self.facts.round_index < self.warmup_rounds:
+            return self.allocator.epsilon_base
+        return self.allocator.compute_privacy_budget(min(rate, 1.0))
+
+    def _limit(self, mean: torch.Tensor) -> torch.Tensor:
+        """Scale a mean update above max_agg_norm down to it (v1.1.2 of the document)."""
+        length = norm(mean)
+        return mean * (self.max_agg_norm / length) if length > self.max_agg_norm else mean
+
+    def _excuses(self) -> list[str]:
+        """Say why the released model has no bound; empty when it has one."""
+        notes = []
+        if self.coverage.uncovered:
+            notes.append(
+                f"{len(self.coverage.uncovered)} tensors leave without clip or noise: "
+                + ", ".join(self.coverage.uncovered)
+            )
+        if not self.clip_is_public:
+            notes.append("the clip bound is this round's raw percentile, a statistic of the data")
+        if self.noise.reproducible:
+            notes.append("reproducible noise: no privacy")
+        return notes
+
+    def _slice_note(self, counts: NDArray[np.float64]) -> str:
+        worst = float(self.squared_gdp.max())
+        epsilon = gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0
+        return (
+            "if the clip bounds had been fixed in advance and nothing but the covered tensors had "
+            f"been released: epsilon {epsilon:.3g} at delta {self.allocator.delta:g} for the client "
+            f"with the most joins ({int(counts.max(initial=0))})"
+        )
+
+    def statement(self, counts: NDArray[np.float64]) -> Statement:
+        """Say what may be claimed: a bound only if nothing escapes clip and noise."""
+        excuses = self._excuses()
+        nominal = (
+            f"nominal budgets summed per client (the seed documents' accounting): "
+            f"at most {float(self.nominal_epsilon.max()):.3g}"
+        )
+        if excuses:
+            return Statement.without_bound(
+                delta=self.allocator.delta,
+                covered=self.coverage.covered,
+                uncovered=self.coverage.uncovered,
+                noise_source=self.noise.description,
+                notes=(*excuses, nominal, self._slice_note(counts)),
+            )
+        worst, median = float(self.squared_gdp.max()), float(np.median(self.squared_gdp))
+        return Statement(
+            delta=self.allocator.delta,
+            epsilon_max=gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0,
+            epsilon_median=(
+                gaussian_epsilon(math.sqrt(median), self.allocator.delta) if median else 0.0
+            ),
+            covered=self.coverage.covered,
+            uncovered=(),
+            noise_source=self.noise.description,
+            notes=(
+                "exact composition of Gaussian releases over the rounds each client joined",
+                nominal,
+            ),
+        )
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return clip state and spend."""
+        return {
+            "nominal_epsilon": self.nominal_epsilon,
+            "squared_gdp": self.squared_gdp,
+            "bound": np.asarray([self._bound]),
+            **{f"clipper.{key}": value for key, value in self.clipper.state().items()},
+        }
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        self.nominal_epsilon = np.array(state["nominal_epsilon"], dtype=np.float64)
+        self.squared_gdp = np.array(state["squared_gdp"], dtype=np.float64)
+        self._bound = float(state["bound"][0])
+        prefix = "clipper."
+        self.clipper.load_state(
+            {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        )
+
+
+class LayerNoise(_SeedMechanism):
+    """The paper: clip the covered slice, average, noise the mean of the slice once.
+
+        g_i = (local - global) / lr_t,   C_t from the clip rule on the slices' norms
+        mean = 1/m sum g_i,   sigma = (C_t / m) sqrt(2 ln(1.25/delta)) / epsilon_t
+        epsilon_t = base * (1 + alpha exp(-beta * mean rate of the cohort))  (eq. 4, 5)
+        update = lr_t * (mean + [0, N(0, sigma^2 I)])                        (eq. 7)
+
+    One release at noise multiplier z_t = sigma / (C_t / m) costs a client of the
+    cohort mu^2 = 1 / z_t^2 in squared GDP units, and nothing to the others.
+    """
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Divide by the learning rate; every client weighs the same."""
+        if not is_finite(delta):
+            return Contribution(client, torch.zeros_like(delta), 1.0, finite=False)
+        return Contribution(client, delta.div_(self.facts.learning_rate), 1.0)
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise comes once, on the mean."""
+        return contribution
+
+    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+        """Average, noise the covered slice, and return to the units of the weights."""
+        mean = total / weight
+        epsilon = self.budget(float(self.facts.rates.mean()))
+        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound / weight)
+        signal_norm = norm(mean)
+        drawn = torch.from_numpy(self.allocator.noise.normal(self.coverage.num_covered))
+        noise = noise_std * drawn.to(mean.device)
+        self.coverage.put(mean, self.coverage.take(mean) + noise)
+        self._charge(epsilon, noise_std / (self._bound / weight))
+        report = NoiseReport(epsilon, noise_std, norm(noise), signal_norm)
+        return self._limit(mean) * self.facts.learning_rate, report
+
+    def _charge(self, epsilon: float, noise_multiplier: float) -> None:
+        self.nominal_epsilon[self.facts.clients] += epsilon
+        self.squared_gdp[self.facts.clients] += noise_multiplier**-2
+
+
+class ClientNoise(_SeedMechanism):
+    """The API document: clip and noise every client's whole delta, then average.
+
+        sigma_i = C_t sqrt(2 ln(1.25/delta)) / epsilon_i,
+        epsilon_i = base * (1 + alpha exp(-beta * rate_i))
+
+    The noise on the mean has standard deviation sqrt(sum sigma_i^2) / m.
+    """
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Begin with an empty noise account."""
+        super().open_round(facts)
+        self._budgets: list[float] = []
+        self._variance = 0.0
+        self._noise_sum: torch.Tensor | None = None
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Keep the plain delta; every client weighs the same."""
+        finite = is_finite(delta)
+        return Contribution(client, delta if finite else torch.zeros_like(delta), 1.0, finite)
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise the client's vector by its own budget."""
+        place = int(np.flatnonzero(self.facts.clients == contribution.client)[0])
+        epsilon = self.budget(float(self.facts.rates[place]))
+        noised = self.allocator.add_gaussian_noise(contribution.vector, epsilon, self._bound)
+        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound)
+        added = noised.to(torch.float64) - contribution.vector
+        self._noise_sum = added if self._noise_sum is None else self._noise_sum.add_(added)
+        self._budgets.append(epsilon)
+        self._variance += noise_std**2
+        self.nominal_epsilon[contribution.client] += epsilon
+        return Contribution(contribution.client, noised, 1.0, contribution.finite)
+
+    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+        """Average the noised vectors."""
+        mean = total / weight
+        self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance
+        noise = torch.zeros_like(mean) if self._noise_sum is None else self._noise_sum / weight
+        report = NoiseReport(
+            float(np.mean(self._budgets)),
+            math.sqrt(self._variance) / weight,
+            norm(noise),
+            norm(mean - noise),
+        )
+        return self._limit(mean), report

@@ -1,0 +1,201 @@
+"""What a run is about: data, clients and model; and the federation made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.aggregation import make_server_optimizer
+from fedquilt.config import TARGET_ACCURACY, RunConfig
+from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
+from fedquilt.errors import InvalidValueError
+from fedquilt.learning import FlatModel, LocalSettings, Task, make_engine
+from fedquilt.models import make_model
+from fedquilt.modes import make_mechanism
+from fedquilt.population import (
+    Availability,
+    CohortSelector,
+    ParticipationTracker,
+    propensities,
+)
+from fedquilt.randomness import generator, torch_seed
+from fedquilt.round import Federation
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Data on the device, the samples of each client, and the initial model."""
+
+    task: Task
+    test: tuple[torch.Tensor, torch.Tensor]
+    validation: tuple[torch.Tensor, torch.Tensor] | None
+    flat: FlatModel
+    num_classes: int
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.task.inputs.shape[1:])
+
+
+def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
+    """Load the data set a configuration names, deal it out, and build the model.
+
+    Returns the configuration with what was left open (number of clients,
+    target accuracy) filled in.
+    """
+    train, test = load_dataset(
+        config.dataset, config.data_dir, download=not config.no_download, progress=progress
+    )
+    held_out, pool = _hold_out(config, len(train))
+    groups = train.groups[pool] if train.groups is not None else None
+    num_clients = config.num_clients
+    if num_clients is None and config.partition != "writer":
+        num_clients = 100
+    parts = split_clients(
+        config.partition,
+        train.targets.numpy()[pool],
+        num_clients,
+        generator(config.seed, "partition"),
+        dirichlet_alpha=config.dirichlet_alpha,
+        classes_per_client=config.classes_per_client,
+        groups=groups,
+    )
+    clients = [pool[part] for part in parts]
+    model = make_model(
+        config.model,
+        train.images.shape[1:],
+        train.num_classes,
+        torch_seed(config.seed, "model"),
+    )
+    config = _settle(config, len(clients))
+    return config, _assemble(config, model, train, test, clients, held_out)
+
+
+def problem_from(
+    config: RunConfig,
+    model: nn.Module,
+    train: object,
+    test: object,
+    clients: Sequence[Sequence[int] | NDArray[Any]],
+) -> tuple[RunConfig, Problem]:
+    """Build the problem from a user's own model, data and split."""
+    train_set, test_set = as_dataset(train), as_dataset(test)
+    parts = _checked_clients(clients, len(train_set))
+    if config.num_clients not in (None, len(parts)):
+        raise InvalidValueError(
+            f"num_clients={config.num_clients} must be {len(parts)}, the number of index lists"
+        )
+    if config.early_stopping:
+        raise InvalidValueError(
+            "early_stopping=True must be left off with your own clients: "
+            "a validation split that no client holds cannot be cut from their data"
+        )
+    config = _settle(config, len(parts))
+    none = np.zeros(0, dtype=np.int64)
+    return config, _assemble(config, model, train_set, test_set, parts, none)
+
+
+def build_federation(config: RunConfig, problem: Problem) -> Federation:
+    """Put the parts of the configured mode together at the start of round 0."""
+    num_clients = len(problem.task.clients)
+    draws = propensities(num_clients, generator(config.seed, "propensity"))
+    selector = CohortSelector(
+        Availability.make(config.availability, num_clients, draws),
+        draws,
+        rule=config.selection,
+        limit=config.cohort_limit(num_clients),
+        seed=config.seed,
+    )
+    settings = LocalSettings(
+        config.local_epochs, config.batch_size, config.fedprox_mu, config.seed
+    )
+    return Federation(
+        select=selector.select,
+        tracker=ParticipationTracker(num_clients, config.participation_ema),
+        mechanism=make_mechanism(config, problem.flat, num_clients),
+        server=make_server_optimizer(
+            config.server_optimizer, config.server_lr, config.server_momentum
+        ),
+        engine=make_engine(config.engine, problem.flat.module, problem.task, settings),
+        learning_rate_at=config.learning_rate_at,
+        weights=problem.flat.read().clone(),
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is the GPU when there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidValueError("device='cuda' must be 'cpu' or 'auto': torch finds no GPU here")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _settle(config: RunConfig, num_clients: int) -> RunConfig:
+    """Fill in what the data decide, and check the cohort against it."""
+    target = config.target_accuracy
+    if target is None:
+        target = TARGET_ACCURACY.get(config.dataset)
+    if config.early_stopping and target is None:
+        raise InvalidValueError(
+            f"early_stopping=True needs target_accuracy: {config.dataset!r} has no target of its own"
+        )
+    settled = config.replace(num_clients=num_clients, target_accuracy=target)
+    settled.cohort_limit(num_clients)
+    return settled
+
+
+def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (validation samples, samples for clients); the first is empty by default."""
+    if not config.early_stopping:
+        return np.zeros(0, dtype=np.int64), np.arange(size)
+    order = generator(config.seed, "validation").permutation(size)
+    count = max(1, round(config.validation_fraction * size))
+    return np.sort(order[:count]), np.sort(order[count:])
+
+
+def _assemble(
+    config: RunConfig,
+    model: nn.Module,
+    train: ImageDataset,
+    test: ImageDataset,
+    clients: list[NDArray[np.int64]],
+    held_out: NDArray[np.int64],
+) -> Problem:
+    device = pick_device(config.device)
+    inputs, targets = train.images.to(device), train.targets.to(device)
+    index = torch.from_numpy(held_out)
+    return Problem(
+        task=Task(inputs, targets, clients),
+        test=(test.images.to(device), test.targets.to(device)),
+        validation=(inputs[index], targets[index]) if len(held_out) else None,
+        flat=FlatModel(model, inputs[:2]),
+        num_classes=train.num_classes,
+    )
+
+
+def _checked_clients(
+    clients: Sequence[Sequence[int] | NDArray[Any]], size: int
+) -> list[NDArray[np.int64]]:
+    """Return the index lists as arrays; empty clients and foreign samples are errors."""
+    if len(clients) == 0:
+        raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
+    parts = []
+    for client, indices in enumerate(clients):
+        part = np.asarray(indices)
+        if part.ndim != 1 or part.size == 0 or part.dtype.kind not in "iu":
+            raise InvalidValueError(f"clients[{client}] must be a non-empty list of sample numbers")
+        if part.min() < 0 or part.max() >= size:
+            raise InvalidValueError(
+                f"clients[{client}] must hold numbers >= 0 and < {size}, the size of the data; "
+                f"it holds {int(part.min())} to {int(part.max())}"
+            )
+        parts.append(part.astype(np.int64))
+    return parts

@@ -1,0 +1,174 @@
+"""The figure that compares modes: accuracy by round, and at the end with the claim."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedquilt.report.compare import Run, accuracy_text, comparison_table, runs_by_mode
+from fedquilt.report.panels import accuracy_limits, head, in_words, padded, text_color, whole_rounds
+from fedquilt.report.series import ROUND, Array, aligned
+from fedquilt.report.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    drawing,
+    figure_path,
+    figure_settings,
+    save_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {
+    "fedavg": GREY,
+    "fixed_dp": ORANGE,
+    "quap_fl": BLUE,
+    "quap_fl_client": PURPLE,
+    "certified": GREEN,
+}
+_LABEL_GAP = 0.05
+_LEAST_BANDS = 3
+# Dotted, because a solid rule from a lone point would read as data.
+_LEADER: dict[str, Any] = {
+    "arrowstyle": "-",
+    "linestyle": ":",
+    "linewidth": 1.3,
+    "relpos": (0, 0.5),
+}
+
+
+def plot_comparison(
+    runs: Sequence[Run],
+    save_path: str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    title: str | None = None,
+) -> str:
+    """Draw the modes of one data set side by side and return the path of the file.
+
+    Left, the accuracy by round: the mean over the seeds, at the evaluations all
+    seeds of a mode share, and a band from the lowest to the highest seed.
+    Right, the final accuracy of every seed, and what the mode may claim.
+    """
+    groups = runs_by_mode(runs)
+    rows = comparison_table(runs)
+    settings = figure_settings(config, (13.0, max(4.8, 1.6 + 0.95 * len(rows))))
+    dataset = str(runs[0]["metadata"].get("dataset"))
+    path = figure_path(save_path, f"{dataset}_comparison", settings)
+    with drawing(settings) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
+        figure.suptitle(title or f"Modes compared: {dataset.upper()}")
+        _draw_curves(left, groups)
+        _draw_finals(right, rows)
+        return save_figure(figure, path, settings)
+
+
+def _color(mode: str) -> str:
+    return _COLORS.get(mode, PALETTE[sum(map(ord, mode)) % len(PALETTE)])
+
+
+def _draw_curves(axes: Axes, groups: Mapping[str, Sequence[Run]]) -> None:
+    title = "Test accuracy by round"
+    ends: list[tuple[str, float, float]] = []
+    everything: list[Array] = []
+    label = ROUND
+    reached: list[Array] = []
+    for mode, runs in groups.items():
+        positions, values, label = aligned([run["history"] for run in runs], "test_accuracy")
+        mean = values.mean(axis=0) if values.size else np.zeros(0)
+        shown = np.isfinite(mean)
+        if not shown.any():
+            continue
+        marker = "o" if shown.sum() <= 5 else ""
+        axes.plot(positions, mean, color=_color(mode), linewidth=2, marker=marker, markersize=4)
+        low, high = values.min(axis=0), values.max(axis=0)
+        axes.fill_between(positions, low, high, color=_color(mode), alpha=0.2, linewidth=0)
+        last = np.flatnonzero(shown)[-1]
+        ends.append((mode, float(positions[last]), float(mean[last])))
+        everything.append(values.ravel())
+        reached.append(positions)
+    if not ends:
+        head(axes, title)
+        in_words(axes, "no evaluation that all seeds of a mode share")
+        return
+    accuracy_limits(axes, np.concatenate(everything))
+    axes.set_ylabel("Test accuracy")
+    whole_rounds(axes, np.concatenate(reached), label)
+    _label_ends(axes, ends)
+    absent = [mode for mode in groups if mode not in {mode for mode, _, _ in ends}]
+    notes = ["line: mean over the seeds; band: lowest to highest seed"]
+    notes += [f"nothing finite to draw for {', '.join(absent)}"] if absent else []
+    head(axes, title, notes)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
+    """Name every line to the right of the axes, joined to its end by a dotted rule."""
+    bottom, top = axes.get_ylim()
+    heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y in ends])
+    for (mode, x, y), height in zip(ends, spread_apart(heights, _LABEL_GAP), strict=True):
+        axes.annotate(
+            mode,
+            xy=(x, y),
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            annotation_clip=False,
+            arrowprops=_LEADER | {"color": _color(mode)},
+        )
+
+
+def spread_apart(heights: Array, gap: float) -> Array:
+    """Move heights in [0, 1] as little as needed for neighbours to be `gap` apart.
+
+    With i * gap taken off the i-th lowest, "gap apart" becomes "not falling", and
+    the nearest such sequence is the isotonic regression: neighbours that fall are
+    pooled into their mean.
+    """
+    order = np.argsort(heights, kind="stable")
+    steps = gap * np.arange(heights.size)
+    pools: list[tuple[float, int]] = []
+    for value in heights[order] - steps:
+        mean, size = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, count = pools.pop()
+            mean, size = (mean * size + before * count) / (size + count), size + count
+        pools.append((mean, size))
+    lowered = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
+    result = np.empty(heights.size)
+    result[order] = np.clip(lowered, 0.0, max(0.0, 1.0 - steps[-1])) + steps
+    return result
+
+
+def _draw_finals(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw one band per mode: its name, result and claim, and under them its seeds."""
+    points = [value for row in rows for value in row["accuracies"] if value is not None]
+    axes.set_xlim(*(padded(np.asarray(points)) if points else (0.0, 1.0)))
+    axes.set_ylim(max(len(rows), _LEAST_BANDS), 0)
+    axes.set_yticks([])
+    axes.set_xlabel("Test accuracy at the end of the run")
+    for index, row in enumerate(rows):
+        _draw_mode(axes, index, row)
+    head(axes, "Final accuracy and claim", ["dots: one seed each; bar: their mean"])
+
+
+def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any]) -> None:
+    color = _color(row["mode"])
+    across = axes.get_yaxis_transform()
+    text: dict[str, Any] = {"transform": across, "va": "center"}
+    seeds = "1 seed" if len(row["seeds"]) == 1 else f"{len(row['seeds'])} seeds"
+    axes.text(0.015, top + 0.18, row["mode"], fontweight="bold", **text)
+    axes.text(0.985, top + 0.18, f"{accuracy_text(row)}, {seeds}", ha="right", **text)
+    axes.text(0.015, top + 0.42, row["claim"], fontsize=9.5, alpha=0.85, **text)
+    values = [value for value in row["accuracies"] if value is not None]
+    axes.plot(values, [top + 0.72] * len(values), "o", color=color, markersize=7, alpha=0.7)
+    if row["accuracy_mean"] is not None:
+        axes.vlines(row["accuracy_mean"], top + 0.58, top + 0.86, linewidth=1.5, color=text_color())
+    if top:
+        axes.axhline(top, color=GREY, linewidth=0.6, alpha=0.5)

@@ -1,0 +1,177 @@
+"""The paper's figures: the accuracy curve, and who consumes the nominal budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt import validate
+from fedquilt.errors import InvalidValueError
+from fedquilt.report.history import draw_accuracy
+from fedquilt.report.panels import head, in_words, whole_rounds
+from fedquilt.report.series import ROUND, Array, column, entries, is_absent, target_accuracy
+from fedquilt.report.style import (
+    BLUE,
+    VERMILION,
+    drawing,
+    figure_path,
+    figure_settings,
+    save_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PAPER_SIZE = (6.5, 4.5)
+_ATTENDED = "nominal epsilon, summed over the rounds a client attended (not a guarantee)"
+
+
+@dataclass(frozen=True)
+class GroupConsumption:
+    """Running nominal epsilon of a group: mean, lowest and highest client by round.
+
+    Client i has consumed sum_{s <= t, i in S_s} epsilon_s after round t.
+    """
+
+    members: NDArray[np.int64]
+    attended: float
+    mean: Array
+    low: Array
+    high: Array
+
+
+def consumption_by_group(
+    history: Mapping[str, Any], num_clients: int, fraction: float = 0.2
+) -> tuple[GroupConsumption, GroupConsumption]:
+    """Return the consumption of the most and the least frequent participants.
+
+    Each group has round(fraction * num_clients) clients, at least one; clients
+    with equally many rounds are taken in the order of their ids.
+    """
+    clients = validate.integer("num_clients", num_clients, at_least=1)
+    share = validate.number("fraction", fraction, above=0, at_most=0.5)
+    budgets = np.nan_to_num(column(history, "privacy_budgets"), nan=0.0)
+    cohorts = _cohorts(history, clients)
+    rounds = min(budgets.size, len(cohorts))
+    counts = np.zeros(clients, dtype=np.int64)
+    for cohort in cohorts[:rounds]:
+        counts[cohort] += 1
+    size = max(1, round(share * clients))
+    top = np.argsort(-counts, kind="stable")[:size]
+    bottom = np.argsort(counts, kind="stable")[:size]
+    most, least = (
+        _consumption(group, counts, budgets[:rounds], cohorts[:rounds]) for group in (top, bottom)
+    )
+    return most, least
+
+
+def _cohorts(history: Mapping[str, Any], num_clients: int) -> list[NDArray[np.int64]]:
+    """Return the ids of every round, each id once."""
+    cohorts = []
+    for number, ids in enumerate(entries(history, "client_participation"), start=1):
+        cohort = np.unique(np.asarray(list(ids or []), dtype=np.int64))
+        if cohort.size and (cohort[0] < 0 or cohort[-1] >= num_clients):
+            stray = int(cohort[0] if cohort[0] < 0 else cohort[-1])
+            raise InvalidValueError(
+                f"client_participation of round {number} holds client {stray}, "
+                f"must be >= 0 and < num_clients={num_clients}"
+            )
+        cohorts.append(cohort)
+    return cohorts
+
+
+def _consumption(
+    group: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    budgets: Array,
+    cohorts: list[NDArray[np.int64]],
+) -> GroupConsumption:
+    spent = np.zeros(group.size)
+    mean, low, high = (np.zeros(budgets.size) for _ in range(3))
+    for t, (budget, cohort) in enumerate(zip(budgets, cohorts, strict=True)):
+        spent[np.isin(group, cohort)] += budget
+        mean[t], low[t], high[t] = spent.mean(), spent.min(), spent.max()
+    return GroupConsumption(group, float(counts[group].mean()), mean, low, high)
+
+
+def plot_privacy_consumption_by_group(
+    history: Mapping[str, Any],
+    num_clients: int,
+    save_path: str | os.PathLike[str] | None = None,
+    dataset_name: str = "",
+    config: Mapping[str, Any] | None = None,
+    fraction: float = 0.2,
+) -> str:
+    """Draw the nominal epsilon of frequent and rare participants; return the path."""
+    settings = figure_settings(config, _PAPER_SIZE)
+    path = figure_path(save_path, f"{dataset_name or 'run'}_privacy_by_group", settings)
+    most, least = consumption_by_group(history, num_clients, fraction)
+    with drawing(settings) as figure:
+        axes = figure.subplots()
+        title = ": ".join(filter(None, ["Nominal epsilon by participation", dataset_name.upper()]))
+        if not most.mean.size or is_absent(history, "privacy_budgets"):
+            head(axes, title)
+            in_words(axes, _missing(history))
+        else:
+            _draw_groups(axes, title, most, least, fraction)
+        return save_figure(figure, path, settings)
+
+
+def _missing(history: Mapping[str, Any]) -> str:
+    if is_absent(history, "privacy_budgets"):
+        return "no noise in this mode"
+    return "the history does not say who took part in which round"
+
+
+def _draw_groups(
+    axes: Axes, title: str, most: GroupConsumption, least: GroupConsumption, fraction: float
+) -> None:
+    rounds = np.arange(1.0, most.mean.size + 1)
+    for name, group, color in (("most", most, BLUE), ("least", least, VERMILION)):
+        label = (
+            f"{name} frequent {fraction:.0%}: {group.members.size} clients, "
+            f"{group.attended:.1f} rounds each"
+        )
+        marker = "o" if rounds.size == 1 else ""
+        axes.plot(rounds, group.mean, color=color, label=label, marker=marker)
+        axes.fill_between(rounds, group.low, group.high, color=color, alpha=0.2, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("nominal epsilon")
+    whole_rounds(axes, rounds, ROUND)
+    axes.legend(loc="upper left")
+    head(axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"])
+
+
+def plot_paper_figures(
+    history: Mapping[str, Any],
+    num_clients: int,
+    dataset_name: str,
+    save_dir: str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Draw the paper's two figures of one run into `save_dir` and return their paths.
+
+    The accuracy curve (figure 2) and the cumulative epsilon of the 20 % most and
+    least frequent participants (figure 3).
+    """
+    settings = figure_settings(config, _PAPER_SIZE)
+    folder = Path(save_dir)
+    consumption_by_group(history, num_clients)  # refuses bad ids before anything is written
+    with drawing(settings) as figure:
+        draw_accuracy(figure.subplots(), history, target_accuracy(dataset_name, config))
+        path = folder / f"{dataset_name}_accuracy_curve.{settings.format}"
+        accuracy = save_figure(figure, path, settings)
+    groups = plot_privacy_consumption_by_group(
+        history,
+        num_clients,
+        folder / f"{dataset_name}_privacy_by_group.{settings.format}",
+        dataset_name,
+        config,
+    )
+    return [accuracy, groups]

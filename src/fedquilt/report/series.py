@@ -1,0 +1,140 @@
+"""Reading a history: columns of numbers with their rounds, whatever is missing.
+
+A history is what a run wrote: lists, one entry per round or per evaluation.  A
+mode without noise or clipping writes None or nothing, and a run that diverged
+writes NaN.  Here every column becomes a float array with NaN for what is not a
+finite number, so that nothing behind this file meets None or infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt.errors import InvalidValueError
+
+Array = NDArray[np.float64]
+
+ROUND, EVALUATION = "Round", "Evaluation"
+_PER_ROUND = ("train_loss", "privacy_budgets", "clip_values", "client_participation")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values at positions; `axis` says what a position counts."""
+
+    positions: Array
+    values: Array
+    axis: str
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """Where there is a value to draw."""
+        return np.isfinite(self.values)
+
+
+def as_number(value: object) -> float:
+    """Return `value` as a float, NaN when it is no finite number."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def entries(history: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list under `key`, empty when it is missing or None."""
+    if not isinstance(history, Mapping):
+        raise InvalidValueError(f"history={history!r:.60} must be a dictionary of lists")
+    value = history.get(key)
+    if value is None:
+        return []
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidValueError(f"history[{key!r}]={value!r:.60} must be a list")
+    return list(value)
+
+
+def column(history: Mapping[str, Any], key: str) -> Array:
+    """Return the list under `key` as floats, NaN for what is not a finite number."""
+    return np.asarray([as_number(value) for value in entries(history, key)], dtype=np.float64)
+
+
+def is_absent(history: Mapping[str, Any], key: str) -> bool:
+    """Tell whether the mode records nothing under `key`: no entries, or only None."""
+    return all(value is None for value in entries(history, key))
+
+
+def per_round(history: Mapping[str, Any], key: str) -> Series:
+    """Return a column with one entry per round, at rounds 1, 2, ..."""
+    values = column(history, key)
+    return Series(np.arange(1.0, values.size + 1), values, ROUND)
+
+
+def per_evaluation(history: Mapping[str, Any], key: str) -> Series:
+    """Return a column with one entry per evaluation, at the rounds of those.
+
+    The rounds are `evaluation_rounds`, else the `total_rounds` of the
+    participation statistics, else 1, 2, ... when there was an evaluation in
+    every round.  A history that tells none of these is drawn by the number of
+    the evaluation, and `axis` says so.
+    """
+    values = column(history, key)
+    recorded = (
+        column(history, "evaluation_rounds"),
+        np.asarray([as_number(total) for total in _stated_totals(history)], dtype=np.float64),
+    )
+    for rounds in recorded:
+        if rounds.size == values.size and np.isfinite(rounds).all():
+            return Series(rounds, values, ROUND)
+    counted = np.arange(1.0, values.size + 1)
+    every_round = values.size == max(len(entries(history, name)) for name in _PER_ROUND)
+    return Series(counted, values, ROUND if every_round else EVALUATION)
+
+
+def _stated_totals(history: Mapping[str, Any]) -> list[object]:
+    stats = entries(history, "participation_stats")
+    return [item.get("total_rounds") if isinstance(item, Mapping) else None for item in stats]
+
+
+def aligned(histories: Sequence[Mapping[str, Any]], key: str) -> tuple[Array, Array, str]:
+    """Put one column of several histories on the evaluations they share.
+
+    Returns
+    -------
+    positions, values, axis
+        `values` has one row per history that has the column, and one column per
+        position.  Histories without common evaluations give zero positions.
+    """
+    given = [per_evaluation(history, key) for history in histories]
+    given = [series for series in given if series.values.size]
+    if not given:
+        return np.zeros(0), np.zeros((0, 0)), ROUND
+    axis = ROUND if all(series.axis == ROUND for series in given) else EVALUATION
+    if axis == EVALUATION:
+        given = [
+            Series(np.arange(1.0, series.values.size + 1), series.values, axis) for series in given
+        ]
+    tables = [dict(zip(s.positions.tolist(), s.values.tolist(), strict=True)) for s in given]
+    shared = sorted(set(tables[0]).intersection(*tables[1:]))
+    values = [[table[position] for position in shared] for table in tables]
+    return np.asarray(shared), np.asarray(values).reshape(len(tables), len(shared)), axis
+
+
+def running_sum(values: Array) -> Array:
+    """Return the cumulative sum, counting a missing value as nothing."""
+    return np.cumsum(np.nan_to_num(values, nan=0.0))
+
+
+def target_accuracy(dataset_name: str, config: Mapping[str, Any] | None) -> float | None:
+    """Return the target of the run or, without one, of the data set, or None."""
+    from fedquilt.config import TARGET_ACCURACY
+
+    own = as_number((config or {}).get("target_accuracy"))
+    if math.isfinite(own):
+        return own
+    return TARGET_ACCURACY.get(str(dataset_name).lower())

@@ -1,0 +1,242 @@
+"""The folder of a run: the only place that knows its file names and formats.
+
+| file | content | written |
+|---|---|---|
+| config.toml | the whole configuration | once, at the start |
+| rounds.jsonl | one JSON line a round | after every round |
+| checkpoint.safetensors | model and state after some round | replaced atomically, about once a second |
+| result.json | the finished run | once, at the end |
+
+A kill at any moment leaves the last checkpoint whole: files are written beside
+their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
+checkpoint are dropped on resume, because those rounds run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.config import RunConfig, build_config, write_config_file
+from fedquilt.errors import RunFolderError, StorageError
+
+SCHEMA_VERSION = 1
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: io.TextIOWrapper | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
+        """Make the folder `{dataset}_{mode}_seed{seed}_{timestamp}` and lock it."""
+        stem = f"{config.dataset}_{config.mode}_seed{config.seed}_{time.strftime('%Y%m%d_%H%M%S')}"
+        with storage_errors(output_dir):
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            folder = cls(_make_fresh(Path(output_dir), stem))
+            folder.acquire()
+            text = io.StringIO()
+            write_config_file(config, text)
+            folder._replace("config.toml", text.getvalue().encode())
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Open an existing run, or raise when the folder is none."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise RunFolderError(f"run folder {str(path)!r} must be a folder, which it is not")
+        if not (folder.path / "config.toml").is_file():
+            raise RunFolderError(f"run folder {str(path)!r} must hold a config.toml; it has none")
+        return folder
+
+    def acquire(self) -> None:
+        """Lock the folder for this process; two processes must not write one run."""
+        with storage_errors(self.path):
+            self._lock = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            self._lock = None
+            raise RunFolderError(
+                f"run folder {str(self.path)!r} is in use by another process"
+            ) from error
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def read_config(self) -> RunConfig:
+        """Return the configuration of the run."""
+        return build_config(file=self.path / "config.toml")
+
+    def append_round(self, record: dict[str, Any]) -> None:
+        """Add one line to rounds.jsonl and flush it to disk."""
+        line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
+        with (
+            storage_errors(self.path),
+            open(self.path / "rounds.jsonl", "a", encoding="utf-8") as stream,
+        ):
+            stream.write(line + "\n")
+
+    def read_rounds(self, count: int) -> list[dict[str, Any]]:
+        """Return the first `count` rounds and drop what comes after them."""
+        path = self.path / "rounds.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if len(lines) < count:
+            raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(lines)}")
+        try:
+            records = [json.loads(line) for line in lines[:count]]
+        except json.JSONDecodeError as error:
+            raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
+        for number, record in enumerate(records):
+            _check_schema(record, path)
+            if record.pop("schema_version") and record["round"] != number:
+                raise RunFolderError(f"{path}, line {number + 1}: expected round {number}")
+        if len(lines) > count:
+            self._replace("rounds.jsonl", "".join(f"{line}\n" for line in lines[:count]).encode())
+        return records
+
+    def save_checkpoint(
+        self, rounds: int, model: dict[str, torch.Tensor], state: dict[str, NDArray[Any]]
+    ) -> None:
+        """Replace the checkpoint by the state after `rounds` rounds."""
+        import safetensors.torch
+
+        tensors = {f"model/{name}": _portable(tensor) for name, tensor in model.items()}
+        tensors |= {f"state/{key}": torch.from_numpy(np.array(v)) for key, v in state.items()}
+        metadata = {"schema_version": str(SCHEMA_VERSION), "rounds": str(rounds)}
+        with storage_errors(self.path):
+            self._sync("rounds.jsonl")
+            self._replace("checkpoint.safetensors", safetensors.torch.save(tensors, metadata))
+
+    def load_checkpoint(
+        self,
+    ) -> tuple[int, dict[str, torch.Tensor], dict[str, NDArray[Any]]] | None:
+        """Return (rounds, model, state) of the checkpoint, or None when there is none yet."""
+        import safetensors
+
+        path = self.path / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        try:
+            with safetensors.safe_open(path, framework="pt") as stream:
+                metadata = stream.metadata() or {}
+                _check_schema({"schema_version": int(metadata["schema_version"])}, path)
+                tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+                rounds = int(metadata["rounds"])
+        except (safetensors.SafetensorError, KeyError, OSError) as error:
+            raise RunFolderError(f"{path} is not a checkpoint of fedquilt: {error}") from error
+        model = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
+        state = {
+            k.removeprefix("state/"): v.numpy() for k, v in tensors.items() if k.startswith("state/")
+        }
+        return rounds, model, state
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write result.json; from then on the run is finished."""
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **finite(result)}, indent=1)
+        with storage_errors(self.path):
+            self._replace("result.json", text.encode())
+
+    def read_result(self) -> dict[str, Any] | None:
+        """Return the result of a finished run, None while it is unfinished."""
+        path = self.path / "result.json"
+        if not path.exists():
+            return None
+        try:
+            result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunFolderError(f"{path} must be a JSON object: {error}") from error
+        _check_schema(result, path)
+        return result
+
+    def _replace(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all, and make it durable."""
+        temporary = self.path / f".{name}.tmp"
+        try:
+            with open(temporary, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _sync(self, name: str) -> None:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(self.path / name, "rb+") as stream,
+        ):
+            os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def storage_errors(path: object) -> Iterator[None]:
+    """Turn failures to write into a `StorageError` that names the place and the cause."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        cause = {
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EACCES: "no permission",
+            errno.EROFS: "the file system is read-only",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise StorageError(f"cannot write {str(path)!r}: {cause}") from error
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with every NaN and Inf replaced by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _make_fresh(parent: Path, stem: str) -> Path:
+    """Create the folder, numbering it when two runs start in the same second."""
+    for number in range(1, 1000):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
+
+
+def _check_schema(record: dict[str, Any], path: Path) -> None:
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunFolderError(
+            f"{path}: schema_version={version!r} must be {SCHEMA_VERSION}; "
+            "it was written by another version of fedquilt or is no file of a run"
+        )

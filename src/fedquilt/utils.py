@@ -1,0 +1,20 @@
+"""The names of the seed documents' module `utils`."""
+
+from fedquilt.report import (
+    generate_summary_table,
+    plot_multi_seed_comparison,
+    plot_paper_figures,
+    plot_privacy_consumption_by_group,
+    plot_training_history,
+)
+from fedquilt.validation import check_milestone, validate_implementation
+
+__all__ = [
+    "check_milestone",
+    "generate_summary_table",
+    "plot_multi_seed_comparison",
+    "plot_paper_figures",
+    "plot_privacy_consumption_by_group",
+    "plot_training_history",
+    "validate_implementation",
+]
