@@ -35,3 +35,11 @@ class RunFolderError(FedquiltError, ValueError):
 
 class StorageError(FedquiltError, OSError):
     """A file could not be written: full disk, missing rights, gone folder."""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C; `folder` can be resumed (None: nothing was kept)."""
+
+    def __init__(self, folder: str | None) -> None:
+        super().__init__(folder)
+        self.folder = folder

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.config import RunConfig, build_config
-from fedquilt.errors import InvalidValueError, RunFolderError
+from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.history import as_line, build_history
 from fedquilt.learning import evaluate
 from fedquilt.privacy.statement import Statement
@@ -166,21 +166,23 @@ def _run(
             lines = _pick_up(folder, federation, problem)
         elif output_dir is not None:
             folder = RunFolder.create(config, output_dir)
-        _train(config, problem, federation, lines, folder, observer)
+        train_rounds(config, problem, federation, lines, folder, observer)
         return _finish(config, problem, federation, lines, folder)
+    except KeyboardInterrupt:
+        raise RunInterrupted(None if folder is None else str(folder.path)) from None
     finally:
         federation.engine.close()
         if folder is not None:
             folder.close()
 
 
-def _train(
+def train_rounds(
     config: RunConfig,
     problem: Problem,
     federation: Federation,
     lines: list[dict[str, Any]],
-    folder: RunFolder | None,
-    observer: Observer | None,
+    folder: RunFolder | None = None,
+    observer: Observer | None = None,
 ) -> None:
     """Run the rounds that are left; `lines` grows by one a round."""
     saved_at = time.monotonic()

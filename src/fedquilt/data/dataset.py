@@ -176,9 +176,9 @@ def _sample(data: Any, index: int) -> tuple[torch.Tensor, int]:
     try:
         label = operator.index(y)
     except TypeError:
-        raise InvalidValueError(
-            f"the label of data[{index}] must be an integer, got {y!r}"
-        ) from None
+        label = -1
+    if label < 0:
+        raise InvalidValueError(f"the label of data[{index}] must be an integer >= 0, got {y!r}")
     return _features(x, f"data[{index}][0]"), label
 
 

@@ -79,10 +79,9 @@ def log_dirichlet(
     log_gamma = np.log(rng.standard_gamma(alpha + 1.0, size=shape))
     with np.errstate(over="ignore"):
         log_gamma -= rng.standard_exponential(size=shape) / alpha
-    log_gamma = np.maximum(log_gamma, -1e300)  # keeps differences finite at any alpha
-    top = log_gamma.max(axis=1, keepdims=True)
-    total = top + np.log(np.exp(log_gamma - top).sum(axis=1, keepdims=True))
-    return np.asarray(log_gamma - total)
+    log_gamma = np.maximum(log_gamma, -1e308)  # keeps differences finite at any alpha
+    log_gamma -= log_gamma.max(axis=1, keepdims=True)
+    return np.asarray(log_gamma - np.log(np.exp(log_gamma).sum(axis=1, keepdims=True)))
 
 
 def fill_empty_clients(clients: list[IndexArray]) -> list[IndexArray]:

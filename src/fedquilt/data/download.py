@@ -63,7 +63,8 @@ def _fetch(
         failures.append(f"{url}: {reason}")
         path.unlink(missing_ok=True)
     raise DataNotFoundError(
-        f"{scratch.parent / item.name} could not be downloaded; mirrors tried ({MIRRORS_VARIABLE} names others):"
+        f"{scratch.parent / item.name} could not be downloaded; "
+        f"mirrors tried ({MIRRORS_VARIABLE} can name others):"
         + "".join(f"\n  {failure}" for failure in failures)
     )
 

@@ -13,26 +13,20 @@ the clients still training are always the first ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.func import functional_call, vmap
-from torch.nn import functional
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, epoch_batches, seeded_layers
+from fedquilt.learning.stack import ModelStack, group_size, obstacle
 from fedquilt.randomness import torch_seed
-
-_IGNORED_LABEL = -100
-_GPU_SHARE = 0.4
-_CPU_BYTES = 2**28
 
 
 class BatchedEngine:
@@ -69,17 +63,17 @@ class BatchedEngine:
         settings: LocalSettings,
         max_clients_per_group: int | None = None,
     ) -> None:
-        obstacle = _obstacle(model, task)
-        if obstacle:
+        reason = obstacle(model, task)
+        if reason:
             raise InvalidValueError(
-                f"engine='batched' cannot train this model: {obstacle}; "
+                f"engine='batched' cannot train this model: {reason}; "
                 "use engine='sequential' or engine='processes'"
             )
         self.task = task
         self.settings = settings
-        self._stack = _Stack(model, task)
+        self._stack = ModelStack(model, task)
         if max_clients_per_group is None:
-            max_clients_per_group = _group_size(self._stack, settings.batch_size)
+            max_clients_per_group = group_size(self._stack, settings.batch_size)
         self.max_clients_per_group = validate.integer(
             "max_clients_per_group", max_clients_per_group, at_least=1
         )
@@ -87,7 +81,7 @@ class BatchedEngine:
     @staticmethod
     def supports(model: nn.Module, task: Task) -> bool:
         """Tell whether the model can run as a stack of clients."""
-        return _obstacle(model, task) is None
+        return obstacle(model, task) is None
 
     def train(
         self,
@@ -125,60 +119,28 @@ class BatchedEngine:
             samples = plan.samples[step, :active, :width]
             losses = (stack.losses(leaves, samples) * plan.shares[step, :active, :width]).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-            with torch.no_grad():
-                for leaf, anchor in zip(leaves, anchors, strict=bool(anchors)):
-                    leaf.lerp_(anchor, pull)
-                used = [(w, g) for w, g in zip(leaves, gradients, strict=True) if g is not None]
-                torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
-                loss_sum[:active].addcmul_(losses.detach(), plan.sizes[step, :active])
+            _move(leaves, gradients, anchors, learning_rate, pull)
+            loss_sum[:active].addcmul_(losses.detach(), plan.sizes[step, :active])
         return stack.gather(weights, start), (loss_sum / plan.seen).tolist()
 
     def close(self) -> None:
         """Hold nothing beyond the working model, give nothing back."""
 
 
-class _Stack:
-    """A model that runs with K sets of weights at once."""
-
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        self.task = task
-        self.flat = FlatModel(model, task.inputs[:2])
-        self.flat.module.train()
-        self._forward: Callable[..., torch.Tensor] = vmap(self._one, randomness="different")
-
-    def _one(self, weights: list[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(self.flat.names, weights, strict=True))
-        outputs: torch.Tensor = functional_call(self.flat.module, named, (inputs,))
-        return outputs
-
-    def losses(self, weights: list[torch.Tensor], samples: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, [K, B], under its client's weights."""
-        outputs = self._forward(weights, self.task.inputs[samples])
-        targets = self.task.targets[samples]
-        losses = functional.cross_entropy(
-            outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none"
-        )
-        return losses.view(*samples.shape, -1).mean(2) if losses.dim() > 1 else losses.view_as(samples)
-
-    def spread(self, vector: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return the vector's tensors, each repeated for `count` clients."""
-        return [
-            vector[s.start : s.stop]
-            .view(1, *s.shape)
-            .expand(count, *s.shape)
-            .to(parameter.dtype)
-            .clone(memory_format=torch.contiguous_format)
-            for s, parameter in zip(self.flat.segments, self.flat.parameters, strict=True)
-        ]
-
-    def gather(self, weights: list[torch.Tensor], start: torch.Tensor) -> torch.Tensor:
-        """Return weights minus `start`, one row a client."""
-        count = len(weights[0])
-        rows = start.new_empty(count, len(start))
-        for segment, tensor in zip(self.flat.segments, weights, strict=True):
-            part = slice(segment.start, segment.stop)
-            torch.sub(tensor.view(count, -1), start[part], out=rows[:, part])
-        return rows
+@torch.no_grad()
+def _move(
+    leaves: list[torch.Tensor],
+    gradients: tuple[torch.Tensor | None, ...],
+    anchors: list[torch.Tensor],
+    learning_rate: float,
+    pull: float,
+) -> None:
+    """Take one step in place: w <- w + pull * (w_start - w) - lr * gradient."""
+    if anchors:
+        for leaf, anchor in zip(leaves, anchors, strict=True):
+            leaf.lerp_(anchor, pull)
+    used = [(w, g) for w, g in zip(leaves, gradients, strict=True) if g is not None]
+    torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,22 +169,10 @@ def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: 
         for client in clients
     ]
     order = sorted(range(len(clients)), key=lambda place: -len(batches[place]))
-    steps = np.array([len(batches[place]) for place in order])
-    flat = [batch for place in order for batch in batches[place]]
-    lengths = np.array([len(batch) for batch in flat], dtype=np.int64)
-    row = np.repeat(np.arange(len(order)), steps)
-    step = np.arange(len(flat)) - np.repeat(np.cumsum(steps) - steps, steps)
-    sizes = np.zeros((int(steps.max(initial=0)), len(order)), dtype=np.int64)
-    sizes[step, row] = lengths
-    column = np.arange(lengths.max(initial=0))
-    samples = np.zeros((*sizes.shape, len(column)), dtype=np.int64)
-    if flat:
-        first = np.cumsum(lengths) - lengths
-        place = first[:, None] + np.minimum(column, lengths[:, None] - 1)
-        samples[step, row] = torch.cat(flat).numpy()[place]
+    sizes, samples = _tables([batches[place] for place in order])
     device = task.inputs.device
     sizes_there = torch.from_numpy(sizes).to(device)
-    inside = torch.arange(len(column), device=device) < sizes_there[..., None]
+    inside = torch.arange(samples.shape[2], device=device) < sizes_there[..., None]
     return _Plan(
         row_of=np.argsort(order).tolist(),
         active=(sizes > 0).sum(1).tolist(),
@@ -234,9 +184,7 @@ def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: 
     )
 
 
-def _batches(
-    samples: NDArray[np.int64], settings: LocalSettings, seed: int
-) -> list[torch.Tensor]:
+def _batches(samples: NDArray[np.int64], settings: LocalSettings, seed: int) -> list[torch.Tensor]:
     """Return a client's batches of all epochs, as the sequential engine draws them."""
     shuffle = torch.Generator().manual_seed(seed)
     index = torch.as_tensor(samples, dtype=torch.int64)
@@ -247,90 +195,19 @@ def _batches(
     ]
 
 
-def _obstacle(model: nn.Module, task: Task) -> str | None:
-    """Return why the model cannot run as a stack, or None when it can.
-
-    What cannot be read off the model is tried: one step on two clients of two
-    samples.  An error of the model itself, stacked or not, is raised as it is.
-    """
-    stack = _Stack(model, task)
-    if stack.flat.buffer_names:
-        moving = ", ".join(stack.flat.buffer_names)
-        return f"a training step changes its buffers ({moving}), as BatchNorm does"
-    if not task.targets.is_floating_point() and bool((task.targets == _IGNORED_LABEL).any()):
-        return f"the targets hold {_IGNORED_LABEL}, the label that the loss leaves out"
-    with seeded_layers(task.inputs.device, 0):
-        if _mixes_samples(stack.flat.module, task.inputs):
-            return "its output for a sample depends on the other samples of the batch"
-        plain = _plain_gradients(stack)
-        try:
-            stacked, _ = _trial_step(stack)
-        except Exception as error:
-            return f"torch.func.vmap cannot run it ({_first_line(error)})"
-    for name, one, many in zip(stack.flat.names, plain, stacked, strict=True):
-        if one is not None and many is None:
-            return f"torch.func.functional_call does not reach its parameter {name}"
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-
-
-@torch.no_grad()
-def _mixes_samples(module: nn.Module, inputs: torch.Tensor) -> bool:
-    """Tell whether another second sample changes the first one's output."""
-    first, second = inputs[:1], inputs[-1:]
-    other = 1 - 2 * second if inputs.is_floating_point() else first
-    outputs = []
-    for neighbour in (second, other):
-        with seeded_layers(inputs.device, 0):
-            outputs.append(module(torch.cat([first, neighbour]))[0])
-    return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _plain_gradients(stack: _Stack) -> tuple[torch.Tensor | None, ...]:
-    inputs, targets = stack.task.inputs[:2], stack.task.targets[:2]
-    loss = functional.cross_entropy(stack.flat.module(inputs), targets)
-    return torch.autograd.grad(loss, stack.flat.parameters, allow_unused=True)
-
-
-def _trial_step(stack: _Stack) -> tuple[tuple[torch.Tensor | None, ...], int]:
-    """Return the gradients of one step on 2 x 2 samples, and the bytes it kept a sample."""
-    weights = [tensor.requires_grad_() for tensor in stack.spread(stack.flat.vector, 2)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    samples = torch.zeros(2, 2, dtype=torch.int64, device=stack.task.inputs.device)
-    samples[:, 1] = len(stack.task.inputs) - 1
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = stack.losses(weights, samples).sum()
-    return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
-
-
-def _group_size(stack: _Stack, batch_size: int) -> int:
-    """Return how many clients fit into the memory that a group may take.
-
-    A client holds its weights, their gradient, its update and one tensor of
-    scratch, and for each sample of a batch what the forward pass keeps and the
-    gradients with respect to it.
-    """
-    with seeded_layers(stack.task.inputs.device, 0):
-        _, sample_bytes = _trial_step(stack)
-    vector = stack.flat.vector
-    widest = min(batch_size, max((len(c) for c in stack.task.clients), default=1))
-    client_bytes = 4 * vector.numel() * vector.element_size() + 2 * sample_bytes * widest
-    return max(1, _memory(vector.device) // client_bytes)
-
-
-def _memory(device: torch.device) -> int:
-    """Return the bytes a group may take: a share of a GPU, a fixed amount on a CPU."""
-    if device.type != "cuda":
-        return _CPU_BYTES
-    return int(_GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+def _tables(rows: list[list[torch.Tensor]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the batch sizes [steps, rows] and the padded samples [steps, rows, widest]."""
+    steps = np.array([len(batches) for batches in rows], dtype=np.int64)
+    flat = [batch for batches in rows for batch in batches]
+    lengths = np.array([batch.shape[0] for batch in flat], dtype=np.int64)
+    row = np.repeat(np.arange(len(rows)), steps)
+    step = np.arange(len(flat)) - np.repeat(np.cumsum(steps) - steps, steps)
+    sizes = np.zeros((steps.max(initial=0), len(rows)), dtype=np.int64)
+    sizes[step, row] = lengths
+    column = np.arange(lengths.max(initial=0))
+    samples = np.zeros((*sizes.shape, len(column)), dtype=np.int64)
+    if flat:
+        first = np.cumsum(lengths) - lengths
+        place = first[:, None] + np.minimum(column, lengths[:, None] - 1)
+        samples[step, row] = torch.cat(flat).numpy()[place]
+    return sizes, samples

@@ -41,7 +41,7 @@ class Clipper(Protocol):
         """Take over what `state` returned."""
 
 
-class _SeedMechanism:
+class SeedMechanism:
     """What the two mechanisms share: budget, clip rule, bookkeeping of the spend."""
 
     def __init__(
@@ -192,7 +192,7 @@ class _SeedMechanism:
         )
 
 
-class LayerNoise(_SeedMechanism):
+class LayerNoise(SeedMechanism):
     """The paper: clip the covered slice, average, noise the mean of the slice once.
 
         g_i = (local - global) / lr_t,   C_t from the clip rule on the slices' norms
@@ -232,7 +232,7 @@ class LayerNoise(_SeedMechanism):
         self.squared_gdp[self.facts.clients] += noise_multiplier**-2
 
 
-class ClientNoise(_SeedMechanism):
+class ClientNoise(SeedMechanism):
     """The API document: clip and noise every client's whole delta, then average.
 
         sigma_i = C_t sqrt(2 ln(1.25/delta)) / epsilon_i,

@@ -34,7 +34,7 @@ _COLORS = {
     "quap_fl_client": PURPLE,
     "certified": GREEN,
 }
-_LABEL_GAP = 0.05
+_LABEL_INCHES = 0.2
 _LEAST_BANDS = 3
 # Dotted, because a solid rule from a lone point would read as data.
 _LEADER: dict[str, Any] = {
@@ -112,7 +112,8 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
     """Name every line to the right of the axes, joined to its end by a dotted rule."""
     bottom, top = axes.get_ylim()
     heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y in ends])
-    for (mode, x, y), height in zip(ends, spread_apart(heights, _LABEL_GAP), strict=True):
+    gap = _LABEL_INCHES / (axes.get_position().height * axes.figure.get_figheight())  # type: ignore[union-attr]
+    for (mode, x, y), height in zip(ends, spread_apart(heights, gap), strict=True):
         axes.annotate(
             mode,
             xy=(x, y),

@@ -147,7 +147,7 @@ def _participation(history: Mapping[str, Any], config: Mapping[str, Any]) -> Row
 
 def _counted_participation(history: Mapping[str, Any], num_clients: float) -> tuple[float, float]:
     """Return mean rate and number of participants from the cohorts themselves."""
-    cohorts = [set(ids or ()) for ids in entries(history, "client_participation")]
+    cohorts = [set(() if ids is None else ids) for ids in entries(history, "client_participation")]
     if not cohorts:
         return math.nan, math.nan
     joined = float(len(set().union(*cohorts)))

@@ -6,7 +6,7 @@
 | advanced | Dwork, Rothblum & Vadhan 2010                     | yes      | several times   |
 | gdp      | μ² = Σ μ_t², Dong, Roth & Su 2022                 | no       | exact           |
 | rdp      | Rényi, through dp-accounting                      | yes      | about 8 %       |
-| pld      | privacy loss distributions, through dp-accounting | yes      | about 0.01 %    |
+| pld      | privacy loss distributions, through dp-accounting | yes      | below 0.1 %     |
 
 A schedule that reacts to earlier releases keeps the bounds of `gdp` (without
 sampling) and `rdp`; `pld` holds for a schedule fixed in advance.

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from fedquilt.errors import InvalidValueError, NotReadyError
 from fedquilt.privacy.accounting.adjacency import Adjacency
@@ -30,7 +31,8 @@ from fedquilt.privacy.accounting.release import Release
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-_GRID = 2e-5  # PLD interval, in units of the Rényi epsilon
+_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
+_GRID = 4e-5  # PLD interval, in units of the Rényi epsilon
 _LEAST_PLD_DELTA = 1e-10  # the rounding of a convolution is of the order of 1e-13
 _RDP_ROUNDING = 1e-12  # of one sampled release: the series stops at e^-30
 
@@ -41,18 +43,32 @@ def rdp_epsilon(releases: tuple[Release, ...], delta: float, adjacency: Adjacenc
     if adjacency is Adjacency.REPLACE_ONE and any(r.sampling_rate < 1 for r in releases):
         raise InvalidValueError(
             f"adjacency={adjacency} with sampling_rate < 1 must use method='pld': "
-            "no Rényi bound of Poisson sampling is known for it"
+            "there is no Rényi bound of Poisson sampling for it here"
         )
     package = _package("rdp")
-    factor = adjacency.sensitivity_factor
+    divergence = np.zeros(len(_ORDERS))
+    for release in releases:
+        divergence += release.count * _divergence(
+            release.noise_multiplier, release.sampling_rate, adjacency
+        )
     with _quiet():
-        accountant = package.rdp.RdpAccountant(neighboring_relation=adjacency.relation())
-        for release in releases:
-            accountant.compose(_event(package, release, factor), release.count)
-        orders = accountant.orders
-        rounding = sum(r.count for r in releases if r.sampling_rate < 1) * _RDP_ROUNDING
-        divergence = np.maximum(accountant.rdp, 0.0) + rounding / (orders - 1)
-        return float(package.rdp.compute_epsilon(orders, divergence, delta)[0])
+        return float(package.rdp.compute_epsilon(_ORDERS, divergence, delta)[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _divergence(
+    noise_multiplier: float, sampling_rate: float, adjacency: Adjacency
+) -> npt.NDArray[np.float64]:
+    """Return the Rényi divergence of a single release at each order, rounded up."""
+    package = _package("rdp")
+    release = Release(noise_multiplier, 1, sampling_rate)
+    with _quiet():
+        accountant = package.rdp.RdpAccountant(_ORDERS, adjacency.relation())
+        accountant.compose(_event(package, release, adjacency.sensitivity_factor))
+    divergence: npt.NDArray[np.float64] = np.maximum(accountant.rdp, 0.0)
+    if sampling_rate < 1:
+        divergence += _RDP_ROUNDING / (np.array(_ORDERS) - 1)
+    return divergence
 
 
 @functools.lru_cache(maxsize=1024)

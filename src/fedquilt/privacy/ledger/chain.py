@@ -17,8 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
+
+from fedquilt.privacy.ledger.errors import LedgerCorruptError
 
 LEDGER = "ledger"
 POPULATION = "population"
@@ -69,6 +73,15 @@ class Entry:
     clients: bytes | None = None
     charges: bytes | None = None
 
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Entry:
+        """Read the columns of a row; SQLite keeps any type in any column, this does not."""
+        for column, value in zip(COLUMNS, row, strict=True):
+            allowed = _TYPES[column]
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise LedgerCorruptError(f"entry {row[0]!r} is damaged: {column}={value!r:.80}")
+        return cls(*row)
+
     def values(self) -> tuple[Any, ...]:
         """Return the fields in the order of `COLUMNS`."""
         return tuple(getattr(self, column) for column in COLUMNS)
@@ -85,6 +98,13 @@ class Entry:
 
 
 COLUMNS = tuple(Entry.__dataclass_fields__)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(COLUMNS, (str, NoneType)),
+    **dict.fromkeys(("kind", "time"), (str,)),
+    **dict.fromkeys(("population", "run", "round", "reservation"), (int, NoneType)),
+    **dict.fromkeys(("clients", "charges"), (bytes, NoneType)),
+    "seq": (int,),
+}
 
 
 def make_body(**values: object) -> str:

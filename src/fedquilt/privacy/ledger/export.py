@@ -21,15 +21,13 @@ def export_ledger(
 ) -> dict[str, Any]:
     """Return everything the ledger says that is not a cohort, ready for `json.dump`."""
     with store.reading():
-        head = store.head()[1].hex()
-        history = list(_history(store))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "head": head,
-        "unit": "squared GDP units (mu^2), zero-out adjacency",
-        "populations": [_population(population, clients) for population in populations],
-        "entries": history,
-    }
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "head": store.head()[1].hex(),
+            "unit": "squared GDP units (mu^2), zero-out adjacency",
+            "populations": [_population(population, clients) for population in populations],
+            "entries": list(_history(store)),
+        }
 
 
 def csv_rows(population: Population) -> Iterator[list[str]]:

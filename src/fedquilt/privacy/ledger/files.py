@@ -37,7 +37,7 @@ _APPLICATION_ID = 0x46514C31  # "FQL1": marks the file as ours in its SQLite hea
 _TABLES = (
     "CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, time TEXT NOT NULL, "
     "population INTEGER, run INTEGER, round INTEGER, reservation INTEGER, name TEXT, "
-    "digest TEXT, body TEXT, clients BLOB, charges BLOB, hash BLOB NOT NULL)",
+    "digest TEXT, body TEXT, hash BLOB NOT NULL, clients BLOB, charges BLOB)",
     "CREATE INDEX entries_by_population ON entries (population, seq)",
     "CREATE INDEX entries_by_run ON entries (run, kind, round)",
     "CREATE UNIQUE INDEX entries_by_name ON entries (kind, name) WHERE name IS NOT NULL",
@@ -134,7 +134,7 @@ def _check_path(path: Path, *, read_only: bool) -> None:
         raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
     if read_only:
         return
-    for place, what in ((path, "the file"), (path.parent, "its folder")):
+    for place, what in ((path, "the file"), (path.resolve().parent, "its folder")):
         if not os.access(place, os.W_OK):
             raise LedgerFileError(
                 f"ledger {path}: {what} is read-only; charges could not be written "
@@ -185,13 +185,17 @@ def _in_words(path: Path, error: sqlite3.Error) -> LedgerError:
             f"ledger {path} was locked by another process for too long; nothing was "
             "recorded. Try again, or open it with a longer timeout"
         )
+    if name in ("SQLITE_READONLY_ROLLBACK", "SQLITE_READONLY_RECOVERY"):
+        return LedgerFileError(
+            f"ledger {path} was left in the middle of a write; open it once for writing to mend it"
+        )
     if name.startswith("SQLITE_READONLY"):
         return LedgerFileError(f"ledger {path} is read-only; nothing was recorded")
     if name == "SQLITE_FULL":
         return LedgerFileError(f"ledger {path}: the disk is full; nothing was recorded")
     if name == "SQLITE_NOTADB":
         return LedgerCorruptError(f"ledger {path} is not a ledger: {error}")
-    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_ERROR":
+    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_ERROR" or "decode" in str(error):
         return LedgerCorruptError(f"ledger {path} is damaged: {error}")
     if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
         return LedgerError(f"ledger {path} belongs to the thread that opened it; open it there")

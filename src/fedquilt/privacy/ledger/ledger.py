@@ -107,7 +107,9 @@ class Ledger:
                 )
         info = PopulationInfo.of(found)
         _check_agreement(info, asked)
-        return self._populations.setdefault(info.key, Population(self._store, Account(info)))
+        if info.key not in self._populations:
+            self._populations[info.key] = Population(self._store, Account(info))
+        return self._populations[info.key]
 
     def populations(self) -> list[Population]:
         """Return all populations, oldest first."""
@@ -145,7 +147,7 @@ def _checked_values(
     num_clients: int | None, epsilon: float | None, delta: float | None
 ) -> dict[str, Any]:
     if num_clients is not None:
-        validate.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
+        num_clients = validate.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
     if epsilon is not None:
         epsilon = validate.number("epsilon", epsilon, above=0)
     if delta is not None:

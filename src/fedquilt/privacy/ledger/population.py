@@ -11,11 +11,18 @@ import numpy as np
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain, codec, rows
+from fedquilt.privacy.ledger import chain, codec
 from fedquilt.privacy.ledger.account import Account
 from fedquilt.privacy.ledger.chain import Entry, make_body
 from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
 from fedquilt.privacy.ledger.records import PopulationInfo, RunInfo
+from fedquilt.privacy.ledger.rows import (
+    ClientRow,
+    Summary,
+    bounded_epsilons,
+    client_rows,
+    summarise,
+)
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.store import Store, now
 from fedquilt.privacy.ledger.units import (
@@ -38,16 +45,21 @@ def population_name(
     so their runs share an allowance without anybody having to name it.
 
     >>> population_name("mnist", {"kind": "dirichlet", "alpha": 0.5}, 42, 100)
-    'mnist-100-1a0b8ff1b1e3eef7'
+    'mnist-100-051df6bca7383d51'
     """
-    told = json.dumps([dataset, partition, seed, num_clients], sort_keys=True, default=str)
+    numbers = [validate.integer("seed", seed), validate.integer("num_clients", num_clients)]
+    try:
+        told = json.dumps([dataset, partition, *numbers], sort_keys=True)
+    except TypeError as error:
+        # A text that changes from run to run would give every run a fresh allowance.
+        raise InvalidValueError(f"partition={partition!r} must be plain data: {error}") from error
     return f"{dataset}-{num_clients}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
 def check_name(what: str, name: object) -> str:
     """Return `name` when it is a text that can name something, or raise."""
-    if not isinstance(name, str) or not name.strip() or len(name) > 200:
-        raise InvalidValueError(f"{what}={name!r} must be a text of 1 to 200 characters")
+    if not isinstance(name, str) or not name.strip() or len(name) > 200 or not name.isprintable():
+        raise InvalidValueError(f"{what}={name!r} must be a text of 1 to 200 printable characters")
     return name
 
 
@@ -78,6 +90,8 @@ class Population:
         """
         name = check_name("run_id", run_id)
         validate.choice("on_short", on_short, ("refuse", "sit_out"))
+        if epsilon is not None:
+            epsilon = validate.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
         with self._store.writing():
             self._account.refresh(self._store)
@@ -98,7 +112,6 @@ class Population:
     def _budget(self, epsilon: float | None) -> float:
         if epsilon is None:
             return 0.0
-        epsilon = validate.number("epsilon", epsilon, above=0)
         if epsilon > self.info.epsilon:
             raise InvalidValueError(
                 f"epsilon={epsilon!r} of a run must be <= {self.info.epsilon!r}, the lifetime "
@@ -170,7 +183,7 @@ class Population:
         It is at most the allowance for every client whose charges were bounded.
         """
         spent = self._fresh().spent
-        return rows.bounded_epsilons(spent, self.info)
+        return bounded_epsilons(spent, self.info)
 
     def epsilon_left(self) -> FloatArray:
         """Return the largest epsilon that a new run may ask of each client."""
@@ -184,7 +197,7 @@ class Population:
         """
         return float(epsilon_left(self.left().min(keepdims=True), self.info.delta)[0])
 
-    def rows(self) -> Iterator[rows.ClientRow]:
+    def rows(self) -> Iterator[ClientRow]:
         """Yield what `show` prints of each client."""
         account = self._fresh()
         query = (
@@ -194,11 +207,11 @@ class Population:
         with self._store.reading():
             found = self._store.select(query, self.info.key, chain.SETTLE, chain.UNBOUNDED)
             places = {seq: (name, index) for seq, index, name in found}
-        return rows.client_rows(account, places)
+        return client_rows(account, places)
 
-    def summary(self) -> rows.Summary:
+    def summary(self) -> Summary:
         """Return the population's figures in one record."""
-        return rows.summarise(self._fresh())
+        return summarise(self._fresh())
 
 
 def create_population(

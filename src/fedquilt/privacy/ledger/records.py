@@ -49,7 +49,7 @@ class PopulationInfo:
         return info
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunInfo:
     """What a run may spend of each client's allowance; None: it has no bound to state."""
 
@@ -74,7 +74,7 @@ class RunInfo:
         return cls(entry.seq, name, population, epsilon, budget, sits_out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reservation:
     """A round's charges, counted as spent until they are settled or released.
 

@@ -76,9 +76,7 @@ def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
     return np.where(within, np.minimum(epsilons, info.epsilon), epsilons)
 
 
-def client_rows(
-    account: Account, places: Mapping[int, tuple[str, int]]
-) -> Iterator[ClientRow]:
+def client_rows(account: Account, places: Mapping[int, tuple[str, int]]) -> Iterator[ClientRow]:
     """Yield the row of each client; `places` maps an entry to its run and round."""
     info = account.info
     left = account.left()
@@ -92,9 +90,10 @@ def client_rows(
         account.last_entry.tolist(),
         strict=True,
     )
-    for client, (*values, last) in enumerate(columns):
+    for client, (joins, spent, epsilon, reserved, free, payable, last) in enumerate(columns):
         run, index = places.get(last, (None, None))
-        yield ClientRow(client, *values, info.epsilon, info.delta, run, index)
+        amounts = (spent, epsilon, reserved, free, payable, info.epsilon, info.delta)
+        yield ClientRow(client, joins, *amounts, run, index)
 
 
 def summarise(account: Account) -> Summary:

@@ -9,17 +9,18 @@ import numpy.typing as npt
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain, codec
+from fedquilt.privacy.ledger import chain, codec, grant
 from fedquilt.privacy.ledger.account import Account, reservation_of
 from fedquilt.privacy.ledger.chain import Entry
 from fedquilt.privacy.ledger.errors import (
-    BudgetExceededError,
     LedgerConflictError,
     ReservationError,
 )
 from fedquilt.privacy.ledger.records import Reservation, RunInfo
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
+from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent
+
+_LAST_ROUND = 2**31 - 1
 
 
 class Run:
@@ -55,9 +56,8 @@ class Run:
         """
         with self._store.reading():
             self._account.refresh(self._store)
-            ids = self._ids(clients)
-            own = self._account.held(ids, lambda r: r.run == self.info.key)
-            return self._left(ids, own_life=own, own_run=np.zeros(ids.size))
+            in_run = self._account.track(self._store, self.info.key)
+            return grant.remaining(self._account, self.info, in_run, self._ids(clients))
 
     def spent(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the squared GDP units spent in this run alone."""
@@ -100,14 +100,15 @@ class Run:
         charges_mu2
             (c_i / noise_std)² for each client, or one number for all.
         """
-        round_index = validate.integer("round_index", round_index, at_least=0)
+        round_index = validate.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
         ids = codec.check_clients(clients, self._account.info.num_clients)
         asked = codec.check_charges(charges_mu2, ids.size)
         order = np.argsort(ids)
         with self._store.writing():
             self._require_session()
             self._account.refresh(self._store)
-            charges = self._grant(round_index, ids, asked)
+            in_run = self._account.track(self._store, self.info.key)
+            charges = grant.grant(self._account, self.info, in_run, round_index, ids, asked)
             entry = replace(
                 self._entry(chain.RESERVE),
                 round=round_index,
@@ -154,7 +155,7 @@ class Run:
 
         Its clients stand at infinity from then on, in every run.
         """
-        round_index = validate.integer("round_index", round_index, at_least=0)
+        round_index = validate.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
         ids = np.sort(codec.check_clients(clients, self._account.info.num_clients))
         digest = _check_digest(digest)
         with self._store.writing():
@@ -186,52 +187,10 @@ class Run:
             return np.arange(self._account.info.num_clients)
         return codec.check_clients(clients, self._account.info.num_clients)
 
-    def _left(self, ids: IntArray, own_life: FloatArray, own_run: FloatArray) -> FloatArray:
-        """Return what the run may take of `ids`.
-
-        `own_life` is what of the run's own reservations is not to be counted
-        against the lifetime allowance, `own_run` what is to be counted against
-        the run's budget.
-        """
-        account = self._account
-        in_run = account.track(self._store, self.info.key)[ids]
-        life = account.info.allowance_mu2 - account.spent[ids] - (account.reserved[ids] - own_life)
-        left = np.maximum(np.minimum(self.budget_mu2 - in_run - own_run, life), 0.0)
-        left[np.isin(ids, self.info.sits_out, assume_unique=True)] = 0.0
-        return left
-
-    def _grant(self, round_index: int, ids: IntArray, asked: FloatArray) -> FloatArray:
-        replaced = self._account.held(
-            ids, lambda r: r.run == self.info.key and r.round_index == round_index
-        )
-        other_rounds = self._account.held(
-            ids, lambda r: r.run == self.info.key and r.round_index != round_index
-        )
-        left = self._left(ids, own_life=replaced, own_run=other_rounds)
-        charges = granted(asked, left, self._account.info.allowance_mu2)
-        short = np.isnan(charges)
-        if np.any(short):
-            raise self._refusal(round_index, ids[short], asked[short], left[short])
-        return charges
-
-    def _refusal(
-        self, round_index: int, ids: IntArray, asked: FloatArray, left: FloatArray
-    ) -> BudgetExceededError:
-        worst = int(np.argmax(asked - left))
-        plural = "client has" if ids.size == 1 else "clients have"
-        return BudgetExceededError(
-            f"round {round_index} of run {self.info.name!r}: {ids.size} {plural} less left than "
-            f"charged; client {ids[worst]} is charged mu²={asked[worst]:.6g} and has "
-            f"{left[worst]:.6g} left. Leave them out or lower their bound (see run.remaining)",
-            *(ids, asked, left),
-        )
-
     def _require_session(self) -> None:
         newest = self._store.session(self.info.key)
         if newest.kind == chain.FINISH:
-            raise ReservationError(
-                f"run {self.info.name!r} is finished; start_run opens it again"
-            )
+            raise ReservationError(f"run {self.info.name!r} is finished; start_run opens it again")
         if newest.seq != self._session:
             raise ReservationError(
                 f"run {self.info.name!r} was resumed by another process; this one must stop"
@@ -281,6 +240,8 @@ class Run:
 
 
 def _check_digest(digest: object) -> str:
-    if not isinstance(digest, str) or not digest or len(digest) > 256:
-        raise InvalidValueError(f"release digest={digest!r} must be a text of 1 to 256 characters")
+    if not isinstance(digest, str) or not 0 < len(digest) <= 256 or not digest.isprintable():
+        raise InvalidValueError(
+            f"release digest={digest!r} must be a text of 1 to 256 printable characters"
+        )
     return digest

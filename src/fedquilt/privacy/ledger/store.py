@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.privacy.ledger import files
-from fedquilt.privacy.ledger.chain import COLUMNS, FINISH, RESUME, RUN, Entry
+from fedquilt.privacy.ledger.chain import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
 from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError
 
 _ENTRY = ", ".join(COLUMNS)
@@ -36,6 +37,7 @@ class Store:
         self._file = self._identity()
         self._process = os.getpid()
         self._closed = False
+        self._cursors: list[sqlite3.Cursor] = []
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -45,7 +47,13 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Show one consistent state of the file for as long as the block lasts."""
+        """Show one consistent state of the file for as long as the block lasts.
+
+        Inside another transaction it is part of that one.
+        """
+        if not self._closed and self._connection.in_transaction:
+            yield
+            return
         with self._transaction("BEGIN"):
             yield
 
@@ -64,11 +72,18 @@ class Store:
             self._connection.execute(begin)
             try:
                 yield
+                self._close_cursors()
                 self._connection.execute("COMMIT")
             except BaseException:
+                self._close_cursors()
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+
+    def _close_cursors(self) -> None:
+        """A query that was left half-way would keep its lock beyond the transaction."""
+        while self._cursors:
+            self._cursors.pop().close()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -88,12 +103,15 @@ class Store:
         return status.st_dev, status.st_ino
 
     def select(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query; call it inside a transaction."""
-        yield from self._connection.execute(sql, values)
+        """Return the rows of a query; call it inside a transaction, and use it up there."""
+        self._cursors.append(self._connection.execute(sql, values))
+        return self._cursors[-1]
 
     def first(self, sql: str, *values: object) -> tuple[Any, ...] | None:
         """Return the first row of a query, or None."""
-        return next(iter(self._connection.execute(sql, values)), None)
+        with contextlib.closing(self._connection.execute(sql, values)) as cursor:
+            row: tuple[Any, ...] | None = cursor.fetchone()
+            return row
 
     def execute(self, sql: str, *values: object) -> None:
         """Change something; call it inside `writing`."""
@@ -106,7 +124,7 @@ class Store:
         """
         seq, previous = self.head()
         numbered = replace(entry, seq=seq + 1)
-        if entry.kind == "population":
+        if entry.kind == POPULATION:
             numbered = replace(numbered, population=numbered.seq)
         elif entry.kind == RUN:
             numbered = replace(numbered, run=numbered.seq)
@@ -116,19 +134,19 @@ class Store:
     def head(self) -> tuple[int, bytes]:
         """Return the number and hash of the newest entry."""
         row = self.first("SELECT seq, hash FROM head")
-        if row is None:
+        if row is None or not isinstance(row[0], int) or not isinstance(row[1], bytes):
             raise LedgerCorruptError(f"ledger {self.path} is damaged: it has no head")
-        return int(row[0]), bytes(row[1])
+        return row[0], row[1]
 
-    def hash_of(self, seq: int) -> bytes | None:
+    def hash_of(self, seq: int) -> object:
         """Return the hash of entry `seq`, or None when there is no such entry."""
         row = self.first("SELECT hash FROM entries WHERE seq = ?", seq)
-        return None if row is None else bytes(row[0])
+        return None if row is None else row[0]
 
     def entries(self, where: str, *values: object) -> Iterator[Entry]:
         """Yield the entries that a condition selects, in order."""
         for row in self.select(f"SELECT {_ENTRY} FROM entries WHERE {where} ORDER BY seq", *values):
-            yield Entry(*row)
+            yield Entry.of(row)
 
     def named(self, kind: str, name: str) -> Entry | None:
         """Return the population or run of that name, or None."""

@@ -13,7 +13,7 @@ Epsilons do not add up and cannot be subtracted.  What a client has left is
 
     gaussian_epsilon(√(μ_L² − μ_i²), δ).
 
-After one run at ε = 3 of an allowance of ε = 6, δ = 1e-5, that is 5.0, not 3.
+After one run at ε = 3 of an allowance of ε = 6, δ = 1e-5, that is 4.86, not 3.
 
 Sums are exact, not merely accurate.  Every charge is rounded up to a multiple of
 the allowance's last binary place; multiples of one power of two that stay below

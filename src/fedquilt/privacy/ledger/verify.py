@@ -13,11 +13,14 @@ Each run keeps the heads it has seen; give them as `known_heads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import chain
 from fedquilt.privacy.ledger.account import Account, spent_in_run
 from fedquilt.privacy.ledger.chain import COLUMNS, GENESIS, Entry
@@ -27,6 +30,10 @@ from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import allowance_mu2
 
 _MOST_PROBLEMS = 20
+_ROUND_KINDS = (
+    *(chain.RESUME, chain.RESERVE, chain.SETTLE, chain.RELEASE),
+    *(chain.UNBOUNDED, chain.FINISH),
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def missing_heads(store: Store, heads: Iterable[str]) -> list[str]:
     wanted = [str(head) for head in heads]
     if not wanted:
         return []
-    known = {bytes(row[0]).hex() for row in store.select("SELECT hash FROM entries")}
+    hashes = (row[0] for row in store.select("SELECT hash FROM entries"))
+    known = {digest.hex() for digest in hashes if isinstance(digest, bytes)}
     return [head for head in wanted if head.lower() not in known]
 
 
@@ -98,27 +106,124 @@ class _Walk:
         found = tuple(self.problems[:_MOST_PROBLEMS])
         if len(self.problems) > _MOST_PROBLEMS:
             found += (f"and {len(self.problems) - _MOST_PROBLEMS} more",)
-        return VerifyReport(
-            self.count, len(self.accounts), len(self.run_infos), self.head.hex(), found
-        )
+        counts = (self.count, len(self.accounts), len(self.run_infos))
+        return VerifyReport(*counts, self.head.hex(), found)
 
     def entries(self) -> None:
-        snapshots = dict(self.store.select("SELECT seq, population FROM snapshots"))
-        expected = 0
-        for entry, digest in self._read():
-            expected += 1
-            if entry.seq != expected:
-                self.problems.append(f"entry {expected} is missing")
-                expected = entry.seq
-            if entry.chained(self.head) != digest:
-                self.problems.append(f"entry {entry.seq} ({entry.kind}) was edited or does "
-                                     "not follow the entry before it")
-            self.head = digest
-            self.count += 1
-            self._take(entry)
-        self._check_head(expected)
-
-    def _read(self) -> Iterator[tuple[Entry, bytes]]:
+        """Check every entry against the one before it, and the balances on the way."""
+        snapshots: dict[int, list[int]] = defaultdict(list)
+        for seq, population in self.store.select("SELECT seq, population FROM snapshots"):
+            snapshots[seq].append(population)
         query = f"SELECT {', '.join(COLUMNS)}, hash FROM entries ORDER BY seq"
-        for row in self.store.select(query):
-            yield Entry(*row[:-1]), bytes(row[-1])
+        last = 0
+        for seq, *fields, digest in self.store.select(query):
+            self._check_entry([seq, *fields], last, digest)
+            for population in snapshots.pop(seq, ()):
+                self._check_snapshot(population)
+            last, self.head = seq, digest if isinstance(digest, bytes) else b""
+            self.count += 1
+        if self.store.head() != (last, self.head):
+            self.problems.append("the newest entries are missing: the stored head is another")
+        if snapshots:
+            self.problems.append(f"balances are of entry {min(snapshots)}, which is not there")
+
+    def _check_entry(self, row: list[Any], last: int, digest: object) -> None:
+        """Check one row: its place, its types, its hash, and what it says."""
+        if row[0] != last + 1:
+            self.problems.append(f"entry {last + 1} is missing")
+        try:
+            entry = Entry.of(row)
+        except LedgerError as error:
+            self.problems.append(str(error))
+            return
+        if entry.chained(self.head) != digest:
+            self.problems.append(
+                f"entry {entry.seq} ({entry.kind}) was edited, or does not follow the entry "
+                "before it"
+            )
+        self._check_rules(entry)
+
+    def _check_rules(self, entry: Entry) -> None:
+        """Do what the entry says; an entry that the ledger would have refused is a problem."""
+        try:
+            if entry.kind == chain.POPULATION:
+                self._add_population(entry)
+            elif entry.kind == chain.RUN:
+                self._add_run(entry)
+            elif entry.kind in _ROUND_KINDS:
+                self._apply(entry)
+            elif entry.kind != chain.LEDGER or entry.seq != 1:
+                raise LedgerError(f"entry {entry.seq} has no place here: {entry.kind!r}")
+        except LedgerError as error:
+            self.problems.append(str(error))
+
+    def _add_population(self, entry: Entry) -> None:
+        info = PopulationInfo.of(entry)
+        self.accounts[info.key] = Account(info)
+        _check_worth(entry, info.allowance_mu2, info.epsilon, info.delta)
+
+    def _add_run(self, entry: Entry) -> None:
+        account = self._account(entry)
+        run = RunInfo.of(entry, account.info.num_clients)
+        self.run_infos[run.key] = run
+        if run.epsilon is not None:
+            _check_worth(entry, run.budget_mu2, run.epsilon, account.info.delta)
+
+    def _account(self, entry: Entry) -> Account:
+        account = self.accounts.get(entry.population or 0)
+        if account is None:
+            raise LedgerError(f"entry {entry.seq} belongs to no population")
+        return account
+
+    def _apply(self, entry: Entry) -> None:
+        account = self._account(entry)
+        run = self.run_infos.get(entry.run or 0)
+        if run is None or run.population != account.info.key:
+            raise LedgerError(f"entry {entry.seq} belongs to no run")
+        if entry.kind in (chain.SETTLE, chain.UNBOUNDED):
+            release = (entry.run, entry.round, entry.digest)
+            if release in self._charged:
+                raise LedgerError(f"entry {entry.seq} charges a release a second time")
+            self._charged.add(release)
+        account.apply(entry)
+        if entry.kind == chain.RESERVE:
+            clients = account.open[entry.seq].clients
+            counted = account.spent[clients] + account.reserved[clients]
+            if np.any(counted > account.info.allowance_mu2):
+                raise LedgerError(f"entry {entry.seq} takes a client above its allowance")
+
+    def _check_snapshot(self, population: int) -> None:
+        row = self.store.first(
+            "SELECT spent, joins, last_entry, open FROM snapshots WHERE population = ?", population
+        )
+        account = self.accounts.get(population)
+        if account is None or row != account.as_bytes():
+            self.problems.append(
+                f"the balances of population {population} are not what its entries add up to"
+            )
+
+    def runs(self) -> None:
+        """Check that no run went beyond its budget, and that who sat out did."""
+        for run in self.run_infos.values():
+            info = self.accounts[run.population].info
+            spent = spent_in_run(self.store, info, run.key)
+            over = np.isfinite(spent) & (spent > run.budget_mu2)
+            over[run.sits_out] |= np.isfinite(spent[run.sits_out]) & (spent[run.sits_out] > 0)
+            if np.any(over):
+                who = int(np.flatnonzero(over)[0])
+                self.problems.append(
+                    f"run {run.name!r} spent more of client {who} than it was allowed"
+                )
+
+
+def _check_worth(entry: Entry, mu2: float, epsilon: float, delta: float) -> None:
+    """Refuse an amount that is more than its (epsilon, delta) pays for."""
+    try:
+        worth = allowance_mu2(epsilon, delta)
+    except InvalidValueError as error:
+        raise LedgerError(f"entry {entry.seq}: {error}") from error
+    if mu2 > worth * (1 + 1e-9):
+        raise LedgerError(
+            f"entry {entry.seq} allows mu²={mu2!r}, more than epsilon={epsilon!r}, "
+            f"delta={delta!r} pay for"
+        )

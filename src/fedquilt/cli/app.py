@@ -1,0 +1,70 @@
+"""The command `fedquilt` and what all its sub-commands share."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fedquilt._version import __version__
+from fedquilt.cli.compare import compare
+from fedquilt.cli.data import data
+from fedquilt.cli.run import run
+from fedquilt.errors import FedquiltError, RunInterrupted
+
+app = typer.Typer(
+    name="fedquilt",
+    help="Federated learning for clients that are not equal.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(compare)
+app.command()(data)
+
+
+@app.command()
+def validate() -> None:
+    """Check the seed documents' formulas on this machine; exit 0 when all hold."""
+    from fedquilt.utils import validate_implementation
+
+    raise typer.Exit(0 if validate_implementation() else 1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fedquilt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Federated learning for clients that are not equal."""
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends with one message and exit code 2."""
+    try:
+        app()
+    except FedquiltError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunInterrupted as stopped:
+        print(_how_to_go_on(stopped.folder), file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _how_to_go_on(folder: str | None) -> str:
+    if folder is None:
+        return "interrupted: nothing was kept"
+    return f"interrupted: continue with  fedquilt run --resume {folder}"

@@ -1,0 +1,30 @@
+"""`fedquilt data`: which data sets are here, and fetching one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def data(
+    name: Annotated[str | None, typer.Argument(help="Data set to fetch and verify.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option("--data-dir", help="Data folders, several joined by ':'.")
+    ] = None,
+    no_download: Annotated[
+        bool, typer.Option("--no-download", help="Only verify what is there.")
+    ] = False,
+) -> None:
+    """List the data sets and where they were found, or fetch and verify one."""
+    from tabulate import tabulate
+
+    from fedquilt.data import DATASETS, dataset_status, load_dataset
+
+    if name is not None:
+        train, test = load_dataset(name, data_dir, download=not no_download, progress=True)
+        shape = "x".join(str(size) for size in train.images.shape[1:])
+        print(f"{name}: {len(train)} training and {len(test)} test samples of {shape}, verified")
+        return
+    rows = [(key, dataset_status(key, data_dir).summary()) for key in DATASETS]
+    print(tabulate(rows, headers=["data set", "status"]))

@@ -1,0 +1,88 @@
+"""The options of a run, made from the fields of `RunConfig`.
+
+One list of names, defaults and help texts serves the command line, the TOML
+file and the Python keywords.  Every option's real default is "not given", so
+that a preset or a file is only overridden by what was typed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from fedquilt.config import option_fields
+from fedquilt.errors import InvalidValueError
+
+_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+def takes_run_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every run option except those named.
+
+    The command receives the options that were typed as one dictionary, in its
+    parameter `settings`.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in option_fields() if name not in left_out]
+
+        def wrapper(**given: Any) -> None:
+            typed = {name: given.pop(name) for name in names}
+            command(settings={k: v for k, v in typed.items() if v is not None}, **given)
+
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.name != "settings"
+        ]
+        parameters = [*own, *(_parameter(name) for name in names)]
+        wrapper.__name__ = command.__name__
+        wrapper.__doc__ = command.__doc__
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """Return the command-line option of a field."""
+    item = option_fields()[name]
+    flag = f"--{name.replace('_', '-')}"
+    choices = item.metadata["rule"].get("choices")
+    shown = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+    common: dict[str, Any] = {
+        "help": shown,
+        "rich_help_panel": item.metadata["panel"],
+        "show_default": False if item.default in (None, False) else str(item.default),
+    }
+    if "int | float" in str(item.type):
+        option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)
+        annotation: Any = Any
+    else:
+        option = typer.Option(None, flag, **common)
+        annotation = _KINDS[str(item.type).split(" |")[0]] | None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
+    )
+
+
+def parse_count(text: str) -> int | float:
+    """Read a cohort size: a decimal point makes it a fraction.
+
+    >>> parse_count("30"), parse_count("0.3"), parse_count("1.")
+    (30, 0.3, 1.0)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"clients_per_round={text!r} must be a whole number, or a fraction with a decimal point"
+        ) from None

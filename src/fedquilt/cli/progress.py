@@ -1,0 +1,37 @@
+"""A progress bar on the error stream: round, accuracy, time left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedquilt.config import RunConfig
+from fedquilt.experiment import Observer
+
+
+@contextmanager
+def watch(label: str, shown: bool) -> Iterator[Observer | None]:
+    """Yield an observer that draws the progress of a run, or None when not shown."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None, accuracy="")
+
+        def observe(config: RunConfig, line: dict[str, Any]) -> None:
+            bar.update(task, total=config.num_rounds, completed=line["round"] + 1)
+            if line.get("test_accuracy") is not None:
+                bar.update(task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
+
+        yield observe

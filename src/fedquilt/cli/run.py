@@ -1,0 +1,90 @@
+"""`fedquilt run`: one mode, one seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt.cli.options import takes_run_options
+from fedquilt.cli.progress import watch
+from fedquilt.config import build_config
+from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import RunResult, resume_run, run_config
+
+CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from a TOML file.")
+PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.")
+JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
+QUIET = typer.Option("--quiet", help="Show no progress.")
+RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
+
+
+@takes_run_options()
+def run(
+    settings: dict[str, Any],
+    config: Annotated[str | None, CONFIG] = None,
+    preset: Annotated[str | None, PRESET] = None,
+    resume: Annotated[str | None, RESUME] = None,
+    as_json: Annotated[bool, JSON] = False,
+    quiet: Annotated[bool, QUIET] = False,
+) -> None:
+    """Train a federated model, and say what may be claimed about it."""
+    shown = not quiet and not as_json
+    if resume is not None:
+        if settings or config or preset:
+            raise InvalidValueError(
+                f"resume={resume!r} must stand alone: a run goes on with its own settings"
+            )
+        with watch(Path(resume).name, shown) as observer:
+            finished = resume_run(resume, observer)
+    else:
+        merged = build_config(settings, preset=preset, file=config)
+        with watch(f"{merged.dataset} {merged.mode}", shown) as observer:
+            finished = run_config(merged, observer)
+    draw_history(finished)
+    if as_json:
+        print(json.dumps(finished.summary()))
+    else:
+        _print(finished)
+
+
+def draw_history(finished: RunResult) -> Path | None:
+    """Draw training.png in the run's folder, unless it is there already."""
+    from fedquilt.config import VISUALIZATION_CONFIG
+    from fedquilt.report import plot_training_history
+
+    if finished.folder is None:
+        return None
+    path = finished.folder / "training.png"
+    if not path.exists():
+        metadata = finished.result["metadata"]
+        plot_training_history(
+            finished.result["history"],
+            metadata["dataset"],
+            metadata["seed"],
+            VISUALIZATION_CONFIG,
+            str(path),
+        )
+    return path
+
+
+def _print(finished: RunResult) -> None:
+    from fedquilt.report import generate_summary_table
+
+    metadata = finished.result["metadata"]
+    print(
+        generate_summary_table(
+            metadata["final_accuracy"],
+            metadata["final_loss"],
+            metadata["dataset"],
+            metadata["seed"],
+            finished.result["history"],
+            metadata["hyperparameters"],
+        )
+    )
+    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    print(f"\n{finished.folder}")
+    sys.stdout.flush()

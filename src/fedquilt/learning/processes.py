@@ -1,0 +1,316 @@
+"""All CPU cores: each worker process trains whole clients, one thread a worker.
+
+The data, the global weights and the updates lie in memory that the processes
+share; only small messages travel.  Which worker trains a client changes
+nothing, because everything random is seeded per client.
+
+Workers come from a fork server where the system has one.  Forking this process
+is not safe once torch has started threads, and a fresh interpreter for each
+worker takes seconds to import torch; the server is a fresh interpreter that
+imports torch once and forks the workers before it has used it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt import validate
+from fedquilt.errors import FedquiltError, InvalidValueError, NotReadyError
+from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
+from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.local import client_seed
+from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, work
+
+# One job in training and one waiting, so that a worker need not wait for the next.
+_SLOTS = 2
+_PATIENCE_SECONDS = 5.0
+_IMPORTABLE = (
+    "worker processes import the main script again: define the model's class at the top "
+    "level of a file, and start the work under `if __name__ == '__main__':`"
+)
+
+
+class WorkerError(FedquiltError, RuntimeError):
+    """A worker process died, or what it ran raised an error."""
+
+
+class ProcessEngine:
+    """Train clients in worker processes, the largest client first.
+
+    Workers start with the first round and stay until `close`, until the engine
+    is forgotten or until the program ends.  A round that is not finished, by an
+    error, Ctrl-C or a caller that stops early, ends them too; the next round
+    starts new ones.  Updates wait in this process for their turn in the
+    cohort's order, so it may hold all of a cohort's updates at once.
+
+    Parameters
+    ----------
+    workers : int, optional
+        The number of processes, at most one a client; by default the number of
+        CPU cores that this process may use.
+
+    Raises
+    ------
+    InvalidValueError
+        Model or data are not on the CPU, or the model cannot be pickled.
+    WorkerError
+        While training: a worker died or raised an error; the message names it.
+    """
+
+    def __init__(
+        self, model: nn.Module, task: Task, settings: LocalSettings, workers: int | None = None
+    ) -> None:
+        _check_on_cpu(model, task)
+        limit = _cores() if workers is None else workers
+        self._limit = validate.integer("workers", limit, at_least=1)
+        self.task = task
+        self.settings = settings
+        vector = FlatModel(model, task.inputs[:2]).vector
+        self._context = _context()
+        self._setting = Setting(
+            model=SharedTensor.copy_of(self._context, _pickled(model)),
+            inputs=SharedTensor.copy_of(self._context, task.inputs),
+            targets=SharedTensor.copy_of(self._context, task.targets),
+            start=SharedTensor.copy_of(self._context, vector),
+            settings=settings,
+        )
+        self._start = self._setting.start.open()
+        self._workers: list[_Worker] = []
+        self._finalizer = weakref.finalize(self, _end, self._workers, os.getpid())
+        self._training = False
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers that run now."""
+        return [worker.pid for worker in self._workers]
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the update of each client of the cohort, in its order."""
+        if not self._finalizer.alive:
+            raise NotReadyError("engine='processes' is closed: make a new one to train on")
+        if self._training:
+            raise NotReadyError("engine='processes' trains one round at a time: finish the last")
+        clients = [int(client) for client in cohort]
+        self._training = True
+        try:
+            self._start.copy_(start.detach())
+            self._hire(min(self._limit, len(clients)))
+            yield from self._train_all(clients, round_index, learning_rate)
+        except BaseException:
+            # Jobs are still under way; their results must not reach the next round.
+            _end(self._workers, os.getpid())
+            raise
+        finally:
+            self._training = False
+
+    def _train_all(
+        self, clients: list[int], round_index: int, learning_rate: float
+    ) -> Iterator[ClientUpdate]:
+        sizes = [len(self.task.clients[client]) for client in clients]
+        waiting = deque(sorted(range(len(clients)), key=lambda place: -sizes[place]))
+        finished: dict[int, ClientUpdate] = {}
+
+        def hand_out() -> None:
+            for worker in self._workers:
+                while waiting and worker.free:
+                    client = clients[waiting[0]]
+                    seed = client_seed(self.settings, round_index, client)
+                    samples = np.asarray(self.task.clients[client], dtype=np.int64)
+                    worker.send(waiting.popleft(), client, samples, seed, learning_rate)
+
+        for place in range(len(clients)):
+            self._collect(finished, timeout=0)
+            hand_out()
+            while place not in finished:
+                self._collect(finished, timeout=None)
+                hand_out()
+            yield finished.pop(place)
+
+    def _collect(self, finished: dict[int, ClientUpdate], timeout: float | None) -> None:
+        """Take in what the workers have sent; wait for something if `timeout` is None."""
+        busy = [worker for worker in self._workers if worker.jobs]
+        if not busy and timeout is None:
+            raise NotReadyError("engine='processes' was closed in the middle of a round")
+        ready = wait([worker.connection for worker in busy], timeout)
+        for worker in busy:
+            result = worker.receive() if worker.connection in ready else None
+            if result is not None:
+                place, update = result
+                finished[place] = update
+
+    def _hire(self, count: int) -> None:
+        """Start workers until there are `count`."""
+        for number in range(len(self._workers), count):
+            shape = (_SLOTS, len(self._start))
+            slots = SharedTensor(self._context, shape, self._start.dtype)
+            here, there = self._context.Pipe()
+            process = _process(self._context, number, there, self._setting, slots)
+            self._workers.append(_Worker(number, process, here, slots.open()))
+            process.start()
+            there.close()
+
+    def close(self) -> None:
+        """End the workers; doing so again does nothing."""
+        self._finalizer()
+
+
+class _Given(NamedTuple):
+    """A job that a worker has: the client, its size and its place in the cohort."""
+
+    place: int
+    client: int
+    size: int
+
+
+@dataclass(eq=False)
+class _Worker:
+    """This side of a worker process: what it was given and where its updates lie."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    slots: torch.Tensor
+    jobs: dict[int, _Given] = field(default_factory=dict)
+    ready: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    @property
+    def name(self) -> str:
+        return f"worker process {self.number} (pid {self.pid})"
+
+    @property
+    def free(self) -> bool:
+        return len(self.jobs) < _SLOTS
+
+    def send(
+        self, place: int, client: int, samples: NDArray[np.int64], seed: int, learning_rate: float
+    ) -> None:
+        """Give the worker a client to train."""
+        slot = next(slot for slot in range(_SLOTS) if slot not in self.jobs)
+        self.jobs[slot] = _Given(place, client, len(samples))
+        try:
+            self.connection.send(Job(slot, samples, seed, learning_rate))
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> tuple[int, ClientUpdate] | None:
+        """Return a finished client and its place in the cohort, if that is the message."""
+        try:
+            message: Ready | Done | Failed = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(message, Failed):
+            raise self._failure(message)
+        self.ready = True
+        if isinstance(message, Ready):
+            return None
+        job = self.jobs.pop(message.slot)
+        delta = self.slots[message.slot].clone()
+        return job.place, ClientUpdate(job.client, delta, job.size, message.loss)
+
+    def _failure(self, message: Failed) -> WorkerError:
+        if message.slot is None:
+            text = f"{self.name} could not set up the model: {message.error}; {_IMPORTABLE}"
+        else:
+            client = self.jobs[message.slot].client
+            text = f"training client {client} failed in {self.name}: {message.error}"
+        error = WorkerError(text)
+        error.add_note(f"In the worker:\n{message.trace}")
+        return error
+
+    def _death(self) -> WorkerError:
+        self.process.join(_PATIENCE_SECONDS)
+        code = self.process.exitcode
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        if not self.ready:
+            hint = f"; {_IMPORTABLE}" if code == 1 else ""
+            return WorkerError(f"{self.name} {how} before it was ready{hint}")
+        clients = ", ".join(str(job.client) for job in self.jobs.values())
+        return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
+
+
+def _end(workers: list[_Worker], owner: int) -> None:
+    """End the processes; a forked copy of the owner leaves them alone."""
+    if os.getpid() != owner:
+        return
+    started = [worker for worker in workers if worker.process.pid is not None]
+    for worker in started:
+        worker.process.terminate()
+    for worker in started:
+        worker.process.join(_PATIENCE_SECONDS)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join(_PATIENCE_SECONDS)
+        worker.connection.close()
+    workers.clear()
+
+
+def _context() -> BaseContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    return context
+
+
+def _process(
+    context: BaseContext, number: int, there: Connection, setting: Setting, slots: SharedTensor
+) -> BaseProcess:
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=work, args=(there, setting, slots), name=f"fedquilt-worker-{number}", daemon=True
+    )
+    return process
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_on_cpu(model: nn.Module, task: Task) -> None:
+    tensors = [task.inputs, task.targets, *model.parameters(), *model.buffers()]
+    elsewhere = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    if elsewhere is not None:
+        raise InvalidValueError(
+            f"engine='processes' needs model and data on the CPU, got {elsewhere}; "
+            "use engine='batched'"
+        )
+
+
+def _pickled(model: nn.Module) -> torch.Tensor:
+    try:
+        data = pickle.dumps(model)
+    except Exception as error:
+        raise InvalidValueError(
+            f"model={type(model).__qualname__} must be picklable for engine='processes', "
+            f"which it is not: {error}; define its class at the top level of a module"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
