@@ -83,7 +83,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads"
     print(
         f"{arguments.model}, {arguments.clients} clients, {len(task.inputs)} samples, "
-        f"batch {arguments.batch_size}, {arguments.epochs} epochs; {device}; torch {torch.__version__}"
+        f"batch {arguments.batch_size}, epochs {arguments.epochs}; "
+        f"{device}; torch {torch.__version__}"
     )
     print(f"{'engine':<12}{'s/round':>10}{'fastest':>10}{'slowest':>10}{'speed-up':>10}")
     for name, values in times.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import secrets
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
 from fedquilt.config import RunConfig, build_config
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.history import as_line, build_history
+from fedquilt.history import as_line, build_history, split_private
 from fedquilt.learning import evaluate
+from fedquilt.privacy.account import Account
 from fedquilt.privacy.statement import Statement
 from fedquilt.problem import Problem, build_federation, build_problem, problem_from
 from fedquilt.round import Federation, run_round
-from fedquilt.run_folder import RunFolder
+from fedquilt.run_folder import RunFolder, run_stem
 
 CUSTOM = "custom"
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
@@ -140,7 +145,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
     checkpoint = folder.load_checkpoint()
     if checkpoint is None:
         raise RunFolderError(f"run folder {str(path)!r} has no checkpoint.safetensors")
-    tensors = checkpoint[1]
+    tensors = checkpoint.model
     module = copy.deepcopy(model) if model is not None else _rebuild(folder.read_config(), result)
     if module is not None:
         _load_tensors(module, tensors, folder.path)
@@ -155,25 +160,57 @@ def _run(
     output_dir: str | None,
     observer: Observer | None,
 ) -> RunResult:
-    """Build the federation, pick up a checkpoint if there is one, and train."""
-    federation = build_federation(config, problem)
-    lines: list[dict[str, Any]] = []
-    try:
+    """Open folder and ledger, pick up a checkpoint if there is one, and train."""
+    with contextlib.ExitStack() as stack:
+        resumed = folder is not None
         if folder is not None:
             folder.acquire()
+            stack.callback(folder.close)
             if folder.read_result() is not None:
                 return load(folder.path, problem.flat.module)
-            lines = _pick_up(folder, federation, problem)
-        elif output_dir is not None:
-            folder = RunFolder.create(config, output_dir)
-        train_rounds(config, problem, federation, lines, folder, observer)
-        return _finish(config, problem, federation, lines, folder)
-    except KeyboardInterrupt:
-        raise RunInterrupted(None if folder is None else str(folder.path)) from None
-    finally:
-        federation.engine.close()
+        account, folder = _open(config, problem, folder, output_dir, stack)
+        federation = build_federation(config, problem, account)
+        stack.callback(federation.engine.close)
+        lines = _pick_up(folder, federation, problem) if folder is not None and resumed else []
+        try:
+            stopped = train_rounds(config, problem, federation, lines, folder, observer)
+            return _finish(config, problem, federation, lines, folder, stopped)
+        except KeyboardInterrupt:
+            raise RunInterrupted(None if folder is None else str(folder.path)) from None
+
+
+def _open(
+    config: RunConfig,
+    problem: Problem,
+    folder: RunFolder | None,
+    output_dir: str | None,
+    stack: contextlib.ExitStack,
+) -> tuple[Account | None, RunFolder | None]:
+    """Open the run's folder and, where it has one, its account.
+
+    A ledger that outlives runs is asked first: when it refuses, no folder is left
+    behind.  The ledger of a run on its own lies in the run's folder, or in a
+    temporary one when nothing is kept.
+    """
+    entered = folder.read_account() if folder is not None else None
+    run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
+    account = None
+    if config.ledger is not None:
+        place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
+        account = open_account(config, problem, place, run_id)
+        stack.callback(account.close)
+    if folder is None and output_dir is not None:
+        folder = RunFolder.create(config, output_dir)
+        stack.callback(folder.close)
+    if account is None and needs_account(config):
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if folder is not None:
-            folder.close()
+            place = folder.path
+        account = open_account(config, problem, place / "ledger.sqlite", run_id)
+        stack.callback(account.close)
+    if account is not None and folder is not None and entered is None:
+        folder.write_account({"run_id": run_id, "ledger": str(account.ledger.path.resolve())})
+    return account, folder
 
 
 def train_rounds(
@@ -183,25 +220,51 @@ def train_rounds(
     lines: list[dict[str, Any]],
     folder: RunFolder | None = None,
     observer: Observer | None = None,
-) -> None:
-    """Run the rounds that are left; `lines` grows by one a round."""
+) -> str | None:
+    """Run the rounds that are left; `lines` grows by one a round.
+
+    Returns why the run ended before its last round, None when it did not.
+    """
     saved_at = time.monotonic()
     for round_index in range(len(lines), config.num_rounds):
-        if lines and _reached_target(config, lines[-1]):
-            break
+        stopped = _reason_to_stop(config, federation, lines)
+        if stopped is not None:
+            if lines and "test_accuracy" not in lines[-1]:
+                lines[-1] |= measure(problem, federation)
+            return stopped
         began = time.perf_counter()
         record = run_round(federation, round_index)
         line = as_line(record, time.perf_counter() - began)
+        private = None
+        if federation.mechanism.claims:
+            line, private = split_private(line)
         if (round_index + 1) % config.eval_every == 0 or round_index + 1 == config.num_rounds:
             line |= measure(problem, federation)
         lines.append(line)
         if folder is not None:
-            folder.append_round(line)
-            if time.monotonic() - saved_at >= CHECKPOINT_SECONDS:
+            folder.append_round(line, private)
+            # With a ledger, a round that has to run again costs privacy: save every round.
+            due = time.monotonic() - saved_at >= CHECKPOINT_SECONDS
+            if due or federation.account is not None:
                 _save(folder, problem, federation, len(lines))
                 saved_at = time.monotonic()
         if observer is not None:
             observer(config, line)
+    return None
+
+
+def _reason_to_stop(
+    config: RunConfig, federation: Federation, lines: list[dict[str, Any]]
+) -> str | None:
+    """Return why no further round should run, None when one should."""
+    if lines and _reached_target(config, lines[-1]):
+        return "the validation accuracy reached the target"
+    account = federation.account
+    if account is not None and account.is_bounded:
+        remaining = account.remaining(len(lines))
+        if not federation.mechanism.has_allowance(remaining).any():
+            return "no client has allowance left for another round"
+    return None
 
 
 def measure(problem: Problem, federation: Federation) -> dict[str, Any]:
@@ -234,26 +297,27 @@ def _save(folder: RunFolder, problem: Problem, federation: Federation, rounds: i
     state = federation.state()
     if problem.flat.is_lossy:
         state["weights"] = federation.weights.cpu().numpy()
-    folder.save_checkpoint(rounds, problem.flat.module.state_dict(), state)
+    head = "" if federation.account is None else federation.account.run.head
+    folder.save_checkpoint(rounds, problem.flat.module.state_dict(), state, head)
 
 
-def _pick_up(
-    folder: RunFolder, federation: Federation, problem: Problem
-) -> list[dict[str, Any]]:
+def _pick_up(folder: RunFolder, federation: Federation, problem: Problem) -> list[dict[str, Any]]:
     """Bring the federation to the last checkpoint and return the rounds before it."""
-    checkpoint = folder.load_checkpoint()
-    if checkpoint is None:
+    saved = folder.load_checkpoint()
+    if saved is None:
         folder.read_rounds(0)
         return []
-    rounds, tensors, state = checkpoint
-    _load_tensors(problem.flat.module, tensors, folder.path)
-    weights = torch.from_numpy(state["weights"]) if "weights" in state else problem.flat.read()
+    if federation.account is not None:
+        check_not_rolled_back(federation.account, saved.ledger_head)
+    _load_tensors(problem.flat.module, saved.model, folder.path)
+    weights = saved.state.get("weights")
     try:
-        federation.load_state(state)
+        federation.load_state(saved.state)
     except KeyError as error:
         raise RunFolderError(f"{folder.path}: the checkpoint lacks {error}") from error
-    federation.weights = weights.to(federation.weights.device).clone()
-    return folder.read_rounds(rounds)
+    vector = problem.flat.read() if weights is None else torch.from_numpy(weights)
+    federation.weights = vector.to(federation.weights.device).clone()
+    return folder.read_rounds(saved.rounds)
 
 
 def _finish(
@@ -262,11 +326,15 @@ def _finish(
     federation: Federation,
     lines: list[dict[str, Any]],
     folder: RunFolder | None,
+    stopped: str | None,
 ) -> RunResult:
     """Write the last checkpoint and the result, and return the run."""
     counts = federation.tracker.participation_count
-    statement = federation.mechanism.statement(counts)
+    account = federation.account
+    epsilons = None if account is None else account.epsilons()
+    statement = federation.mechanism.statement(counts, epsilons)
     result = build_result(config, lines, statement, counts)
+    result["stopped"] = stopped
     result["metadata"] |= {
         "input_shape": list(problem.input_shape),
         "num_classes": problem.num_classes,
@@ -275,6 +343,10 @@ def _finish(
     module = copy.deepcopy(problem.flat.module).cpu()
     if folder is not None:
         _save(folder, problem, federation, len(lines))
+    if account is not None:
+        account.finish()
+        result["ledger"] = account.summary()
+    if folder is not None:
         folder.write_result(result)
     path = None if folder is None else folder.path
     return RunResult(result, statement, dict(module.state_dict()), module, path)
@@ -334,4 +406,6 @@ def _load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Pat
     try:
         module.load_state_dict(tensors)
     except RuntimeError as error:
-        raise RunFolderError(f"{path}: the model does not fit the saved weights: {error}") from error
+        raise RunFolderError(
+            f"{path}: the model does not fit the saved weights: {error}"
+        ) from error

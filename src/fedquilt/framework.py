@@ -22,7 +22,7 @@ from fedquilt.experiment import train_rounds
 from fedquilt.history import build_history
 from fedquilt.learning import ClientUpdate, evaluate
 from fedquilt.population import Availability, ParticipationTracker, propensities
-from fedquilt.population.selection import CohortSelector
+from fedquilt.population.selection import Cohort, CohortSelector
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
 from fedquilt.privacy.seed_mechanisms import LayerNoise, SeedMechanism
@@ -149,7 +149,7 @@ class QuAPFLServer:
         if isinstance(federation.mechanism, SeedMechanism):
             federation.mechanism.allocator = self.privacy_allocator
             federation.mechanism.clipper = self.clipper
-        federation.select = lambda t: np.asarray(self.select_clients(t), dtype=np.int64)
+        federation.select = self._cohort
         if type(self).local_training is not QuAPFLServer.local_training:
             federation.engine = _OwnTraining(self)
         lines: list[dict[str, Any]] = []
@@ -165,7 +165,11 @@ class QuAPFLServer:
 
     def select_clients(self, round_t: int) -> list[int]:
         """Step 1: return the cohort of a round."""
-        return [int(client) for client in self._selector.select(round_t)]
+        return [int(client) for client in self._selector.select(round_t).clients]
+
+    def _cohort(self, round_t: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        clients = np.asarray(list(self.select_clients(round_t)), dtype=np.int64)
+        return Cohort(clients, clients)
 
     def local_training(self, client_id: int, round_t: int) -> tuple[NDArray[Any], float]:
         """Step 3: train one client from the global model; return (vector, mean loss).

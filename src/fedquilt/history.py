@@ -15,6 +15,10 @@ _PER_ROUND = {
 }
 
 
+# Statistics of the clients' data: public only where nothing is claimed.
+PRIVATE = ("train_loss", "noise_norm", "signal_norm", "clipped_fraction", "non_finite")
+
+
 def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
     """Return a round as the flat dictionary of rounds.jsonl."""
     return {
@@ -26,9 +30,17 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
         "noise_std": record.noise.noise_std,
         "noise_norm": record.noise.noise_norm,
         "signal_norm": record.noise.signal_norm,
+        "clipped_fraction": record.noise.clipped_fraction,
         "non_finite": record.non_finite,
+        "without_allowance": record.without_allowance,
         "seconds": round(seconds, 6),
     }
+
+
+def split_private(line: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a line into what may be published and what may not."""
+    public = {key: None if key in PRIVATE else value for key, value in line.items()}
+    return public, {key: line[key] for key in PRIVATE}
 
 
 def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:

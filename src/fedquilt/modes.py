@@ -3,30 +3,62 @@
 | mode | clip | noise | weights | may claim |
 |---|---|---|---|---|
 | fedavg | none | none | examples | nothing |
-| fixed_dp | fixed, covered slice | once on the mean, flat budget | equal | a bound if all is covered |
+| fixed_dp | fixed, covered slice | once on the mean, flat budget | equal | a bound if all covered |
 | quap_fl | raw percentile, covered slice | once on the mean, cohort's budget | equal | nothing |
 | quap_fl_client | raw percentile, whole vector | on each client, its own budget | equal | nothing |
+| certified | per client, from its allowance | once on the sum, everything | equal | a bound |
 """
 
 from __future__ import annotations
 
+import math
+
 from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import FlatModel
+from fedquilt.population import CohortSelector
+from fedquilt.privacy.account import Account
+from fedquilt.privacy.accounting import calibrate
+from fedquilt.privacy.allotment import make_policy
+from fedquilt.privacy.amplified import AmplifiedCertified
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
+from fedquilt.privacy.certified import Certified, CertifiedSettings
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper
+from fedquilt.privacy.correlated import BandedNoise
 from fedquilt.privacy.coverage import Coverage
 from fedquilt.privacy.mechanism import Mechanism, NoPrivacy
 from fedquilt.privacy.noise import noise_source
+from fedquilt.privacy.quantile import PrivateQuantile
 from fedquilt.privacy.seed_mechanisms import ClientNoise, LayerNoise
 
+_LAYERED = ("fixed_dp", "quap_fl")
 
-def make_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) -> Mechanism:
+
+def check_mode(config: RunConfig, flat: FlatModel) -> None:
+    """Refuse a model that the mode cannot take, before anything is written."""
+    if config.mode != "fedavg":
+        refuse_buffers(flat, config.mode)
+    if config.mode in _LAYERED:
+        flat.matching(config.patterns("noise_layers"))
+
+
+def make_mechanism(
+    config: RunConfig, flat: FlatModel, selector: CohortSelector, account: Account | None
+) -> Mechanism:
     """Build the mechanism of `config.mode` for a model's layout."""
     if config.mode == "fedavg":
         return NoPrivacy(flat.names, config.delta)
     refuse_buffers(flat, config.mode)
-    patterns = ("all",) if config.mode == "quap_fl_client" else config.noise_layer_patterns
+    if config.mode == "certified":
+        if account is None:
+            raise InvalidValueError("mode='certified' needs a ledger")
+        return make_certified(config, flat, selector, account)
+    return make_seed_mechanism(config, flat, selector.availability.num_clients)
+
+
+def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) -> Mechanism:
+    """Build `fixed_dp`, `quap_fl` or `quap_fl_client`."""
+    patterns = ("all",) if config.mode == "quap_fl_client" else config.patterns("noise_layers")
     kind = ClientNoise if config.mode == "quap_fl_client" else LayerNoise
     fixed = config.mode == "fixed_dp"
     return kind(
@@ -38,6 +70,81 @@ def make_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) -> Mech
         warmup_rounds=config.warmup_rounds,
         max_agg_norm=config.max_agg_norm,
         clip_is_public=fixed,
+    )
+
+
+def make_certified(
+    config: RunConfig, flat: FlatModel, selector: CohortSelector, account: Account
+) -> Certified:
+    """Build `certified` for the budget that the ledger gives this run."""
+    num_clients = selector.availability.num_clients
+    settings = CertifiedSettings(
+        tensor_names=tuple(flat.names),
+        frozen_names=tuple(flat.frozen_names),
+        delta=account.population.info.delta,
+        clip_norm=config.clip_norm,
+        clip_cap=config.clip_cap,
+        divisor=selector.expected_cohort,
+        normalise=config.normalise_updates,
+    )
+    noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
+    if selector.secret:
+        return make_amplified(config, settings, noise, selector, account)
+    policy = make_policy(
+        config.policy,
+        account.run.budget_mu2,
+        config.num_rounds,
+        expected_rate=selector.expected_cohort / num_clients,
+        max_joins=config.max_joins,
+        allocator=make_allocator(config),
+        warmup_rounds=config.warmup_rounds,
+    )
+    quantile = None
+    if config.clipping == "quantile":
+        # A bit noise of twice the noise multiplier leaves 15/16 of a join to the update.
+        quantile = PrivateQuantile(
+            config.clip_norm,
+            config.private_quantile,
+            config.private_quantile_lr,
+            bit_noise_std=2.0 / math.sqrt(policy.typical),
+            expected_cohort=selector.expected_cohort,
+        )
+    return Certified(settings, policy, noise, quantile, num_clients)
+
+
+def make_amplified(
+    config: RunConfig,
+    settings: CertifiedSettings,
+    noise: BandedNoise,
+    selector: CohortSelector,
+    account: Account,
+) -> AmplifiedCertified:
+    """Build `certified` under the selector's secret coin; accounts must be untouched."""
+    elsewhere = account.population.spent() - account.spent()
+    if elsewhere.max() > 0 or account.run.info.epsilon != account.population.info.epsilon:
+        raise InvalidValueError(
+            "amplification=True needs clients with an untouched account and takes their whole "
+            f"allowance, epsilon {account.population.info.epsilon:g}: subsampled releases cannot "
+            "share an account with others"
+        )
+    exposures = config.num_rounds
+    if config.policy == "cap" and config.max_joins is not None:
+        exposures = min(exposures, config.max_joins)
+    multiplier = calibrate(
+        config.epsilon,
+        settings.delta,
+        rounds=exposures,
+        sampling_rate=selector.sampling_rate,
+        method="pld",
+    )
+    return AmplifiedCertified(
+        settings,
+        noise,
+        noise_multiplier=multiplier,
+        sampling_rate=selector.sampling_rate,
+        max_exposures=exposures,
+        exposures=account.population.joins,
+        num_clients=selector.availability.num_clients,
     )
 
 

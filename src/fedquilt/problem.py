@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,16 @@ from fedquilt.aggregation import make_server_optimizer
 from fedquilt.config import TARGET_ACCURACY, RunConfig
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import FlatModel, LocalSettings, Task, make_engine
+from fedquilt.learning import FlatModel, LocalSettings, Task, freeze_others, make_engine
 from fedquilt.models import make_model
-from fedquilt.modes import make_mechanism
+from fedquilt.modes import check_mode, make_mechanism
 from fedquilt.population import (
     Availability,
     CohortSelector,
     ParticipationTracker,
     propensities,
 )
+from fedquilt.privacy.account import Account
 from fedquilt.randomness import generator, torch_seed
 from fedquilt.round import Federation
 
@@ -42,6 +45,14 @@ class Problem:
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.task.inputs.shape[1:])
+
+    def fingerprint(self) -> str:
+        """Return a digest of the labels and of who holds which sample."""
+        digest = hashlib.sha256(self.task.targets.cpu().numpy().tobytes())
+        for client in self.task.clients:
+            digest.update(len(client).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(client).tobytes())
+        return digest.hexdigest()[:16]
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -102,30 +113,37 @@ def problem_from(
     return config, _assemble(config, model, train_set, test_set, parts, none)
 
 
-def build_federation(config: RunConfig, problem: Problem) -> Federation:
-    """Put the parts of the configured mode together at the start of round 0."""
-    num_clients = len(problem.task.clients)
+def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
+    """Build step 1: availability and selection."""
     draws = propensities(num_clients, generator(config.seed, "propensity"))
-    selector = CohortSelector(
+    return CohortSelector(
         Availability.make(config.availability, num_clients, draws),
         draws,
         rule=config.selection,
         limit=config.cohort_limit(num_clients),
         seed=config.seed,
+        secret=config.mode == "certified" and config.amplification,
     )
-    settings = LocalSettings(
-        config.local_epochs, config.batch_size, config.fedprox_mu, config.seed
-    )
+
+
+def build_federation(
+    config: RunConfig, problem: Problem, account: Account | None = None
+) -> Federation:
+    """Put the parts of the configured mode together at the start of round 0."""
+    num_clients = len(problem.task.clients)
+    selector = build_selector(config, num_clients)
+    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
     return Federation(
         select=selector.select,
         tracker=ParticipationTracker(num_clients, config.participation_ema),
-        mechanism=make_mechanism(config, problem.flat, num_clients),
+        mechanism=make_mechanism(config, problem.flat, selector, account),
         server=make_server_optimizer(
             config.server_optimizer, config.server_lr, config.server_momentum
         ),
         engine=make_engine(config.engine, problem.flat.module, problem.task, settings),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
+        account=account,
     )
 
 
@@ -145,7 +163,7 @@ def _settle(config: RunConfig, num_clients: int) -> RunConfig:
         target = TARGET_ACCURACY.get(config.dataset)
     if config.early_stopping and target is None:
         raise InvalidValueError(
-            f"early_stopping=True needs target_accuracy: {config.dataset!r} has no target of its own"
+            f"early_stopping=True needs target_accuracy: {config.dataset!r} has none of its own"
         )
     settled = config.replace(num_clients=num_clients, target_accuracy=target)
     settled.cohort_limit(num_clients)
@@ -172,13 +190,17 @@ def _assemble(
     device = pick_device(config.device)
     inputs, targets = train.images.to(device), train.targets.to(device)
     index = torch.from_numpy(held_out)
-    return Problem(
+    model = copy.deepcopy(model)
+    freeze_others(model, config.patterns("trainable"))
+    problem = Problem(
         task=Task(inputs, targets, clients),
         test=(test.images.to(device), test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
     )
+    check_mode(config, problem.flat)
+    return problem
 
 
 def _checked_clients(

@@ -24,4 +24,4 @@ def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
 def torch_seed(seed: int, purpose: str, *keys: int) -> int:
     """Return a 63-bit seed for a torch generator of a purpose."""
-    return int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0] >> 1)
+    return int(_sequence(seed, purpose, keys).generate_state(1, np.uint64)[0]) >> 1

@@ -7,7 +7,7 @@ nothing of one another:
 
     population   who takes part and how often they did
     learning     what a client does with its data
-    privacy      what happens to an update before anybody else sees it
+    privacy      what happens to an update before anybody else sees it, and the ledger
     aggregation  how the mean update moves the model
 """
 
@@ -23,10 +23,14 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import RunningMean, ServerOptimizer
 from fedquilt.learning import ClientUpdate, Engine
-from fedquilt.population import ParticipationTracker
+from fedquilt.population import Cohort, ParticipationTracker
+from fedquilt.privacy.account import Account
+from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
 
-Select = Callable[[int], NDArray[np.int64]]
+Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
+# How often a round is planned anew when another run takes what it counted on.
+_ATTEMPTS = 20
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Federation:
     server: ServerOptimizer
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
+    account: Account | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what the next round needs beside the weights, as arrays; never noise."""
@@ -47,6 +52,7 @@ class Federation:
             "tracker": self.tracker.state(),
             "mechanism": self.mechanism.state(),
             "server": self.server.state(),
+            "account": {} if self.account is None else {"spent": self.account.spent()},
         }
         return {f"{part}.{key}": value for part, s in parts.items() for key, value in s.items()}
 
@@ -60,6 +66,8 @@ class Federation:
         self.tracker.load_state(part("tracker"))
         self.mechanism.load_state(part("mechanism"))
         self.server.load_state(part("server"), self.weights.device)
+        if self.account is not None:
+            self.account.rewind(part("account")["spent"])
 
 
 @dataclass
@@ -72,28 +80,34 @@ class RoundRecord:
     clip_value: float | None = None
     noise: NoiseReport = field(default_factory=NoiseReport)
     non_finite: list[int] = field(default_factory=list)
+    without_allowance: int = 0
 
 
 def run_round(federation: Federation, round_index: int) -> RoundRecord:
     """Run steps 1 to 8 and move `federation` on; the caller evaluates (step 9)."""
-    # 1 select
-    cohort = federation.select(round_index)
+    # 1 select: who is there, who has allowance left; the spend is reserved
+    record = RoundRecord(round_index, [])
+    cohort = _select_and_reserve(federation, record)
+    record.cohort = [int(client) for client in cohort.exposed]
 
     # 2 participation: the history counts the cohort before any noise depends on it
-    federation.tracker.update(cohort)
-    record = RoundRecord(round_index, [int(client) for client in cohort])
-    if len(cohort) == 0:
-        return record  # nobody was there: the model stays as it is
+    federation.tracker.update(cohort.exposed)
+    if len(cohort.exposed) == 0:
+        return record  # nobody was there: nothing is released, the model stays as it is
 
     learning_rate = federation.learning_rate_at(round_index)
     mechanism = federation.mechanism
     mechanism.open_round(
-        RoundFacts(round_index, learning_rate, cohort, federation.tracker.rates(cohort))
+        RoundFacts(
+            round_index, learning_rate, cohort.exposed, federation.tracker.rates(cohort.exposed)
+        )
     )
 
     # 3 local training, one client at a time unless the clip bound needs them all
     losses: list[float] = []
-    updates = federation.engine.train(federation.weights, cohort, round_index, learning_rate)
+    updates = federation.engine.train(
+        federation.weights, cohort.clients, round_index, learning_rate
+    )
     received: Iterable[Contribution] = _receive(mechanism, updates, losses)
     if mechanism.needs_whole_cohort:
         received = list(received)
@@ -113,10 +127,43 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     # 6, 7 noise on the sum, division by the number of clients
     update, record.noise = mechanism.release(total.total, total.weight)
 
-    # 8 update
+    # 8 update: the charge is on disk before the release is used
+    if federation.account is not None:
+        federation.account.settle(update)
     federation.weights = federation.server.step(federation.weights, update)
-    record.train_loss = float(np.mean(losses))
+    record.train_loss = float(np.mean(losses)) if losses else None
     return record
+
+
+def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
+    """Pick the cohort among those who can pay, and reserve what it will cost.
+
+    Another run may take a client's allowance between looking and reserving; the
+    ledger then refuses as a whole, and the round is planned anew.
+    """
+    account, mechanism, tracker = federation.account, federation.mechanism, federation.tracker
+    if account is None:
+        return federation.select(record.round, None)
+    for attempt in range(_ATTEMPTS):
+        remaining = account.remaining(record.round)
+        allowed = mechanism.eligible(record.round, remaining)
+        if allowed is not None:
+            record.without_allowance = int(np.sum(~mechanism.has_allowance(remaining)))
+        cohort = federation.select(record.round, allowed)
+        who = cohort.exposed
+        if len(who) == 0:
+            return cohort
+        joins = tracker.participation_count[who]
+        charges = mechanism.charges(record.round, who, remaining[who], joins, tracker.total_rounds)
+        try:
+            granted = account.reserve(record.round, who, charges)
+        except BudgetExceededError:
+            if allowed is None or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            mechanism.take_grant(who, granted)
+            return cohort
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _receive(

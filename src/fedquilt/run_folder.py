@@ -4,8 +4,10 @@
 |---|---|---|
 | config.toml | the whole configuration | once, at the start |
 | rounds.jsonl | one JSON line a round | after every round |
-| checkpoint.safetensors | model and state after some round | replaced atomically, about once a second |
+| checkpoint.safetensors | model and state after some round | replaced, about once a second |
 | result.json | the finished run | once, at the end |
+| private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
+| ledger.json | where the run's account is | once, at the start |
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
@@ -23,6 +25,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,16 @@ from fedquilt.errors import RunFolderError, StorageError
 SCHEMA_VERSION = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A run after some round: model tensors, state arrays, the ledger's head then."""
+
+    rounds: int
+    model: dict[str, torch.Tensor]
+    state: dict[str, NDArray[Any]]
+    ledger_head: str
+
+
 class RunFolder:
     """One run on disk."""
 
@@ -46,7 +59,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
         """Make the folder `{dataset}_{mode}_seed{seed}_{timestamp}` and lock it."""
-        stem = f"{config.dataset}_{config.mode}_seed{config.seed}_{time.strftime('%Y%m%d_%H%M%S')}"
+        stem = run_stem(config)
         with storage_errors(output_dir):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             folder = cls(_make_fresh(Path(output_dir), stem))
@@ -89,14 +102,28 @@ class RunFolder:
         """Return the configuration of the run."""
         return build_config(file=self.path / "config.toml")
 
-    def append_round(self, record: dict[str, Any]) -> None:
-        """Add one line to rounds.jsonl and flush it to disk."""
+    def append_round(self, record: dict[str, Any], private: dict[str, Any] | None = None) -> None:
+        """Add one line to rounds.jsonl, and one to private.jsonl when there is one."""
+        if private is not None:
+            self._append("private.jsonl", {"round": record["round"], **private}, 0o600)
+        self._append("rounds.jsonl", record, 0o666)
+
+    def _append(self, name: str, record: dict[str, Any], mode: int) -> None:
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
-        with (
-            storage_errors(self.path),
-            open(self.path / "rounds.jsonl", "a", encoding="utf-8") as stream,
-        ):
-            stream.write(line + "\n")
+        with storage_errors(self.path):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(os.open(self.path / name, flags, mode), "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+
+    def write_account(self, account: dict[str, Any]) -> None:
+        """Write ledger.json: where the account of this run is."""
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
+        with storage_errors(self.path):
+            self._replace("ledger.json", text.encode())
+
+    def read_account(self) -> dict[str, Any] | None:
+        """Return what ledger.json says, None for a run without a ledger."""
+        return self._read_json("ledger.json")
 
     def read_rounds(self, count: int) -> list[dict[str, Any]]:
         """Return the first `count` rounds and drop what comes after them."""
@@ -117,22 +144,28 @@ class RunFolder:
         return records
 
     def save_checkpoint(
-        self, rounds: int, model: dict[str, torch.Tensor], state: dict[str, NDArray[Any]]
+        self,
+        rounds: int,
+        model: dict[str, torch.Tensor],
+        state: dict[str, NDArray[Any]],
+        ledger_head: str = "",
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds."""
         import safetensors.torch
 
         tensors = {f"model/{name}": _portable(tensor) for name, tensor in model.items()}
         tensors |= {f"state/{key}": torch.from_numpy(np.array(v)) for key, v in state.items()}
-        metadata = {"schema_version": str(SCHEMA_VERSION), "rounds": str(rounds)}
+        metadata = {
+            "schema_version": str(SCHEMA_VERSION),
+            "rounds": str(rounds),
+            "ledger_head": ledger_head,
+        }
         with storage_errors(self.path):
             self._sync("rounds.jsonl")
             self._replace("checkpoint.safetensors", safetensors.torch.save(tensors, metadata))
 
-    def load_checkpoint(
-        self,
-    ) -> tuple[int, dict[str, torch.Tensor], dict[str, NDArray[Any]]] | None:
-        """Return (rounds, model, state) of the checkpoint, or None when there is none yet."""
+    def load_checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint, or None when there is none yet."""
         import safetensors
 
         path = self.path / "checkpoint.safetensors"
@@ -144,13 +177,20 @@ class RunFolder:
                 _check_schema({"schema_version": int(metadata["schema_version"])}, path)
                 tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
                 rounds = int(metadata["rounds"])
-        except (safetensors.SafetensorError, KeyError, OSError) as error:
+        except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
+            if isinstance(error, RunFolderError):
+                raise
             raise RunFolderError(f"{path} is not a checkpoint of fedquilt: {error}") from error
-        model = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-        state = {
-            k.removeprefix("state/"): v.numpy() for k, v in tensors.items() if k.startswith("state/")
-        }
-        return rounds, model, state
+        return Checkpoint(
+            rounds,
+            {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")},
+            {
+                k.removeprefix("state/"): v.numpy()
+                for k, v in tensors.items()
+                if k.startswith("state/")
+            },
+            metadata.get("ledger_head", ""),
+        )
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
@@ -160,15 +200,18 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result of a finished run, None while it is unfinished."""
-        path = self.path / "result.json"
+        return self._read_json("result.json")
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
         if not path.exists():
             return None
         try:
-            result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise RunFolderError(f"{path} must be a JSON object: {error}") from error
-        _check_schema(result, path)
-        return result
+        _check_schema(content, path)
+        return content
 
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file whole or not at all, and make it durable."""
@@ -218,6 +261,12 @@ def finite(value: Any) -> Any:
     return value
 
 
+def run_stem(config: RunConfig) -> str:
+    """Return the name of a run that starts now."""
+    stamp = time.strftime("%Y%m%d_%H%M%S")
+    return f"{config.dataset}_{config.mode}_seed{config.seed}_{stamp}"
+
+
 def _portable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -233,8 +282,8 @@ def _make_fresh(parent: Path, stem: str) -> Path:
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
 
 
-def _check_schema(record: dict[str, Any], path: Path) -> None:
-    version = record.get("schema_version")
+def _check_schema(record: Any, path: Path) -> None:
+    version = record.get("schema_version") if isinstance(record, dict) else None
     if version != SCHEMA_VERSION:
         raise RunFolderError(
             f"{path}: schema_version={version!r} must be {SCHEMA_VERSION}; "

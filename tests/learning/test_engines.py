@@ -138,6 +138,19 @@ class Recurrent(nn.Module):
         return self.fc(self.lstm(x.squeeze(1))[0][:, -1])
 
 
+class Captured(nn.Module):
+    """Holds on to its weight in a list, where another weight cannot be put in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 64))
+        self.kept = [self.weight]
+        self.bias = nn.Parameter(torch.zeros(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x.flatten(1), self.kept[0], self.bias)
+
+
 def normalised(track: bool = True) -> nn.Module:
     middle = nn.BatchNorm1d(12, track_running_stats=track)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), middle, nn.ReLU(), nn.Linear(12, 10))
@@ -230,8 +243,9 @@ def test_dropout_differs_between_clients_and_agrees_on_average() -> None:
         (normalised(track=False), "depends on the other samples"),
         (Branching(), r"vmap cannot run it \("),
         (Recurrent(), "vmap cannot run it|does not reach its parameter lstm"),
+        (Captured(), "does not reach its parameter weight"),
     ],
-    ids=["batchnorm", "batchnorm without statistics", "branching", "lstm"],
+    ids=["batchnorm", "batchnorm without statistics", "branching", "lstm", "captured"],
 )
 def test_batched_refuses_what_it_cannot_run(model: nn.Module, reason: str) -> None:
     assert not BatchedEngine.supports(model, make_task())
@@ -343,6 +357,17 @@ def test_killed_worker_is_an_error_that_names_it(
         list(updates)
     assert not any(is_alive(pid) for pid in pids)
     assert len(list(engine.train(start, cohort[:3], 0, 0.1))) == 3
+
+
+def test_workers_leave_an_interrupt_to_their_parent(
+    crowd: tuple[ProcessEngine, torch.Tensor, list[int]],
+) -> None:
+    engine, start, cohort = crowd
+    updates = engine.train(start, cohort, 0, 0.1)
+    next(updates)
+    for pid in engine.worker_pids:
+        os.kill(pid, signal.SIGINT)
+    assert len(list(updates)) == len(cohort) - 1
 
 
 def test_round_left_early_does_not_leak_into_the_next(

@@ -21,6 +21,11 @@ class RunningMean:
         """Add one client's vector with its weight."""
         if not weight > 0:
             raise InvalidValueError(f"weight={weight!r} must be > 0")
+        if vector.shape != self.total.shape:
+            raise InvalidValueError(
+                f"vector of shape {tuple(vector.shape)} must have the shape "
+                f"{tuple(self.total.shape)}"
+            )
         self.total.add_(vector, alpha=weight)
         self.weight += weight
 

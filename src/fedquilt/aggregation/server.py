@@ -10,7 +10,8 @@ With the mean update d as the (negative) gradient of the server (Reddi et al.
 | adam | m = b1 m + (1 - b1) d; v = b2 v + (1 - b2) d^2; w + lr * m / (sqrt(v) + tau) |
 | yogi | as adam with v = v - (1 - b2) d^2 sign(v - d^2) |
 
-with b1 = 0.9, b2 = 0.99, tau = 1e-3 and no bias correction, as in that paper.
+with b1 = 0.9, b2 = 0.99, tau = 1e-3, m = 0 and v = tau^2 at the start and no bias
+correction, as in that paper (its Algorithm 2 asks for v >= tau^2).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ServerOptimizer:
             self._first = self.momentum * first + update
             return self._first
         square = update * update
-        second = torch.zeros_like(update) if self._second is None else self._second
+        second = torch.full_like(update, TAU**2) if self._second is None else self._second
         self._first = BETA_1 * first + (1 - BETA_1) * update
         if self.name == "adam":
             self._second = BETA_2 * second + (1 - BETA_2) * square

@@ -34,9 +34,7 @@ def compare(
     """Train the same federation in several modes and lay the results side by side."""
     base = build_config(settings, preset=preset, file=config)
     configs = [
-        base.replace(mode=mode, seed=seed)
-        for mode in _modes(modes)
-        for seed in _seeds(seeds)
+        base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
     ]
     folder = Path(base.output_dir) / f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     finished = [_one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs]

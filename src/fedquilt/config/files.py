@@ -28,7 +28,8 @@ def build_config(
     """Merge preset, file and keyword settings into a checked `RunConfig`."""
     merged: dict[str, Any] = {}
     from_file = read_config_file(file) if file is not None else {}
-    preset = preset or from_file.pop("preset", None)
+    named_in_file = from_file.pop("preset", None)
+    preset = named_in_file if preset is None else preset
     if preset is not None:
         merged.update(PRESETS[validate.choice("preset", preset, PRESETS)])
     merged.update(from_file)
@@ -79,9 +80,12 @@ def write_config_file(config: RunConfig, stream: Any) -> None:
 
 
 def _toml(value: Any) -> str:
-    """Return a scalar as TOML; JSON writes booleans, numbers and text the same way."""
+    """Return a scalar as TOML; JSON writes booleans, numbers and text the same way.
+
+    One character differs: TOML wants the control character DEL escaped too.
+    """
     if isinstance(value, bool | int | float | str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     raise FedquiltError(f"cannot write {value!r} to a configuration file")
 
 

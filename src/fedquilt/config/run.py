@@ -9,13 +9,17 @@ a `RunConfig` that exists is valid.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 
-MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client")
+MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
+POLICIES = ("adaptive", "cap", "worst_case", "paper")
+CLIPPINGS = ("fixed", "quantile")
+ON_SHORT = ("refuse", "sit_out")
 PARTITIONS = ("dirichlet", "iid", "shards", "writer")
 SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
@@ -33,7 +37,7 @@ def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
 
 
 _DATA, _POPULATION, _TRAINING = "Data", "Population", "Training"
-_PRIVACY, _RUN = "Privacy", "Run"
+_PRIVACY, _CERTIFIED, _RUN = "Privacy", "Certified privacy and the ledger", "Run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,11 @@ class RunConfig:
     model: str = _option(
         "auto", _TRAINING, "auto (made for the data set), digits, mnist, cifar10, mlp or linear."
     )
+    trainable: str = _option(
+        "all",
+        _TRAINING,
+        "Trained tensors: comma-separated patterns of parameter names, or all; the rest is frozen.",
+    )
     num_rounds: int = _option(200, _TRAINING, "Communication rounds.", at_least=1)
     local_epochs: int = _option(5, _TRAINING, "Epochs a client trains in a round.", at_least=1)
     batch_size: int = _option(32, _TRAINING, "Batch size of local training.", at_least=1)
@@ -117,7 +126,7 @@ class RunConfig:
         above=0,
         at_most=1,
     )
-    clip_norm: float = _option(1.0, _PRIVACY, "Clip bound of fixed_dp.", above=0)
+    clip_norm: float = _option(1.0, _PRIVACY, "Clip bound of fixed_dp and certified.", above=0)
     clip_quantile: float = _option(
         0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", above=0, below=1
     )
@@ -134,6 +143,58 @@ class RunConfig:
     )
     noise_seed: int | None = _option(
         None, _PRIVACY, "Reproducible noise, which protects nobody; absent is secret.", at_least=0
+    )
+
+    policy: str = _option(
+        "adaptive",
+        _CERTIFIED,
+        "How a client's budget is spread over its joins.",
+        choices=POLICIES,
+    )
+    max_joins: int | None = _option(
+        None, _CERTIFIED, "Most joins of a client, for --policy cap and amplification.", at_least=1
+    )
+    clipping: str = _option(
+        "fixed",
+        _CERTIFIED,
+        "The clip bound: fixed at clip_norm, or a private quantile that starts there.",
+        choices=CLIPPINGS,
+    )
+    private_quantile: float = _option(
+        0.5, _CERTIFIED, "Quantile that --clipping quantile follows.", above=0, below=1
+    )
+    private_quantile_lr: float = _option(
+        0.2, _CERTIFIED, "How fast it follows.", above=0, at_most=2
+    )
+    clip_cap: float = _option(
+        4.0, _CERTIFIED, "No client is clipped above this multiple of the bound.", at_least=1
+    )
+    normalise_updates: bool = _option(
+        False, _CERTIFIED, "Scale every update to exactly its clip, not only down to it."
+    )
+    noise_bands: int = _option(
+        1,
+        _CERTIFIED,
+        "Correlate noise over so many rounds; nobody joins twice within them.",
+        at_least=1,
+    )
+    amplification: bool = _option(
+        False, _CERTIFIED, "Claim amplification by a secret coin (needs --selection poisson)."
+    )
+    ledger: str | None = _option(
+        None, _CERTIFIED, "Ledger file that outlives runs; certified runs have one in any case."
+    )
+    population: str | None = _option(
+        None, _CERTIFIED, "Name of the clients in the ledger; absent is a digest of the split."
+    )
+    allowance: float | None = _option(
+        None, _CERTIFIED, "Lifetime epsilon of a new population; absent is epsilon.", above=0
+    )
+    on_short: str = _option(
+        "refuse",
+        _CERTIFIED,
+        "When clients have less left than epsilon: refuse the run, or let them sit out.",
+        choices=ON_SHORT,
     )
 
     eval_every: int = _option(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
@@ -157,12 +218,35 @@ class RunConfig:
             value = _checked(item.name, getattr(self, item.name), item.metadata["rule"], item.type)
             object.__setattr__(self, item.name, value)
         self._check_cohort()
+        self._check_certified()
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
-        if not self.noise_layer_patterns:
+        for name in ("noise_layers", "trainable"):
+            if not self.patterns(name):
+                raise InvalidValueError(
+                    f"{name}={getattr(self, name)!r} must name at least one pattern, or be 'all'"
+                )
+
+    def _check_certified(self) -> None:
+        """Check what the certified mode's options ask of one another."""
+        if self.mode != "certified":
+            return
+        if self.policy == "cap" and self.max_joins is None:
+            raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
+        if not self.amplification:
+            return
+        if self.selection != "poisson":
             raise InvalidValueError(
-                f"noise_layers={self.noise_layers!r} must name at least one pattern, or be 'all'"
+                f"amplification=True needs selection='poisson', not {self.selection!r}: "
+                "only an independent secret coin amplifies"
             )
+        if self.policy not in ("worst_case", "cap"):
+            raise InvalidValueError(
+                f"amplification=True needs policy='worst_case' or 'cap', not {self.policy!r}: "
+                "its accounting holds for a schedule that is fixed in advance"
+            )
+        if self.clipping != "fixed" or self.noise_bands != 1:
+            raise InvalidValueError("amplification=True needs clipping='fixed' and noise_bands=1")
 
     def _check_cohort(self) -> None:
         value = self.clients_per_round
@@ -176,10 +260,9 @@ class RunConfig:
                 "(write a decimal point for a fraction)"
             )
 
-    @property
-    def noise_layer_patterns(self) -> tuple[str, ...]:
-        """The patterns of `noise_layers`, in order."""
-        return tuple(part.strip() for part in self.noise_layers.split(",") if part.strip())
+    def patterns(self, name: str) -> tuple[str, ...]:
+        """Return the comma-separated patterns of `noise_layers` or `trainable`, in order."""
+        return tuple(part.strip() for part in getattr(self, name).split(",") if part.strip())
 
     def cohort_limit(self, num_clients: int) -> int:
         """Return the largest cohort as a number of clients, at least one."""
@@ -219,7 +302,8 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
             raise InvalidValueError(f"{name}={value!r} must be true or false")
         return value
     if kinds >= {"int", "float"}:
-        return value if isinstance(value, int) else validate.number(name, value, **rule)
+        whole = isinstance(value, numbers.Integral)
+        return validate.integer(name, value) if whole else validate.number(name, value, **rule)
     if "int" in kinds:
         return validate.integer(name, value, **rule)
     if "float" in kinds:

@@ -2,7 +2,7 @@
 
 from fedquilt.learning.engine import ClientUpdate, Engine, LocalSettings, Task, make_engine
 from fedquilt.learning.evaluate import evaluate
-from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.flat import FlatModel, freeze_others
 
 __all__ = [
     "ClientUpdate",
@@ -11,5 +11,6 @@ __all__ = [
     "LocalSettings",
     "Task",
     "evaluate",
+    "freeze_others",
     "make_engine",
 ]

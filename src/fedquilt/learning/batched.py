@@ -113,14 +113,13 @@ class BatchedEngine:
         anchors = stack.spread(start, 1) if pull else []
         loss_sum = torch.zeros(count, device=start.device)
         leaves: list[torch.Tensor] = []
-        for step, (active, width) in enumerate(zip(plan.active, plan.widths, strict=True)):
-            if not leaves or len(leaves[0]) != active:
-                leaves = [tensor[:active].detach().requires_grad_() for tensor in weights]
-            samples = plan.samples[step, :active, :width]
-            losses = (stack.losses(leaves, samples) * plan.shares[step, :active, :width]).sum(1)
+        for samples, shares, sizes in plan.steps():
+            if not leaves or len(leaves[0]) != len(samples):
+                leaves = [tensor[: len(samples)].detach().requires_grad_() for tensor in weights]
+            losses = (stack.losses(leaves, samples) * shares).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
             _move(leaves, gradients, anchors, learning_rate, pull)
-            loss_sum[:active].addcmul_(losses.detach(), plan.sizes[step, :active])
+            loss_sum[: len(samples)].addcmul_(losses.detach(), sizes)
         return stack.gather(weights, start), (loss_sum / plan.seen).tolist()
 
     def close(self) -> None:
@@ -147,10 +146,11 @@ def _move(
 class _Plan:
     """All local steps of a group, laid out before the first one runs.
 
-    At step t the first `active[t]` rows train, each on the samples
-    `samples[t, row, :widths[t]]`; `shares` is 1/(batch size) for a sample of the
-    batch and 0 for padding.  Padding repeats the last sample of the batch, so it
-    cannot bring in a value that the client does not have.
+    `samples` holds one row a batch, those of the first step first; step t has
+    `active[t]` rows, for the first so many clients of the group in the plan's
+    order, and uses `widths[t]` columns of them.  `shares` is 1/(batch size) for a
+    sample of the batch and 0 for padding.  Padding repeats the last sample of the
+    batch, so it cannot bring in a value that the client does not have.
     """
 
     row_of: list[int]
@@ -161,53 +161,68 @@ class _Plan:
     sizes: torch.Tensor
     seen: torch.Tensor
 
+    def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield the samples and shares [active, width] and the sizes [active] of each step."""
+        parts = (tensor.split(self.active) for tensor in (self.samples, self.shares, self.sizes))
+        for width, samples, shares, sizes in zip(self.widths, *parts, strict=True):
+            yield samples[:, :width], shares[:, :width], sizes
+
 
 def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: int) -> _Plan:
     """Lay out a group's steps on the host and move them to the device at once."""
-    batches = [
-        _batches(task.clients[client], settings, client_seed(settings, round_index, client))
-        for client in clients
-    ]
-    order = sorted(range(len(clients)), key=lambda place: -len(batches[place]))
-    sizes, samples = _tables([batches[place] for place in order])
+    counts = np.array([len(task.clients[client]) for client in clients])
+    order = np.argsort(-counts, kind="stable")
+    begins, sizes = _batch_table(counts[order], settings)
+    step, row = np.nonzero(sizes)
+    lengths = sizes[step, row][:, None]
+    column = np.arange(sizes.max(initial=0))
+    place = begins[step, row][:, None] + np.minimum(column, lengths - 1)
+    shuffled = _shuffled(task, [clients[place] for place in order], settings, round_index)
     device = task.inputs.device
-    sizes_there = torch.from_numpy(sizes).to(device)
-    inside = torch.arange(samples.shape[2], device=device) < sizes_there[..., None]
+    lengths_there = torch.from_numpy(lengths).to(device)
+    inside = torch.arange(len(column), device=device) < lengths_there
     return _Plan(
         row_of=np.argsort(order).tolist(),
-        active=(sizes > 0).sum(1).tolist(),
-        widths=sizes.max(1, initial=0).tolist(),
-        samples=torch.from_numpy(samples).to(device),
-        shares=inside / sizes_there[..., None].clamp(min=1),
-        sizes=sizes_there.float(),
-        seen=sizes_there.sum(0).clamp(min=1),
+        active=np.count_nonzero(sizes, axis=1).tolist(),
+        widths=sizes.max(axis=1, initial=0).tolist(),
+        samples=torch.from_numpy(shuffled[place]).to(device),
+        shares=inside / lengths_there,
+        sizes=lengths_there[:, 0].float(),
+        seen=torch.from_numpy(sizes.sum(axis=0)).to(device).clamp(min=1),
     )
 
 
-def _batches(samples: NDArray[np.int64], settings: LocalSettings, seed: int) -> list[torch.Tensor]:
-    """Return a client's batches of all epochs, as the sequential engine draws them."""
-    shuffle = torch.Generator().manual_seed(seed)
-    index = torch.as_tensor(samples, dtype=torch.int64)
-    return [
-        batch
-        for _ in range(settings.epochs)
-        for batch in epoch_batches(index, settings.batch_size, shuffle, 1)
-    ]
+def _batch_table(
+    counts: NDArray[np.int64], settings: LocalSettings
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each batch begins in `_shuffled`, and its size, as [steps, clients].
+
+    A client of n samples has ceil(n / B) steps an epoch; batch j of an epoch
+    begins at j * B and holds min(B, n - j * B) samples.  A client with no step
+    left has size 0.
+    """
+    batch_size, epochs = settings.batch_size, settings.epochs
+    steps = -(-counts // batch_size)
+    step = np.arange(epochs * int(steps.max(initial=0)))[:, None]
+    epoch, batch = np.divmod(step, np.maximum(steps, 1))
+    sizes = np.where(epoch < epochs, np.minimum(batch_size, counts - batch * batch_size), 0)
+    first = np.cumsum(epochs * counts) - epochs * counts
+    return first + epoch * counts + batch * batch_size, sizes
 
 
-def _tables(rows: list[list[torch.Tensor]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the batch sizes [steps, rows] and the padded samples [steps, rows, widest]."""
-    steps = np.array([len(batches) for batches in rows], dtype=np.int64)
-    flat = [batch for batches in rows for batch in batches]
-    lengths = np.array([batch.shape[0] for batch in flat], dtype=np.int64)
-    row = np.repeat(np.arange(len(rows)), steps)
-    step = np.arange(len(flat)) - np.repeat(np.cumsum(steps) - steps, steps)
-    sizes = np.zeros((steps.max(initial=0), len(rows)), dtype=np.int64)
-    sizes[step, row] = lengths
-    column = np.arange(lengths.max(initial=0))
-    samples = np.zeros((*sizes.shape, len(column)), dtype=np.int64)
-    if flat:
-        first = np.cumsum(lengths) - lengths
-        place = first[:, None] + np.minimum(column, lengths[:, None] - 1)
-        samples[step, row] = torch.cat(flat).numpy()[place]
-    return sizes, samples
+def _shuffled(
+    task: Task, clients: list[int], settings: LocalSettings, round_index: int
+) -> NDArray[np.int64]:
+    """Return the clients' samples of all epochs, as the sequential engine draws them.
+
+    Each epoch is asked for as one batch, which `_batch_table` cuts up: on a GPU the
+    steps of a small model take less time than handling every batch on the host.
+    """
+    shuffle = torch.Generator()
+    epochs = [torch.empty(0, dtype=torch.int64)]
+    for client in clients:
+        shuffle.manual_seed(client_seed(settings, round_index, client))
+        index = torch.as_tensor(task.clients[client], dtype=torch.int64)
+        for _ in range(settings.epochs):
+            epochs.extend(epoch_batches(index, max(1, index.shape[0]), shuffle, 1))
+    return torch.cat(epochs).numpy()

@@ -54,6 +54,7 @@ class FlatModel:
         tensors = _travelling(self.module, moving)
         if not any(not is_buffer for _, _, is_buffer in tensors):
             raise InvalidValueError("model has no trainable parameter: nothing could be learned")
+        _refuse_complex(tensors)
         self.segments = _lay_out(tensors)
         wide = any(tensor.dtype == torch.float64 for _, tensor, _ in tensors)
         self.vector = torch.empty(
@@ -68,36 +69,57 @@ class FlatModel:
         ]
 
     def _adopt(self, tensors: list[torch.Tensor]) -> None:
-        """Make each tensor a view of the vector, where its type allows it."""
+        """Make each parameter a view of the vector, where its type allows it.
+
+        Buffers are looked up by name whenever they are needed: a forward pass
+        may put a new tensor in a buffer's place.
+        """
         with torch.no_grad():
             for segment, tensor in zip(self.segments, tensors, strict=True):
-                view = self.vector[segment.start : segment.stop].view(segment.shape)
+                view = self._view(segment)
                 view.copy_(tensor)
+                if segment.is_buffer:
+                    continue
                 if tensor.dtype == self.vector.dtype:
                     tensor.data = view
                 else:
                     self._outside.append((segment, tensor))
 
+    def _view(self, segment: Segment) -> torch.Tensor:
+        return self.vector[segment.start : segment.stop].view(segment.shape)
+
+    def _copied(self) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """Yield the tensors that are not views of the vector."""
+        yield from self._outside
+        for segment in self.segments:
+            if segment.is_buffer:
+                yield segment, self.module.get_buffer(segment.name)
+
     def read(self) -> torch.Tensor:
         """Return the vector with the current values; a view, not a copy."""
         with torch.no_grad():
-            for segment, tensor in self._outside:
-                self.vector[segment.start : segment.stop].copy_(tensor.reshape(-1))
+            for segment, tensor in self._copied():
+                self._view(segment).copy_(tensor)
         return self.vector
 
     def write(self, vector: torch.Tensor) -> None:
         """Load the values of a vector into the model."""
         with torch.no_grad():
             self.vector.copy_(vector)
-            for segment, tensor in self._outside:
-                values = self.vector[segment.start : segment.stop].view(segment.shape)
+            for segment, tensor in self._copied():
+                values = self._view(segment)
                 integral = not tensor.dtype.is_floating_point
                 tensor.copy_(values.round() if integral else values)
 
     @property
+    def frozen_names(self) -> list[str]:
+        """The names of the parameters that never change and never travel."""
+        return [n for n, p in self.module.named_parameters() if not p.requires_grad]
+
+    @property
     def is_lossy(self) -> bool:
         """Whether some tensor has a type that cannot hold the vector's values exactly."""
-        return bool(self._outside)
+        return any(tensor.dtype != self.vector.dtype for _, tensor in self._copied())
 
     @property
     def names(self) -> list[str]:
@@ -142,6 +164,21 @@ def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(span, pattern) for span in spans)
 
 
+def freeze_others(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freeze every parameter that matches none of the patterns; `all` freezes nothing."""
+    if "all" in patterns:
+        return
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise InvalidValueError(
+                f"trainable={pattern!r} must match a parameter; the model has {', '.join(names)}"
+            )
+    for name, parameter in model.named_parameters():
+        if not any(matches(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
 def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
     """Return the names of the buffers that a forward pass in training mode changes."""
     if next(model.buffers(), None) is None:
@@ -173,6 +210,15 @@ def _travelling(
                 yield name, buffer, True
 
     return list(pairs())
+
+
+def _refuse_complex(tensors: list[tuple[str, torch.Tensor, bool]]) -> None:
+    """Raise for complex numbers, whose imaginary part a real vector would lose."""
+    for name, tensor, _ in tensors:
+        if tensor.is_complex():
+            raise InvalidValueError(
+                f"{name} of type {tensor.dtype} must be real: store the two parts as real tensors"
+            )
 
 
 def _lay_out(tensors: list[tuple[str, torch.Tensor, bool]]) -> list[Segment]:

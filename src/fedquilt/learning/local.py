@@ -75,7 +75,7 @@ def _step(
 ) -> None:
     if anchors is not None:
         for parameter, anchor in zip(parameters, anchors, strict=True):
-            parameter.lerp_(anchor, learning_rate * mu)
+            parameter.lerp_(anchor.to(parameter.dtype), learning_rate * mu)
     used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
     torch._foreach_add_([p for p, _ in used], [g for _, g in used], alpha=-learning_rate)
 

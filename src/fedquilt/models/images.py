@@ -5,9 +5,14 @@ All end in log-probabilities.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
+
+from fedquilt.errors import InvalidValueError
 
 
 class CountsParameters(nn.Module):
@@ -18,7 +23,39 @@ class CountsParameters(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
-class MNISTModel(CountsParameters):
+class SeedModel(CountsParameters):
+    """The methods that the seed documents' two models have."""
+
+    def get_gradients_as_vector(self) -> NDArray[Any] | None:
+        """Return all gradients as one flat array; None when no parameter has one.
+
+        A parameter without a gradient counts as zero.
+        """
+        gradients = [parameter.grad for parameter in self.parameters()]
+        if all(gradient is None for gradient in gradients):
+            return None
+        filled = (
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self.parameters(), gradients, strict=True)
+        )
+        return torch.cat([gradient.detach().flatten().cpu() for gradient in filled]).numpy()
+
+    def set_gradients_from_vector(self, grad_vector: NDArray[Any] | torch.Tensor) -> None:
+        """Give every parameter its part of a flat vector as its gradient."""
+        vector = torch.as_tensor(grad_vector)
+        size = self.get_num_parameters()
+        if vector.shape != (size,):
+            raise InvalidValueError(
+                f"grad_vector of shape {tuple(vector.shape)} must have the shape ({size},)"
+            )
+        start = 0
+        for parameter in self.parameters():
+            part = vector[start : start + parameter.numel()].view_as(parameter)
+            parameter.grad = part.detach().clone().to(parameter)
+            start += parameter.numel()
+
+
+class MNISTModel(SeedModel):
     """Two convolutions and two dense layers for 1 x 28 x 28 images; 1,199,882 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:
@@ -39,7 +76,7 @@ class MNISTModel(CountsParameters):
         return functional.log_softmax(self.fc2(x), dim=1)
 
 
-class CIFAR10Model(CountsParameters):
+class CIFAR10Model(SeedModel):
     """Three convolutions and three dense layers for 3 x 32 x 32 images; 1,453,834 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:

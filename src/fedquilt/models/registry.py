@@ -19,7 +19,11 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "mlp": lambda shape, classes: MLP(shape, classes),
     "linear": lambda shape, classes: Linear(shape, classes),
 }
-_MADE_FOR: dict[tuple[int, ...], str] = {(1, 8, 8): "digits", (1, 28, 28): "mnist", (3, 32, 32): "cifar10"}
+_MADE_FOR: dict[tuple[int, ...], str] = {
+    (1, 8, 8): "digits",
+    (1, 28, 28): "mnist",
+    (3, 32, 32): "cifar10",
+}
 
 
 def make_model(name: str, input_shape: Sequence[int], num_classes: int, seed: int) -> nn.Module:
@@ -32,7 +36,7 @@ def make_model(name: str, input_shape: Sequence[int], num_classes: int, seed: in
         name = _MADE_FOR.get(shape, "mlp")
     validate.choice("model", name, ["auto", *MODELS])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = MODELS[name](shape, num_classes)
     _check_fits(name, model, shape)
     return model
@@ -43,7 +47,7 @@ def _check_fits(name: str, model: nn.Module, shape: tuple[int, ...]) -> None:
     """Try one input, so that a misfit is an error here and not in the first round."""
     try:
         model.eval()(torch.zeros(1, *shape))
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         raise InvalidValueError(
             f"model={name!r} must take inputs of shape {shape}, which it does not: {error}"
         ) from error

@@ -2,10 +2,11 @@
 
 from fedquilt.population.availability import Availability, load_trace, propensities
 from fedquilt.population.history import ParticipationTracker
-from fedquilt.population.selection import CohortSelector, poisson_cohort, select_cohort
+from fedquilt.population.selection import Cohort, CohortSelector, poisson_cohort, select_cohort
 
 __all__ = [
     "Availability",
+    "Cohort",
     "CohortSelector",
     "ParticipationTracker",
     "load_trace",

@@ -64,6 +64,19 @@ class Availability:
             f"availability={kind!r} must be 'beta', 'uniform', 'always' or a FILE.csv{hint}"
         )
 
+    @property
+    def expected_rate(self) -> float:
+        """The mean presence that an operator expects, from public knowledge.
+
+        For the coins it is the mean of their law, 2/7, not of the drawn
+        probabilities, which no server knows.
+        """
+        if self.trace is not None:
+            rounds = 1 + max(self.trace, default=0)
+            present = sum(len(clients) for clients in self.trace.values())
+            return min(1.0, max(present, 1) / (rounds * self.num_clients))
+        return 1.0 if self.probabilities is None else UNIFORM_PROBABILITY
+
     def available(self, round_index: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Return the ids of the clients that are there, ascending."""
         if self.trace is not None:
@@ -80,7 +93,7 @@ def load_trace(path: str | Path, num_clients: int) -> dict[int, NDArray[np.int64
     """
     present: dict[int, set[int]] = {}
     try:
-        with open(path, newline="", encoding="utf-8") as stream:
+        with open(path, newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             if reader.fieldnames is None or not {"round", "client"} <= set(reader.fieldnames):
                 raise DataError(f"{path}: expected a header with 'round' and 'client'")

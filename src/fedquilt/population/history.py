@@ -57,7 +57,7 @@ class ParticipationTracker:
         An id out of range, an id that is no whole number or a repeated id is a
         `ValueError`, and then nobody is counted.
         """
-        ids = self._checked_ids(participating_clients)
+        ids = checked_ids(participating_clients, self.num_clients)
         self.total_rounds += 1
         self.participation_count[ids] += 1.0
         if self.ema is not None:
@@ -70,8 +70,7 @@ class ParticipationTracker:
 
     def get_participation_rate(self, client_id: int) -> float:
         """Return the rate of one client; 0.0 before the first round."""
-        validate.integer("client_id", client_id, at_least=0, at_most=self.num_clients - 1)
-        return float(self.rates(np.asarray([client_id], dtype=np.int64))[0])
+        return float(self.rates(checked_ids([client_id], self.num_clients))[0])
 
     def get_all_participation_rates(self) -> NDArray[np.float64]:
         """Return the rates of all clients, in id order."""
@@ -102,14 +101,21 @@ class ParticipationTracker:
         """Return the counters as arrays, for a checkpoint."""
         state: dict[str, NDArray[Any]] = {
             "total_rounds": np.asarray([self.total_rounds], dtype=np.int64),
-            "participation_count": self.participation_count,
+            "participation_count": self.participation_count.copy(),
         }
         if self._ema_value is not None and self._ema_round is not None:
-            state |= {"ema_value": self._ema_value, "ema_round": self._ema_round}
+            state |= {"ema_value": self._ema_value.copy(), "ema_round": self._ema_round.copy()}
         return state
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
         """Take over counters that `state` returned."""
+        names = ["participation_count"] + ["ema_value", "ema_round"] * (self.ema is not None)
+        for name in names:
+            if state[name].shape != (self.num_clients,):
+                raise InvalidValueError(
+                    f"{name} of shape {state[name].shape} must have one entry for each of "
+                    f"{self.num_clients} clients"
+                )
         self.total_rounds = int(state["total_rounds"][0])
         self.participation_count = np.array(state["participation_count"], dtype=np.float64)
         if self.ema is not None:
@@ -123,22 +129,34 @@ class ParticipationTracker:
         age = now - self._ema_round[ids]
         return np.array(self._ema_value[ids] * (1.0 - self.ema) ** age)
 
-    def _checked_ids(self, clients: Iterable[int]) -> NDArray[np.int64]:
-        given = np.asarray(clients if isinstance(clients, np.ndarray) else list(clients))
-        if given.size == 0:
-            return np.zeros(0, dtype=np.int64)
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise InvalidValueError(
-                f"participating_clients={given.tolist()!r} must be a flat list of client ids"
-            )
-        outside = given[(given < 0) | (given >= self.num_clients)]
-        if outside.size:
-            raise InvalidValueError(
-                f"client_id={int(outside[0])} must be >= 0 and < {self.num_clients}"
-            )
-        ids = given.astype(np.int64)
-        unique, counts = np.unique(ids, return_counts=True)
-        if unique.size != ids.size:
-            repeated = int(unique[counts > 1][0])
-            raise InvalidValueError(f"client_id={repeated} must be listed once, not repeatedly")
-        return ids
+
+def checked_ids(clients: Iterable[Any], num_clients: int) -> NDArray[np.int64]:
+    """Return client ids as an array, or raise for one that is foreign or listed twice.
+
+    The ids may be ints, NumPy numbers or torch tensors, one by one or in an array.
+    """
+    if isinstance(clients, np.ndarray):
+        ids = _checked_array(clients, num_clients)
+    else:
+        items = clients.tolist() if hasattr(clients, "tolist") else list(clients)
+        last = num_clients - 1
+        listed = [validate.integer("client_id", item, at_least=0, at_most=last) for item in items]
+        ids = np.asarray(listed, dtype=np.int64)
+    unique, counts = np.unique(ids, return_counts=True)
+    if unique.size != ids.size:
+        repeated = int(unique[counts > 1][0])
+        raise InvalidValueError(f"client_id={repeated} must be listed once, not repeatedly")
+    return ids
+
+
+def _checked_array(given: NDArray[Any], num_clients: int) -> NDArray[np.int64]:
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise InvalidValueError(
+            f"client ids={given.tolist()!r} must be a flat list of whole numbers"
+        )
+    outside = given[(given < 0) | (given >= num_clients)]
+    if outside.size:
+        raise InvalidValueError(
+            f"client_id={int(outside[0])} must be >= 0 and <= {num_clients - 1}"
+        )
+    return given.astype(np.int64)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
+from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.population.availability import Availability
 from fedquilt.randomness import generator
+
+RULES = ("uniform", "weighted", "poisson")
 
 
 def select_cohort(
@@ -24,7 +30,7 @@ def select_cohort(
     is returned in ascending order, so sums over it do not depend on the draw.
     """
     if limit >= available.size:
-        return available
+        return available.copy()
     if weights is None:
         return np.sort(rng.choice(available, size=limit, replace=False, shuffle=False))
     if weights.shape != available.shape or not np.all(weights > 0):
@@ -41,12 +47,27 @@ def poisson_cohort(
     return available[rng.random(available.size) < probability]
 
 
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """Who trains in a round, and who is publicly known to have been exposed.
+
+    The two are the same unless the server's coin is secret: then `exposed` are the
+    available clients, and who of them trained is nobody's business.
+    """
+
+    clients: NDArray[np.int64]
+    exposed: NDArray[np.int64]
+
+
 class CohortSelector:
     """Step 1 of a round: availability, then selection, from the run's seed.
 
     `uniform` and `weighted` pick at most `limit` clients, the latter in
     proportion to the clients' propensities; `poisson` keeps each available
-    client with the coin limit / num_clients.
+    client with the coin limit / num_clients.  A `secret` coin is drawn from the
+    operating system, not from the seed, and is the only thing that amplifies
+    privacy: `sampling_rate` says by how much, so that whoever accounts for a run
+    asks its sampler.
     """
 
     def __init__(
@@ -57,23 +78,55 @@ class CohortSelector:
         rule: str,
         limit: int,
         seed: int,
+        secret: bool = False,
     ) -> None:
+        if secret and rule != "poisson":
+            raise InvalidValueError(
+                f"selection={rule!r} must be 'poisson' for amplification: "
+                "no other rule is an independent coin"
+            )
         self.availability = availability
-        self.rule = rule
+        self.rule = validate.choice("selection", rule, RULES)
         self.limit = limit
         self.seed = seed
+        self.secret = secret
         # A weight of zero would bar a client for ever.
         self._weights = np.maximum(propensity, 1e-9)
 
-    def select(
-        self, round_index: int, allowed: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.int64]:
+    @property
+    def sampling_rate(self) -> float:
+        """The probability of the secret coin; 1 when nothing amplifies."""
+        return self._coin if self.secret else 1.0
+
+    @property
+    def _coin(self) -> float:
+        return self.limit / self.availability.num_clients
+
+    @property
+    def expected_cohort(self) -> float:
+        """How many clients a round has on average, from public knowledge alone."""
+        present = self.availability.expected_rate * self.availability.num_clients
+        if self.rule == "poisson":
+            return max(1.0, present * self._coin)
+        return max(1.0, min(present, float(self.limit)))
+
+    def select(self, round_index: int, allowed: NDArray[np.bool_] | None = None) -> Cohort:
         """Return the cohort of a round, ascending; `allowed` masks who may be picked."""
         rng = generator(self.seed, "select", round_index)
         available = self.availability.available(round_index, rng)
         if allowed is not None:
             available = available[allowed[available]]
+        if self.secret:
+            return Cohort(available[secret_coins(available.size) < self._coin], available)
         if self.rule == "poisson":
-            return poisson_cohort(available, self.limit / self.availability.num_clients, rng)
-        weights = self._weights[available] if self.rule == "weighted" else None
-        return select_cohort(available, self.limit, rng, weights)
+            picked = poisson_cohort(available, self._coin, rng)
+        else:
+            weights = self._weights[available] if self.rule == "weighted" else None
+            picked = select_cohort(available, self.limit, rng, weights)
+        return Cohort(picked, picked)
+
+
+def secret_coins(size: int) -> NDArray[np.float64]:
+    """Return uniform numbers in [0, 1) from the operating system's generator."""
+    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53

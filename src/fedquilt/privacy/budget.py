@@ -70,7 +70,8 @@ class AdaptivePrivacyAllocator:
         """
         epsilon = validate.number("epsilon", _scalar(epsilon), above=0)
         clip_norm = validate.number("clip_norm", _scalar(clip_norm), above=0)
-        delta = validate.number("delta", self.delta if delta is None else delta, above=0, below=1)
+        delta = self.delta if delta is None else _scalar(delta)
+        delta = validate.number("delta", delta, above=0, below=1)
         return clip_norm * math.sqrt(2.0 * math.log(1.25 / delta)) / epsilon
 
     def add_gaussian_noise(self, data: Vector, epsilon: float, clip_norm: float) -> Vector:
@@ -89,6 +90,8 @@ class AdaptivePrivacyAllocator:
                 f"participation_rates of shape {rates.shape} must have the shape of "
                 f"participation_counts, {counts.shape}"
             )
+        if not np.all(np.isfinite(counts) & (counts >= 0)):
+            raise InvalidValueError("participation_counts must be finite and >= 0")
         budgets = np.asarray([self.compute_privacy_budget(rate) for rate in rates.ravel()])
         return np.asarray(budgets.reshape(rates.shape) * counts)
 
@@ -97,6 +100,8 @@ class AdaptivePrivacyAllocator:
     ) -> dict[str, float]:
         """Compare the cumulative losses with their bound count * base * (1 + alpha)."""
         losses = self.compute_cumulative_privacy_loss(participation_rates, participation_counts)
+        if losses.size == 0:
+            raise InvalidValueError("participation_counts=[] must hold at least one client")
         bounds = np.asarray(participation_counts, dtype=np.float64)
         bounds = bounds * self.epsilon_base * (1.0 + self.alpha)
         mean_bound = float(bounds.mean())
@@ -114,11 +119,15 @@ class AdaptivePrivacyAllocator:
 
 
 def add_noise(data: Vector, noise_std: float, noise: NoiseStream) -> Vector:
-    """Return data plus noise_std * N(0, 1), added in float64, in the data's own type."""
+    """Return data plus noise_std * N(0, 1), added in float64.
+
+    The result has the data's own type; whole numbers, which could not hold the
+    noise, become float64.
+    """
     if isinstance(data, torch.Tensor):
         drawn = torch.from_numpy(noise.normal(data.numel()).reshape(tuple(data.shape)))
         noised = data.to(torch.float64) + noise_std * drawn.to(data.device)
-        return noised.to(data.dtype)
+        return noised.to(data.dtype) if data.is_floating_point() else noised
     array = np.asarray(data)
     kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
     noised_array = array.astype(np.float64) + noise_std * noise.normal(array.size).reshape(
@@ -129,4 +138,8 @@ def add_noise(data: Vector, noise_std: float, noise: NoiseStream) -> Vector:
 
 def _scalar(value: Any) -> Any:
     """Unwrap one-element numpy and torch values into Python numbers."""
-    return value.item() if isinstance(value, np.generic | np.ndarray | torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    if isinstance(value, np.generic | np.ndarray):
+        return value.item() if value.size == 1 else value
+    return value

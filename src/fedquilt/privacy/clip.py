@@ -20,25 +20,45 @@ from fedquilt.errors import InvalidValueError, NotReadyError
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
 
+# Scaled vectors end this much inside the bound, or twice the rounding of their type.
+_HAIR = 1e-12
+
+
 def norm(vector: NDArray[Any] | torch.Tensor) -> float:
     """Return the L2 norm in float64; NaN or Inf when an entry is."""
     if isinstance(vector, torch.Tensor):
-        return float(torch.linalg.vector_norm(vector.detach(), dtype=torch.float64))
+        values = vector.detach()
+        values = values if values.is_floating_point() else values.to(torch.float64)
+        return float(torch.linalg.vector_norm(values, dtype=torch.float64))
     return float(np.linalg.norm(np.asarray(vector, dtype=np.float64)))
 
 
-def clip(vector: Vector, bound: float, known_norm: float | None = None) -> Vector:
+def clip(vector: Vector, bound: float) -> Vector:
     """Return the vector scaled to norm <= bound: g * min(1, C / ||g||) (paper, eq. 6).
 
     A vector inside the bound is returned as it is; one with a NaN or Inf entry
-    becomes zero, so that it can do no harm and still counts.
+    becomes zero, so that it can do no harm and still counts.  Scaling stops a
+    hair short of the bound: a noise level that is calibrated to the bound must
+    not meet a vector that rounding has carried beyond it.
     """
-    length = norm(vector) if known_norm is None else known_norm
+    length = norm(vector)
     if not np.isfinite(length):
-        return torch.zeros_like(vector) if isinstance(vector, torch.Tensor) else np.zeros_like(vector)
+        if isinstance(vector, torch.Tensor):
+            return torch.zeros_like(vector)
+        return np.zeros_like(vector)
     if length <= bound:
         return vector
-    return vector * (bound / length)
+    return vector * (bound / length * (1.0 - _rounding(vector)))
+
+
+def _rounding(vector: NDArray[Any] | torch.Tensor) -> float:
+    """Return twice the relative spacing of the vector's numbers, at least a hair."""
+    if isinstance(vector, torch.Tensor):
+        kind = vector.dtype if vector.is_floating_point() else torch.get_default_dtype()
+        return max(_HAIR, 2.0 * torch.finfo(kind).eps)
+    if vector.dtype.kind != "f":
+        return _HAIR
+    return max(_HAIR, 2.0 * float(np.finfo(vector.dtype).eps))
 
 
 class QuantileClipper:
@@ -53,7 +73,8 @@ class QuantileClipper:
     quantile, momentum, min_clip, max_clip : float
         q in (0, 1), momentum in [0, 1), 0 < min_clip < max_clip.
     initial_clip : float, optional
-        Value before the first round; absent takes the first target.
+        Value before the first round, in [min_clip, max_clip]; absent takes the
+        first target.
     """
 
     def __init__(
@@ -68,9 +89,11 @@ class QuantileClipper:
         self.momentum = validate.number("momentum", momentum, at_least=0, below=1)
         self.min_clip = validate.number("min_clip", min_clip, above=0)
         self.max_clip = validate.number("max_clip", max_clip, above=self.min_clip)
-        self.initial_clip = (
-            None if initial_clip is None else validate.number("initial_clip", initial_clip, above=0)
-        )
+        self.initial_clip: float | None = None
+        if initial_clip is not None:
+            self.initial_clip = validate.number(
+                "initial_clip", initial_clip, at_least=self.min_clip, at_most=self.max_clip
+            )
         self.reset()
 
     def reset(self) -> None:
@@ -166,6 +189,14 @@ class FixedClipper:
     def clip_gradient(self, gradient: Vector) -> Vector:
         """Return one update clipped to the bound; zero when it is not finite."""
         return clip(gradient, self.clip_norm)
+
+    def clip_gradients(self, gradients_list: Sequence[Vector]) -> list[Vector]:
+        """Return all updates clipped to the bound."""
+        return [self.clip_gradient(gradient) for gradient in gradients_list]
+
+    def get_current_clip_value(self) -> float:
+        """Return the bound."""
+        return self.clip_norm
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return nothing: a fixed bound has no state."""

@@ -48,20 +48,52 @@ class NoiseReport:
 
     `epsilon` is the nominal budget of the round, `noise_std` the standard
     deviation on the mean, both norms are of vectors in the mechanism's units.
+    Norms and the fraction of clipped clients are statistics of the data: a mode
+    that claims a bound keeps them private.
     """
 
     epsilon: float | None = None
     noise_std: float | None = None
     noise_norm: float | None = None
     signal_norm: float | None = None
+    clipped_fraction: float | None = None
 
 
 class Mechanism(Protocol):
-    """The rules of one mode for steps 4 to 7 of a round."""
+    """The rules of one mode for steps 1 and 4 to 7 of a round."""
+
+    @property
+    def claims(self) -> bool:
+        """Whether the mode may claim a bound, so that raw measurements stay private."""
 
     @property
     def needs_whole_cohort(self) -> bool:
         """Whether the clip bound depends on all updates of the round."""
+
+    def eligible(
+        self, round_index: int, remaining: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Tell who may be selected, given what each may still spend; None is everybody."""
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell who has enough left for one more join."""
+
+    def charges(
+        self,
+        round_index: int,
+        clients: NDArray[np.int64],
+        remaining: NDArray[np.float64],
+        joins: NDArray[np.float64],
+        rounds_done: int,
+    ) -> NDArray[np.float64] | None:
+        """Return what joining costs each client in squared GDP units; None is unbounded.
+
+        `remaining` and `joins` (in the `rounds_done` rounds so far) belong to
+        these clients.
+        """
+
+    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+        """Keep the round within what the ledger granted, never a hair above it."""
 
     def open_round(self, facts: RoundFacts) -> None:
         """Take notice of a round that begins."""
@@ -81,8 +113,14 @@ class Mechanism(Protocol):
     def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
         """Noise the sum and divide it (steps 6 and 7); return the mean update."""
 
-    def statement(self, counts: NDArray[np.float64]) -> Statement:
-        """Say what may be claimed, given how often each client joined."""
+    def statement(
+        self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
+    ) -> Statement:
+        """Say what may be claimed.
+
+        `counts` tells how often each client joined; `epsilons` is what the ledger
+        says of each, when there is one that bounds this run.
+        """
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what must survive a restart, as arrays; never noise."""
@@ -96,7 +134,40 @@ def is_finite(vector: torch.Tensor) -> bool:
     return bool(torch.isfinite(vector.sum()))
 
 
-class NoPrivacy:
+class Unbounded:
+    """What mechanisms without a bound say when they are asked about budgets."""
+
+    @property
+    def claims(self) -> bool:
+        """Nothing may be claimed."""
+        return False
+
+    def eligible(
+        self, round_index: int, remaining: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Everybody may join."""
+        return None
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Nobody runs out of what is not counted."""
+        return np.ones(remaining.shape, dtype=np.bool_)
+
+    def charges(
+        self,
+        round_index: int,
+        clients: NDArray[np.int64],
+        remaining: NDArray[np.float64],
+        joins: NDArray[np.float64],
+        rounds_done: int,
+    ) -> NDArray[np.float64] | None:
+        """No finite charge would be true."""
+        return None
+
+    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+        """Infinity needs no grant."""
+
+
+class NoPrivacy(Unbounded):
     """FedAvg: the mean of the updates weighted by examples, nothing clipped or noised.
 
     A client whose update is not finite is left out of the mean.
@@ -134,7 +205,9 @@ class NoPrivacy:
         mean = total / weight if weight else total
         return mean, NoiseReport()
 
-    def statement(self, counts: NDArray[np.float64]) -> Statement:
+    def statement(
+        self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
+    ) -> Statement:
         """Say that nothing is protected."""
         return Statement.without_bound(
             delta=self._delta,

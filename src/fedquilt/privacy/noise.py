@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedquilt import validate
+
 
 class NoiseStream(Protocol):
     """Something that yields standard normal numbers."""
@@ -70,7 +72,7 @@ class SeededNoise:
     reproducible = True
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        self.seed = validate.integer("noise_seed", seed, at_least=0)
 
     @property
     def description(self) -> str:

@@ -16,11 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt import validate
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
-from fedquilt.privacy.clip import norm
+from fedquilt.privacy.clip import QuantileClipper, norm
 from fedquilt.privacy.coverage import Coverage
-from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
+from fedquilt.privacy.ledger.errors import BudgetExceededError
+from fedquilt.privacy.mechanism import (
+    Contribution,
+    NoiseReport,
+    RoundFacts,
+    Unbounded,
+    is_finite,
+)
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.statement import Statement
 
@@ -41,7 +49,7 @@ class Clipper(Protocol):
         """Take over what `state` returned."""
 
 
-class SeedMechanism:
+class SeedMechanism(Unbounded):
     """What the two mechanisms share: budget, clip rule, bookkeeping of the spend."""
 
     def __init__(
@@ -93,9 +101,14 @@ class SeedMechanism:
             else []
         )
         if parts or self.clip_is_public:
-            self._bound = float(self.clipper.update_clip_value(parts))
+            bound = float(self.clipper.update_clip_value(parts))
+            self._bound = validate.number("clip value", bound, above=0)
+            if isinstance(self.clipper, QuantileClipper):
+                # A subclass that only returns its bound shall clip by it too.
+                self.clipper.clip_value = self._bound
         elif math.isnan(self._bound):
-            self._bound = float(getattr(self.clipper, "min_clip", 1.0))
+            current = getattr(self.clipper, "clip_value", None)
+            self._bound = getattr(self.clipper, "min_clip", 1.0) if current is None else current
         return self._bound
 
     def clip(self, contribution: Contribution) -> Contribution:
@@ -114,8 +127,14 @@ class SeedMechanism:
         return self.allocator.compute_privacy_budget(min(rate, 1.0))
 
     def _limit(self, mean: torch.Tensor) -> torch.Tensor:
-        """Scale a mean update above max_agg_norm down to it (v1.1.2 of the document)."""
+        """Scale a mean update above max_agg_norm down to it (v1.1.2 of the document).
+
+        A mean that is not finite, which only tensors without a clip can cause,
+        moves nothing.
+        """
         length = norm(mean)
+        if not math.isfinite(length):
+            return torch.zeros_like(mean)
         return mean * (self.max_agg_norm / length) if length > self.max_agg_norm else mean
 
     def _excuses(self) -> list[str]:
@@ -137,11 +156,13 @@ class SeedMechanism:
         epsilon = gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0
         return (
             "if the clip bounds had been fixed in advance and nothing but the covered tensors had "
-            f"been released: epsilon {epsilon:.3g} at delta {self.allocator.delta:g} for the client "
-            f"with the most joins ({int(counts.max(initial=0))})"
+            f"been released: epsilon {epsilon:.3g} at delta {self.allocator.delta:g} for the "
+            f"client with the most joins ({int(counts.max(initial=0))})"
         )
 
-    def statement(self, counts: NDArray[np.float64]) -> Statement:
+    def statement(
+        self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
+    ) -> Statement:
         """Say what may be claimed: a bound only if nothing escapes clip and noise."""
         excuses = self._excuses()
         nominal = (
@@ -175,8 +196,8 @@ class SeedMechanism:
     def state(self) -> dict[str, NDArray[Any]]:
         """Return clip state and spend."""
         return {
-            "nominal_epsilon": self.nominal_epsilon,
-            "squared_gdp": self.squared_gdp,
+            "nominal_epsilon": self.nominal_epsilon.copy(),
+            "squared_gdp": self.squared_gdp.copy(),
             "bound": np.asarray([self._bound]),
             **{f"clipper.{key}": value for key, value in self.clipper.state().items()},
         }
@@ -204,11 +225,43 @@ class LayerNoise(SeedMechanism):
     cohort mu^2 = 1 / z_t^2 in squared GDP units, and nothing to the others.
     """
 
+    @property
+    def claims(self) -> bool:
+        """A bound may be claimed when nothing escapes a clip chosen in advance."""
+        return not self._excuses()
+
+    def charges(
+        self,
+        round_index: int,
+        clients: NDArray[np.int64],
+        remaining: NDArray[np.float64],
+        joins: NDArray[np.float64],
+        rounds_done: int,
+    ) -> NDArray[np.float64] | None:
+        """Return 1 / z_t^2 where a bound may be claimed (a flat budget is known in advance)."""
+        if not self.claims or self.allocator.alpha:
+            return None
+        multiplier = self.allocator.compute_noise_multiplier(self.allocator.epsilon_base, 1.0)
+        return np.full(len(clients), multiplier**-2)
+
+    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+        """Refuse to go on with less than the fixed cost, which cannot be lowered."""
+        needed = self.charges(0, clients, np.zeros(0), np.zeros(0), 0)
+        if granted is not None and needed is not None and np.any(granted < needed):
+            short = int(clients[np.argmin(granted)])
+            raise BudgetExceededError(
+                f"client {short} has less left than the fixed cost of one round",
+                clients,
+                needed,
+                granted,
+            )
+
     def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
-        """Divide by the learning rate; every client weighs the same."""
-        if not is_finite(delta):
-            return Contribution(client, torch.zeros_like(delta), 1.0, finite=False)
-        return Contribution(client, delta.div_(self.facts.learning_rate), 1.0)
+        """Divide by the learning rate, which may overflow; every client weighs the same."""
+        gradient = delta.div_(self.facts.learning_rate)
+        if not is_finite(gradient):
+            return Contribution(client, torch.zeros_like(gradient), 1.0, finite=False)
+        return Contribution(client, gradient, 1.0)
 
     def noise_client(self, contribution: Contribution) -> Contribution:
         """Noise comes once, on the mean."""

@@ -19,7 +19,7 @@ such as those of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,28 +27,30 @@ from torch import Tensor
 from fedquilt.subnet.axis import Axis
 from fedquilt.subnet.tensor_map import TensorMap
 
-Part = tuple[TensorMap, Tensor, float]
-"""A client's packed tensor, where it lies, and the client's weight."""
+Members = Sequence[tuple[Tensor, float]]
+"""Packed tensors with the weights of their clients, all > 0."""
 
 
-@torch.no_grad()
-def mean_over_holders_(whole: Tensor, parts: Iterable[Part]) -> None:
+def mean_over_holders_(whole: Tensor, groups: Mapping[TensorMap, Members]) -> None:
     """Replace each held element of `whole` by the weighted mean over its holders.
 
     Half precision is averaged in float32; whole numbers in float64, then
     rounded to the nearest.
+
+    Parameters
+    ----------
+    whole : tensor
+        The previous values; changed in place.
+    groups : mapping of TensorMap to members
+        The clients' packed tensors and weights, by what they hold.
     """
-    groups: dict[TensorMap, list[tuple[Tensor, float]]] = {}
-    for tensor_map, tensor, weight in parts:
-        if weight > 0:
-            groups.setdefault(tensor_map, []).append((tensor, weight))
     if not groups:
         return
-    kind = working_type(whole.dtype)
-    work = whole.to(kind)
-    _merge_groups(work, groups)
-    if work is not whole:
-        whole.copy_(work if whole.dtype.is_floating_point else work.round())
+    with torch.no_grad():
+        work = whole.to(working_type(whole.dtype))
+        _merge_groups(work, groups)
+        if work is not whole:
+            whole.copy_(work if whole.dtype.is_floating_point else work.round())
 
 
 def working_type(kind: torch.dtype) -> torch.dtype:
@@ -58,48 +60,52 @@ def working_type(kind: torch.dtype) -> torch.dtype:
     return torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
 
 
-def _merge_groups(work: Tensor, groups: dict[TensorMap, list[tuple[Tensor, float]]]) -> None:
-    maps = list(groups)
-    if len(groups) > 1 and not torch.isfinite(work.sum()):
+def _merge_groups(work: Tensor, groups: Mapping[TensorMap, Members]) -> None:
+    if len(groups) == 1:
+        (tensor_map, members), *_ = groups.items()
+        tensor_map.scatter_(work, _packed_mean(members, work)[0])
+        return
+    if not torch.isfinite(work.sum()):
         # A running mean starts from the old value with factor 0, which does not
         # remove an infinity or a NaN; any held value is as good a start.
         for tensor_map, members in groups.items():
             tensor_map.scatter_(work, members[0][0].to(work))
-    weight_maps = _weight_maps(maps)
-    covered = torch.zeros(weight_maps[0].shape, dtype=work.real.dtype, device=work.device)
-    for tensor_map, weight_map in zip(maps, weight_maps, strict=True):
-        mean, weight = _packed_mean(groups[tensor_map], work)
-        if tensor_map is maps[0]:
-            tensor_map.scatter_(work, mean)
-        else:
-            share = weight_map.gather(covered).add(weight).reciprocal_().mul_(weight)
-            _move(tensor_map, work, mean, share)
-        if tensor_map is not maps[-1]:
-            weight_map.scatter_add_(covered, weight)
+    weight_maps = _weight_maps(list(groups))
+    covered = torch.zeros(weight_maps[0].shape, dtype=work.dtype, device=work.device)
+    for (tensor_map, members), weight_map in zip(groups.items(), weight_maps, strict=True):
+        mean, weight = _packed_mean(members, work)
+        weight_map.scatter_add_(covered, weight)
+        share = weight / weight_map.gather(covered)
+        _move(tensor_map, work, mean, share)
 
 
 def _move(tensor_map: TensorMap, work: Tensor, mean: Tensor, share: Tensor) -> None:
     """Move the held elements towards a mean by the share of the weight it has."""
-    share = share.to(work.dtype).expand(mean.shape)
-    tensor_map.update_(work, lambda block, end, by: block.lerp_(end, by), mean, share)
+    shares = share.expand(mean.shape)
+    tensor_map.update_(work, lambda block, end, by: block.lerp_(end, by), mean, shares)
 
 
-def _packed_mean(members: Sequence[tuple[Tensor, float]], like: Tensor) -> tuple[Tensor, float]:
+def _packed_mean(members: Members, like: Tensor) -> tuple[Tensor, float]:
     """Return the weighted mean of packed tensors, in the type and place of `like`."""
     first, weight = members[0]
     mean = first.to(like)
     if len(members) > 1 and mean is first:
         mean = first.clone()
+    kind, place = like.dtype, like.device
     for tensor, extra in members[1:]:
         weight += extra
-        mean.lerp_(tensor.to(like), extra / weight)
+        if tensor.dtype != kind or tensor.device != place:
+            tensor = tensor.to(like)
+        mean.lerp_(tensor, extra / weight)
     return mean, weight
 
 
 def _weight_maps(maps: Sequence[TensorMap]) -> list[TensorMap]:
     """Return the maps with one position for each dimension that all of them hold whole."""
     one = Axis.full(1)
-    common = [all(axis.is_full for axis in axes) for axes in zip(*(m.axes for m in maps), strict=True)]
+    common = [
+        all(axis.is_full for axis in axes) for axes in zip(*(m.axes for m in maps), strict=True)
+    ]
     return [
         TensorMap(tuple(one if whole else axis for whole, axis in zip(common, m.axes, strict=True)))
         for m in maps

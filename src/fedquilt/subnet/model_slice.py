@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.subnet.subset_layer import SubsetLayer
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.tensor_map import TensorMap
 
 _ATTACHED = "_fedquilt_slice"
@@ -84,6 +84,16 @@ def slice_between(server_net: nn.Module, client_net: nn.Module) -> ModelSlice:
             maps[name] = TensorMap.full(tensor.shape)
         _check_shapes(name, maps[name], whole.get(name), tensor)
     return ModelSlice(tuple((name, maps[name]) for name in mine))
+
+
+def structure_of(net: nn.Module, tensors: Mapping[str, Tensor]) -> Hashable:
+    """Return a key that is equal for networks that hold the same slice of any other."""
+    held = getattr(net, _ATTACHED, None) or tuple(
+        (name, layer.range_key)
+        for name, layer in net.named_modules()
+        if isinstance(layer, SubsetLayer)
+    )
+    return held, tuple((name, tensor.shape) for name, tensor in tensors.items())
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.subnet.model_slice import load_tensors, tensors_of
-from fedquilt.subnet.state import check_weights, checked_slice, extract_state, merge_states
+from fedquilt.subnet.state import (
+    check_weights,
+    checked_slice,
+    checked_slices,
+    extract_state,
+    merge_states,
+)
 
 if TYPE_CHECKING:
     from flwr.common import FitRes, Parameters  # type: ignore[import-not-found,unused-ignore]
@@ -79,7 +85,8 @@ def merge(
             f"client_nets={len(client_nets)} of them must be one for each of {len(results)} results"
         )
     weights = check_weights([fit.num_examples for _, fit in results], len(results))
-    slices = [checked_slice(server_net, net, plain, statistics) for net in client_nets]
+    structures = [tensors_of(net) for net in client_nets]
+    slices = checked_slices(server_net, client_nets, structures, plain, statistics)
     states = [
         _named(net, _arrays(fit.parameters), f"results[{number}]")
         for number, (net, (_, fit)) in enumerate(zip(client_nets, results, strict=True))

@@ -16,6 +16,7 @@ import numbers
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from fedquilt.errors import InvalidValueError
@@ -58,7 +59,7 @@ def parse_ranges(value: object, where: str = "ranges") -> Ranges:
     pairs = _as_pairs(value, where)
     ranges = tuple((parse_bound(start, where), parse_bound(end, where)) for start, end in pairs)
     for start, end in ranges:
-        if not (0 <= start and end <= 1):
+        if start < 0 or end > 1:
             raise InvalidValueError(f"{where}={value!r} must lie inside [0, 1]")
         if start >= end:
             raise InvalidValueError(
@@ -110,7 +111,7 @@ def _is_sequence(item: object) -> bool:
 
 def _refuse_overlap(ranges: Ranges, value: object, where: str) -> None:
     ordered = sorted(ranges)
-    for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False):
+    for (_, end), (start, _) in pairwise(ordered):
         if start < end:
             raise InvalidValueError(
                 f"{where}={value!r} must be disjoint intervals; two share "

@@ -9,7 +9,7 @@ rules serve the subset layers of `fedquilt.nn` and `slice_model` alike.
 | Linear | weight[out, in], bias[out] |
 | Conv | weight[out, in of one group, kernel], bias[out] |
 | ConvTranspose | weight[in, out of one group, kernel], bias[out] |
-| BatchNorm, GroupNorm, PReLU | every vector[out]; the counter of batches whole |
+| BatchNorm, InstanceNorm, GroupNorm, PReLU | every vector[out]; the counter of batches whole |
 | LayerNorm | every tensor, cut on one of the normalised dimensions |
 | Embedding | weight[vocabulary, out]; the vocabulary is whole |
 | MultiheadAttention | the packed projections[3 x out, out], out_proj[out, out] |
@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fedquilt.errors import InvalidValueError
@@ -42,12 +42,17 @@ SLICEABLE = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
     nn.GroupNorm,
     nn.LayerNorm,
     nn.Embedding,
     nn.MultiheadAttention,
     nn.PReLU,
 )
+
+_KNOWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def tensor_maps(
@@ -68,6 +73,8 @@ def tensor_maps(
         return _attention(layer, outputs, where)
     maps = {}
     for name, tensor in own_tensors(layer).items():
+        if name not in _KNOWN:
+            raise InvalidValueError(f"{where}: tensor {name!r} must be one of {', '.join(_KNOWN)}")
         axes = [Axis.full(size) for size in tensor.shape]
         if isinstance(layer, nn.LayerNorm):
             axes[dim] = outputs
@@ -84,7 +91,7 @@ def tensor_maps(
 
 def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer of a layer, by name."""
-    return {name: t for name, t in layer.state_dict(keep_vars=True).items()}
+    return dict(layer.state_dict(keep_vars=True))
 
 
 def kept_groups(groups: int, inputs: Axis, outputs: Axis, where: str) -> tuple[int, Axis, Axis]:
@@ -122,7 +129,7 @@ def resize(layer: nn.Module, inputs: Axis | None, outputs: Axis, where: str, dim
         source = cast(Axis, inputs)
         layer.groups = kept_groups(layer.groups, source, outputs, where)[0]
         layer.in_channels, layer.out_channels = len(source), len(outputs)
-    elif isinstance(layer, _BatchNorm):
+    elif isinstance(layer, _NormBase):
         layer.num_features = len(outputs)
     elif isinstance(layer, nn.GroupNorm):
         layer.num_groups = norm_groups(layer.num_channels, layer.num_groups, len(outputs))

@@ -132,9 +132,7 @@ class SliceMap:
         self._check("total", total, self.whole_size)
         self._check("part", part, self.size)
         for segment in self.segments:
-            segment.tensor_map.scatter_add_(
-                segment.of_whole(total), segment.of_part(part), alpha
-            )
+            segment.tensor_map.scatter_add_(segment.of_whole(total), segment.of_part(part), alpha)
 
     def cover_(self, coverage: Tensor, weight: float = 1.0) -> None:
         """Add a weight to every element of the whole vector that the slice holds."""
@@ -226,4 +224,3 @@ def _continues(last: FlatSegment, segment: FlatSegment) -> bool:
 
 def _run(whole_start: int, start: int, size: int) -> FlatSegment:
     return FlatSegment(whole_start, start, TensorMap((Axis.full(size),)))
-

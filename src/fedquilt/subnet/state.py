@@ -6,9 +6,7 @@ into networks.  All check first and change nothing when they raise.
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +14,17 @@ from torch import Tensor, nn
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.subnet.holder_mean import mean_over_holders_
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.model_slice import (
     ModelSlice,
     load_tensors,
     plain_tensors,
     slice_between,
+    structure_of,
     tensors_of,
 )
 from fedquilt.subnet.rules import SLICEABLE
-from fedquilt.subnet.subset_layer import SubsetLayer
+from fedquilt.subnet.tensor_map import TensorMap
 
 PLAIN = ("average", "refuse")
 STATISTICS = ("travel", "refuse")
@@ -33,12 +33,12 @@ STATISTICS = ("travel", "refuse")
 @torch.no_grad()
 def extract_state(state: Mapping[str, Tensor], model_slice: ModelSlice) -> dict[str, Tensor]:
     """Return a copy of the part of a whole state dict that a slice holds."""
-    for name, _ in model_slice.items:
-        if name not in state:
-            raise InvalidValueError(f"state must hold the tensor {name!r}")
+    _check_slice(state, model_slice)
     parts = model_slice.gather(state)
-    return {name: part.detach().clone(memory_format=torch.contiguous_format)
-            for name, part in parts.items()}
+    return {
+        name: part.detach().clone(memory_format=torch.contiguous_format)
+        for name, part in parts.items()
+    }
 
 
 def merge_states(
@@ -66,15 +66,21 @@ def merge_states(
         raise InvalidValueError(
             f"slices={len(slices)} of them must be one for each of {len(client_states)} clients"
         )
+    for model_slice in set(slices):
+        _check_slice(state, model_slice)
     for number, (mine, model_slice) in enumerate(zip(client_states, slices, strict=True)):
-        _check_client(f"client {number}", state, mine, model_slice)
+        _check_client(f"client {number}", mine, model_slice)
     merged = {name: tensor.detach().clone() for name, tensor in state.items()}
     _merge_into(merged, client_states, slices, checked)
     return merged
 
 
 def distribute(
-    client_net: nn.Module, server_net: nn.Module, *, plain: str = "average", statistics: str = "travel"
+    client_net: nn.Module,
+    server_net: nn.Module,
+    *,
+    plain: str = "average",
+    statistics: str = "travel",
 ) -> None:
     """Load a client's network with its part of the server's.
 
@@ -109,8 +115,9 @@ def aggregate(
         What to do with running statistics: average them, or raise.
     """
     checked = check_weights(weights, len(client_nets))
-    slices = [checked_slice(server_net, net, plain, statistics) for net in client_nets]
-    _merge_into(tensors_of(server_net), [tensors_of(net) for net in client_nets], slices, checked)
+    states = [tensors_of(net) for net in client_nets]
+    slices = checked_slices(server_net, client_nets, states, plain, statistics)
+    _merge_into(tensors_of(server_net), states, slices, checked)
 
 
 def aggregate_layer(
@@ -157,15 +164,32 @@ def checked_slice(
     return model_slice
 
 
+def checked_slices(
+    server_net: nn.Module,
+    client_nets: Sequence[nn.Module],
+    states: Sequence[Mapping[str, Tensor]],
+    plain: str,
+    statistics: str,
+) -> list[ModelSlice]:
+    """Return what each client holds; networks of one structure are looked at once."""
+    known: dict[Hashable, ModelSlice] = {}
+    slices = []
+    for net, state in zip(client_nets, states, strict=True):
+        key = structure_of(net, state)
+        if key not in known:
+            known[key] = checked_slice(server_net, net, plain, statistics)
+        slices.append(known[key])
+    return slices
+
+
 def check_weights(weights: Sequence[float], clients: int) -> list[float]:
     """Return the weights as floats; they must be one for each client, finite and >= 0."""
     if len(weights) != clients:
         raise InvalidValueError(f"weights={len(weights)} of them must be one for each of {clients}")
-    for number, weight in enumerate(weights):
-        ok = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not ok or not math.isfinite(weight) or weight < 0:
-            raise InvalidValueError(f"weights[{number}]={weight!r} must be finite and >= 0")
-    return [float(weight) for weight in weights]
+    return [
+        validate.number(f"weights[{number}]", weight, at_least=0)
+        for number, weight in enumerate(weights)
+    ]
 
 
 def _merge_into(
@@ -174,31 +198,36 @@ def _merge_into(
     slices: Sequence[ModelSlice],
     weights: Sequence[float],
 ) -> None:
+    """Average each tensor of `target`, in place, over the clients of positive weight."""
+    cohorts: dict[ModelSlice, list[tuple[Mapping[str, Tensor], float]]] = {}
+    for mine, model_slice, weight in zip(client_states, slices, weights, strict=True):
+        if weight > 0:
+            cohorts.setdefault(model_slice, []).append((mine, weight))
     for name, whole in target.items():
-        mean_over_holders_(
-            whole,
-            (
-                (model_slice.maps[name], mine[name], weight)
-                for mine, model_slice, weight in zip(client_states, slices, weights, strict=True)
-                if name in model_slice.maps
-            ),
-        )
+        groups: dict[TensorMap, list[tuple[Tensor, float]]] = {}
+        for model_slice, members in cohorts.items():
+            if name in model_slice.maps:
+                group = groups.setdefault(model_slice.maps[name], [])
+                group.extend([(mine[name], weight) for mine, weight in members])
+        mean_over_holders_(whole, groups)
 
 
-def _check_client(
-    who: str, state: Mapping[str, Tensor], mine: Mapping[str, Tensor], model_slice: ModelSlice
-) -> None:
+def _check_slice(state: Mapping[str, Tensor], model_slice: ModelSlice) -> None:
+    for name, tensor_map in model_slice.items:
+        if name not in state or state[name].shape != tensor_map.shape:
+            raise InvalidValueError(
+                f"state must hold the tensor {name!r} with shape {tensor_map.shape}"
+            )
+
+
+def _check_client(who: str, mine: Mapping[str, Tensor], model_slice: ModelSlice) -> None:
     if mine.keys() != model_slice.maps.keys():
         differing = ", ".join(sorted(mine.keys() ^ model_slice.maps.keys()))
         raise InvalidValueError(
             f"{who} must send exactly the tensors of its slice; only one has {differing}"
         )
     for name, tensor_map in model_slice.items:
-        if name not in state or tuple(state[name].shape) != tensor_map.shape:
-            raise InvalidValueError(
-                f"{who}: the global state must hold {name!r} with shape {tensor_map.shape}"
-            )
-        if tuple(mine[name].shape) != tensor_map.packed_shape:
+        if mine[name].shape != tensor_map.packed_shape:
             raise InvalidValueError(
                 f"{who}: {name!r} of shape {tuple(mine[name].shape)} must have shape "
                 f"{tensor_map.packed_shape}"

@@ -161,7 +161,9 @@ class TensorMap:
     @staticmethod
     def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != shape:
-            raise InvalidValueError(f"{what} of shape {tuple(tensor.shape)} must have shape {shape}")
+            raise InvalidValueError(
+                f"{what} of shape {tuple(tensor.shape)} must have shape {shape}"
+            )
 
 
 _EVERYTHING = (slice(None), slice(None))

@@ -22,6 +22,7 @@ from fedquilt.privacy.ledger import (
     Population,
     account,
 )
+from fedquilt.privacy.ledger.chain import Entry
 
 fork = multiprocessing.get_context("fork")
 
@@ -280,6 +281,29 @@ def test_many_processes_may_create_at_once(path: Path) -> None:
     with Ledger.open(path) as ledger:
         assert len(ledger.populations()) == 1
         assert ledger.verify().ok
+
+
+def test_entries_that_were_read_half_are_read_again(
+    path: Path, population: Population, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = population.start_run("r", epsilon=1.0)
+    for index in range(3):
+        run.settle(run.reserve(index, [0], 2.0**-12), f"{index}")
+    original = account.Account.apply
+
+    def interrupted(self: account.Account, entry: Entry) -> None:
+        if entry.kind == "settle" and entry.round == 1:
+            raise KeyboardInterrupt
+        original(self, entry)
+
+    with Ledger.open(path) as ledger:
+        theirs = ledger.population("digits")
+        monkeypatch.setattr(account.Account, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            theirs.spent()
+        monkeypatch.setattr(account.Account, "apply", original)
+        assert theirs.spent()[0] == 3 * 2.0**-12
+        assert theirs.reserved()[0] == 0
 
 
 def test_a_snapshot_saves_reading_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

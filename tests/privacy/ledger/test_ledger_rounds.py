@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,9 @@ def test_a_round_that_asks_too_much_changes_nothing(population: Population, run:
     assert error.value.clients.tolist() == [4]
     assert error.value.left_mu2.tolist() == [CHARGE]
     assert error.value.asked_mu2.tolist() == [2 * CHARGE]
+    copied = pickle.loads(pickle.dumps(error.value))
+    assert str(copied) == str(error.value)
+    assert copied.clients.tolist() == [4]
     assert run.head == head
     assert population.reserved().sum() == 0
 
@@ -121,6 +125,15 @@ def test_reserving_a_round_again_replaces_its_reservation(population: Population
     with pytest.raises(BudgetExceededError):
         run.reserve(1, [2], CHARGE)
     run.settle(second, "b")
+
+
+def test_a_round_does_not_stand_in_its_own_way(population: Population) -> None:
+    run = population.start_run("whole", epsilon=6.0)
+    whole = population.info.allowance_mu2
+    run.reserve(0, [1], whole)
+    assert run.remaining([1]).tolist() == [whole]
+    run.settle(run.reserve(0, [1], whole), "a")
+    assert population.spent()[1] == whole
 
 
 def test_release_takes_back_only_what_was_not_settled(population: Population, run: Run) -> None:
@@ -225,7 +238,7 @@ def test_a_run_nobody_can_join_is_refused(population: Population) -> None:
     whole = population.start_run("whole", epsilon=6.0)
     whole.settle(whole.reserve(0, range(10), whole.budget_mu2), "a")
     assert population.largest_run_epsilon() == 0
-    with pytest.raises(BudgetExceededError, match="10 of 10"):
+    with pytest.raises(BudgetExceededError, match="more than any client of"):
         population.start_run("late", epsilon=0.1, on_short="sit_out")
 
 

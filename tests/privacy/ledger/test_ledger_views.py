@@ -52,6 +52,26 @@ def test_rows(used: Population) -> None:
     assert rows[2].epsilon_left == 0
 
 
+def test_epsilons_of_many_stay_within_the_allowance(ledger: Ledger) -> None:
+    many = ledger.population("many", num_clients=2000, epsilon=6.0, delta=1e-5)
+    run = many.start_run("all", epsilon=5.0)
+    charges = run.budget_mu2 * np.linspace(0.99, 1.0, 2000)
+    run.settle(run.reserve(0, range(2000), charges), "a")
+    assert run.epsilons().max() <= 5.0
+    rest = many.start_run("rest", epsilon=many.largest_run_epsilon())
+    rest.settle(rest.reserve(0, range(2000), rest.remaining()), "b")
+    assert many.epsilons().max() <= 6.0
+    assert many.epsilons().max() > 5.99
+
+
+def test_rows_are_of_the_moment_they_were_asked_for(used: Population) -> None:
+    rows = used.rows()
+    run = used.start_run("late", epsilon=1.0, on_short="sit_out")
+    run.settle(run.reserve(0, [9], CHARGE / 8), "x")
+    assert list(rows)[9].mu2_spent == 0
+    assert list(used.rows())[9].mu2_spent == CHARGE / 8
+
+
 def test_summary(used: Population) -> None:
     summary = used.summary()
     assert (summary.clients, summary.joined) == (10, 4)

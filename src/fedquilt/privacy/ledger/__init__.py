@@ -21,7 +21,8 @@ reservation counts as spent, for every run, from the moment it is on disk.
 
 * Killed before `settle` returned: nothing was used.  The reservation stays counted
   until the same run resumes (`start_run` with its `run_id`), which drops it; the
-  round is then reserved and computed again.  Nobody else can drop it.
+  round is then reserved and computed again.  Nobody else can drop it; a run that
+  will not go on is closed with `start_run(…).finish()`.
 * Killed after `settle` returned, before the result was saved: the charge stands.
   The round computed again with fresh noise is another release and is charged
   again; the very same release (same digest) is not.

@@ -140,12 +140,14 @@ class Population:
         if short.size == 0 or (on_short == "sit_out" and short.size < left.size):
             return short
         payable = float(epsilon_left(left.min(keepdims=True), self.info.delta)[0])
-        everybody = "all of them do; " if short.size == left.size else ""
+        nobody = short.size == left.size
+        who = "any client" if nobody else f"{short.size} of {left.size} clients"
         hint = "" if on_short == "sit_out" else ', or on_short="sit_out" to leave them out'
         raise BudgetExceededError(
-            f"a run at epsilon={epsilon!r} asks more than {short.size} of {left.size} clients of "
-            f"population {self.info.name!r} have left ({everybody}client {short[0]} among them). "
-            f"The largest epsilon everybody can still pay is {payable:.6g}{hint}",
+            f"a run at epsilon={epsilon!r} asks more than {who} of population "
+            f"{self.info.name!r} {'has' if nobody else 'have'} left (client {short[0]} has "
+            f"mu²={left[short[0]]:.6g} of {budget:.6g} asked). The largest epsilon that everybody "
+            f"can still pay is {payable:.6g}{hint}",
             *(short, np.full(short.size, budget), left[short]),
         )
 
@@ -198,13 +200,13 @@ class Population:
         return float(epsilon_left(self.left().min(keepdims=True), self.info.delta)[0])
 
     def rows(self) -> Iterator[ClientRow]:
-        """Yield what `show` prints of each client."""
-        account = self._fresh()
+        """Return what `show` prints of each client, one after the other."""
         query = (
             "SELECT e.seq, e.round, r.name FROM entries e JOIN entries r ON r.seq = e.run "
             "WHERE e.population = ? AND e.kind IN (?, ?)"
         )
         with self._store.reading():
+            account = self._fresh()
             found = self._store.select(query, self.info.key, chain.SETTLE, chain.UNBOUNDED)
             places = {seq: (name, index) for seq, index, name in found}
         return client_rows(account, places)

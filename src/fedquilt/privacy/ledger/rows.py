@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,10 +78,14 @@ def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
 
 
 def client_rows(account: Account, places: Mapping[int, tuple[str, int]]) -> Iterator[ClientRow]:
-    """Yield the row of each client; `places` maps an entry to its run and round."""
+    """Return the row of each client; `places` maps an entry to its run and round.
+
+    The figures are those of the moment of the call, however late they are looked at.
+    """
     info = account.info
     left = account.left()
     columns = zip(
+        range(info.num_clients),
         account.joins.tolist(),
         account.spent.tolist(),
         bounded_epsilons(account.spent, info).tolist(),
@@ -90,10 +95,19 @@ def client_rows(account: Account, places: Mapping[int, tuple[str, int]]) -> Iter
         account.last_entry.tolist(),
         strict=True,
     )
-    for client, (joins, spent, epsilon, reserved, free, payable, last) in enumerate(columns):
-        run, index = places.get(last, (None, None))
-        amounts = (spent, epsilon, reserved, free, payable, info.epsilon, info.delta)
-        yield ClientRow(client, joins, *amounts, run, index)
+    return (_row(info, places, *values) for values in columns)
+
+
+def _row(
+    info: PopulationInfo,
+    places: Mapping[int, tuple[str, int]],
+    client: int,
+    joins: int,
+    *amounts_and_last: Any,
+) -> ClientRow:
+    spent, epsilon, reserved, left, payable, last = amounts_and_last
+    amounts = (spent, epsilon, reserved, left, payable, info.epsilon, info.delta)
+    return ClientRow(client, joins, *amounts, *places.get(last, (None, None)))
 
 
 def summarise(account: Account) -> Summary:

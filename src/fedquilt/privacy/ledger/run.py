@@ -12,10 +12,7 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import chain, codec, grant
 from fedquilt.privacy.ledger.account import Account, reservation_of
 from fedquilt.privacy.ledger.chain import Entry
-from fedquilt.privacy.ledger.errors import (
-    LedgerConflictError,
-    ReservationError,
-)
+from fedquilt.privacy.ledger.errors import LedgerConflictError, ReservationError
 from fedquilt.privacy.ledger.records import Reservation, RunInfo
 from fedquilt.privacy.ledger.store import Store, now
 from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent

@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.subnet.axis import Axis
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.ranges import Layer_Range, Ranges, parse_ranges
 from fedquilt.subnet.rules import norm_groups
-from fedquilt.subnet.subset_layer import SubsetLayer
 
 
 class _SSBatchNorm(SubsetLayer, _BatchNorm):

@@ -8,9 +8,9 @@ from torch import nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.subnet.axis import Axis
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.ranges import Layer_Range, parse_ranges
 from fedquilt.subnet.rules import held_heads
-from fedquilt.subnet.subset_layer import SubsetLayer
 
 
 class SSMultiheadAttention(SubsetLayer, nn.MultiheadAttention):

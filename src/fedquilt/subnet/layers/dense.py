@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedquilt.subnet.axis import Axis
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.ranges import Layer_Range, parse_ranges
-from fedquilt.subnet.subset_layer import SubsetLayer
 
 
 class SSLinear(SubsetLayer, nn.Linear):

@@ -7,6 +7,7 @@ to whatever father is given, and fathers can be chained.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
@@ -30,6 +31,15 @@ class SubsetLayer(nn.Module):
     def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
         """Return what is held of the father's input and output features."""
         raise NotImplementedError
+
+    @property
+    def range_key(self) -> Hashable:
+        """The kind of layer and its ranges in whole numbers, which hash faster than fractions."""
+        return type(self), tuple(
+            (start.numerator, start.denominator, end.numerator, end.denominator)
+            for name in self.range_names
+            for start, end in getattr(self, name)
+        )
 
     def tensor_maps(self, father: nn.Module, name: str = "") -> dict[str, TensorMap]:
         """Return where each tensor of this layer lies in the father's, or raise on a misfit.

@@ -9,9 +9,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.subnet.axis import Axis
+from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.ranges import Layer_Range, Ranges, parse_ranges
 from fedquilt.subnet.rules import kept_groups
-from fedquilt.subnet.subset_layer import SubsetLayer
 
 
 class _SSConv(SubsetLayer):

@@ -1,0 +1,51 @@
+"""Subset layers: the names of the seed documents' module `nn`, and more kinds.
+
+layer = SSLinear(784, 128, out_features_ranges=('0', '1/4'))   # 784 -> 32
+layer.reset_parameters_from_father_layer(whole_layer)
+"""
+
+from typing import TypeAlias
+
+from fedquilt.subnet.heterofl import Scaler
+from fedquilt.subnet.layers.attention import SSMultiheadAttention
+from fedquilt.subnet.layers.convolution import SSConv1d, SSConv2d, SSConvTranspose2d
+from fedquilt.subnet.layers.dense import SSEmbedding, SSLinear
+from fedquilt.subnet.layers.normalisation import (
+    SSBatchNorm1d,
+    SSBatchNorm2d,
+    SSGroupNorm,
+    SSLayerNorm,
+)
+from fedquilt.subnet.ranges import Interval, Intervals, Layer_Range
+
+SUPPORT_LAYER: TypeAlias = (
+    SSLinear
+    | SSConv1d
+    | SSConv2d
+    | SSConvTranspose2d
+    | SSBatchNorm1d
+    | SSBatchNorm2d
+    | SSGroupNorm
+    | SSLayerNorm
+    | SSEmbedding
+    | SSMultiheadAttention
+)
+"""Every subset layer; `isinstance(layer, SUPPORT_LAYER)` works."""
+
+__all__ = [
+    "SUPPORT_LAYER",
+    "Interval",
+    "Intervals",
+    "Layer_Range",
+    "SSBatchNorm1d",
+    "SSBatchNorm2d",
+    "SSConv1d",
+    "SSConv2d",
+    "SSConvTranspose2d",
+    "SSEmbedding",
+    "SSGroupNorm",
+    "SSLayerNorm",
+    "SSLinear",
+    "SSMultiheadAttention",
+    "Scaler",
+]

@@ -1,0 +1,118 @@
+"""A run's account in the ledger, as the round uses it: reserve, settle, finish."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
+
+
+class Account:
+    """One run's dealings with one population of a ledger.
+
+    A run without a bound reserves nothing and records, before each release, that
+    its clients stand at infinity.
+
+    Parameters
+    ----------
+    reproducible : bool
+        The run's noise is seeded.  A round that was settled before a crash then
+        comes out the same again: it is planned from the balances before it
+        (`rewind`) and not charged twice.  Secret noise never repeats, so a round
+        that runs again is another release and is charged again.
+    """
+
+    def __init__(
+        self, ledger: Ledger, population: Population, run: Run, *, reproducible: bool = False
+    ) -> None:
+        self.ledger = ledger
+        self.population = population
+        self.run = run
+        self._settled = run.settled() if reproducible else {}
+        self._ahead: NDArray[np.float64] | None = None
+        self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the run has a budget; a run without one can only record infinity."""
+        return self.run.info.epsilon is not None
+
+    def remaining(self, round_index: int) -> NDArray[np.float64]:
+        """Return what each client may still spend from this round on, in squared GDP units."""
+        if not self.is_bounded:
+            return np.full(self.population.info.num_clients, np.inf)
+        left = np.asarray(self.run.remaining())
+        if self._ahead is not None and round_index in self._settled:
+            return np.asarray(left + self._ahead)
+        return left
+
+    def spent(self) -> NDArray[np.float64]:
+        """Return what each client has spent in this run, in squared GDP units."""
+        return np.asarray(self.run.spent())
+
+    def rewind(self, spent: NDArray[np.float64]) -> None:
+        """Note what the ledger is ahead of a checkpoint that had `spent` this much."""
+        self._ahead = self.spent() - spent
+
+    def reserve(
+        self, round_index: int, clients: NDArray[np.int64], charges: NDArray[np.float64] | None
+    ) -> NDArray[np.float64] | None:
+        """Count the round's charges as spent before anybody trains (step 1).
+
+        Returns what was granted, which at the very end of an allowance may be a
+        millionth less than what was asked.
+        """
+        repeated = round_index in self._settled
+        reservation = (
+            None if charges is None or repeated else self.run.reserve(round_index, clients, charges)
+        )
+        self._open = (round_index, clients, reservation)
+        return charges if reservation is None else reservation.charges_mu2
+
+    def settle(self, release: torch.Tensor) -> str:
+        """Make the charge durable, before the release is used (step 8); return the head."""
+        if self._open is None:
+            raise RuntimeError("a release is settled once, after its reservation")
+        round_index, clients, reservation = self._open
+        self._open = None
+        digest = hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()
+        if digest in self._settled.get(round_index, ()):
+            return self.run.head
+        if reservation is not None:
+            return self.run.settle(reservation, digest)
+        if self.is_bounded:
+            raise LedgerConflictError(
+                f"round {round_index} of run {self.run.info.name!r} was settled before and came "
+                "out differently with the same noise seed: the data, the code or the machine changed"
+            )
+        return self.run.record_unbounded(round_index, clients, digest)
+
+    def epsilons(self) -> NDArray[np.float64] | None:
+        """Return each client's epsilon in this run; None for a run without a bound."""
+        return np.asarray(self.run.epsilons()) if self.is_bounded else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return where the account is and how it stands, for the run's record."""
+        lifetime = self.population.epsilons()
+        return {
+            "ledger": str(self.ledger.path),
+            "population": self.population.info.name,
+            "allowance": self.population.info.epsilon,
+            "delta": self.population.info.delta,
+            "run_id": self.run.info.name,
+            "lifetime_epsilon_max": float(lifetime.max()),
+            "head": self.run.head,
+        }
+
+    def finish(self) -> None:
+        """Say that the run is over."""
+        self.run.finish()
+
+    def close(self) -> None:
+        """Close the ledger; open reservations stay counted until the run resumes."""
+        self.ledger.close()

@@ -1,0 +1,256 @@
+"""The certified mechanism: everything released is clipped once and noised.
+
+For round t with noise s_t on the sum and client i clipped at c_i,
+
+    release  sum_i clip(u_i, c_i) + s_t N(0, I),   divided by a public number,
+    cost of client i:  (c_i / s_t)^2 [+ 1 / (4 sigma_b^2) for its quantile bit]
+
+in squared GDP units, exactly additive over rounds and runs (Dong, Roth and Su
+2022), also when clips and noise are chosen from earlier releases and the public
+history, as long as nobody passes its budget (Smith and Thakurta 2022,
+arXiv:2210.17520; per client: Koskela, Tobaben and Honkela 2023,
+arXiv:2209.15596).  The ledger refuses whatever would pass it.
+
+A client's clip is a public function of the participation history; what its data
+are decides neither whether it is counted nor what divides the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.privacy.allotment import JoinFacts, Policy
+from fedquilt.privacy.clip import norm
+from fedquilt.privacy.correlated import BandedNoise
+from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
+from fedquilt.privacy.quantile import PrivateQuantile
+from fedquilt.privacy.statement import Statement
+
+# Keeps the norm of a clipped vector below its bound through float64 rounding.
+_SHAVE = 1 - 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedSettings:
+    """The public numbers of a certified run.
+
+    Parameters
+    ----------
+    tensor_names, frozen_names : tuple of str
+        What is released, and what never is because it never changes.
+    delta : float
+        Delta of the claim.
+    clip_norm : float
+        C: the clip of a client with the policy's reference allotment; with a
+        quantile, its first value.
+    clip_cap : float
+        No client is clipped above clip_cap * C, however much it has left.
+    divisor : float
+        The public number that divides the noised sum.
+    normalise : bool
+        Scale every update to exactly its clip instead of only down to it.
+    """
+
+    tensor_names: tuple[str, ...]
+    frozen_names: tuple[str, ...]
+    delta: float
+    clip_norm: float
+    clip_cap: float
+    divisor: float
+    normalise: bool = False
+
+
+class Certified:
+    """Clip per client, noise the sum, divide by a public number."""
+
+    needs_whole_cohort = False
+    claims = True
+
+    def __init__(
+        self,
+        settings: CertifiedSettings,
+        policy: Policy,
+        noise: BandedNoise,
+        quantile: PrivateQuantile | None,
+        num_clients: int,
+    ) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.noise = noise
+        self.quantile = quantile
+        self._last_join = np.full(num_clients, -(2**31), dtype=np.int64)
+        self._clips: dict[int, float] = {}
+        self._noise_std = math.nan
+        self._facts: RoundFacts | None = None
+        self._clipped = 0
+
+    @property
+    def bound(self) -> float:
+        """C_t: the clip of a typical client in the coming round."""
+        return self.settings.clip_norm if self.quantile is None else self.quantile.bound
+
+    @property
+    def bit_cost(self) -> float:
+        """What the quantile bit costs each client of a round."""
+        return 0.0 if self.quantile is None else self.quantile.cost
+
+    def eligible(self, round_index: int, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell who may join: allowance left, and long enough since the last join."""
+        allowed = self.has_allowance(remaining)
+        if self.noise.bands > 1:
+            allowed &= round_index - self._last_join >= self.noise.bands
+        return allowed
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell who has enough left for one more join."""
+        return np.asarray(remaining >= max(self.policy.smallest, 1.01 * self.bit_cost))
+
+    def charges(
+        self,
+        round_index: int,
+        clients: NDArray[np.int64],
+        remaining: NDArray[np.float64],
+        joins: NDArray[np.float64],
+        rounds_done: int,
+    ) -> NDArray[np.float64]:
+        """Fix noise and clips of the round and return what each join will cost.
+
+        With allotment a_i, bit cost b and the correlation factor k,
+        c_i = s_t sqrt(max(0, a_i - b) / k), at most clip_cap * C_t, and the cost
+        is k (c_i / s_t)^2 + b <= a_i.
+        """
+        facts = JoinFacts(round_index, remaining, joins, rounds_done)
+        allotments = np.minimum(self.policy.allotments(facts), remaining)
+        factor, bit = self.noise.cost_factor, self.bit_cost
+        multiplier = math.sqrt(factor / (self.policy.reference(allotments) - bit))
+        self._noise_std = multiplier * self.bound
+        spendable = np.maximum(0.0, allotments - bit) / factor
+        clips = np.minimum(
+            self._noise_std * np.sqrt(spendable), self.settings.clip_cap * self.bound
+        )
+        self._clips = dict(zip(clients.tolist(), clips.tolist(), strict=True))
+        return np.asarray(factor * (clips / self._noise_std) ** 2 + bit)
+
+    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+        """Lower the clips where the ledger granted a hair less than was asked."""
+        if granted is None:
+            raise RuntimeError("a certified round needs a ledger that bounds it")
+        spendable = np.maximum(0.0, granted - self.bit_cost) / self.noise.cost_factor
+        limits = self._noise_std * np.sqrt(spendable)
+        for client, limit in zip(clients.tolist(), limits.tolist(), strict=True):
+            self._clips[client] = min(self._clips[client], limit)
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Begin a round whose charges are reserved."""
+        self._facts = facts
+        self._clipped = 0
+        self._last_join[facts.clients] = facts.round_index
+        if self.quantile is not None:
+            self.quantile.open_round()
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Take the plain delta in float64; one that is not finite counts as zero."""
+        vector = delta.to(torch.float64)
+        if not is_finite(vector):
+            return Contribution(client, torch.zeros_like(vector), 1.0, finite=False)
+        return Contribution(client, vector, 1.0)
+
+    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+        """Return C_t, which was fixed before anybody trained."""
+        return self.bound
+
+    def clip(self, contribution: Contribution) -> Contribution:
+        """Bound the whole vector by the client's own clip, once."""
+        length = norm(contribution.vector)
+        if self.quantile is not None:
+            self.quantile.add(length)
+        limit = self._clips[contribution.client]
+        if length > limit or (self.settings.normalise and length > 0):
+            self._clipped += int(length > limit)
+            scaled = contribution.vector * (limit / length * _SHAVE)
+            return Contribution(contribution.client, scaled, 1.0, contribution.finite)
+        return contribution
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise comes once, on the sum."""
+        return contribution
+
+    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+        """Noise the sum in float64 and divide it by the public number."""
+        if self._facts is None:
+            raise RuntimeError("open_round must be called before release")
+        index = self._facts.round_index
+        drawn = torch.from_numpy(self.noise.draw(index, total.numel())).to(total.device)
+        noise = self._noise_std * drawn
+        report = NoiseReport(
+            noise_std=self._noise_std / self.settings.divisor,
+            noise_norm=norm(noise) / self.settings.divisor,
+            signal_norm=norm(total) / self.settings.divisor,
+            clipped_fraction=self._clipped / max(weight, 1.0),
+        )
+        if self.quantile is not None:
+            self.quantile.close_round(self.noise.source.stream(index, 1))
+        return (total + noise) / self.settings.divisor, report
+
+    def statement(
+        self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
+    ) -> Statement:
+        """State the ledger's bound for every client."""
+        if epsilons is None:
+            raise RuntimeError("a certified run has its epsilons from the ledger")
+        notes = self._notes()
+        if self.noise.source.reproducible:
+            return Statement.without_bound(
+                delta=self.settings.delta,
+                covered=self.settings.tensor_names,
+                uncovered=(),
+                noise_source=self.noise.source.description,
+                notes=("reproducible noise: no privacy", *notes),
+            )
+        return Statement(
+            delta=self.settings.delta,
+            epsilon_max=float(epsilons.max()),
+            epsilon_median=float(np.median(epsilons)),
+            covered=self.settings.tensor_names,
+            uncovered=(),
+            noise_source=self.noise.source.description,
+            notes=notes,
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [
+            "the claim covers every released version of the model, all rounds together",
+            "public by this adjacency: who joined when, clip bounds, charges, cohort sizes",
+            "not covered: the private file of the run, and what is tuned by looking at results",
+        ]
+        if self.settings.frozen_names:
+            notes.append(
+                "frozen at their public initial values, never released: "
+                + ", ".join(self.settings.frozen_names)
+            )
+        if self.quantile is not None:
+            notes.append("the clip bound follows a private quantile, whose cost is included")
+        if self.noise.bands > 1:
+            notes.append(
+                f"noise correlated over {self.noise.bands} rounds; "
+                "no client joins twice within them"
+            )
+        return tuple(notes)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return last joins and the quantile's bound; never noise."""
+        quantile = {} if self.quantile is None else self.quantile.state()
+        return {"last_join": self._last_join, **quantile}
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        self._last_join = np.array(state["last_join"], dtype=np.int64)
+        if self.quantile is not None:
+            self.quantile.load_state(state)

@@ -1,0 +1,1 @@
+"""Layers that stand for a part of a larger layer."""

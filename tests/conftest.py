@@ -1,0 +1,46 @@
+"""What the tests of whole runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from run_processes import Nursery
+from run_samples import tiny
+
+from fedquilt.config import RunConfig
+from fedquilt.experiment import RunResult, run_config
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """A source of real processes."""
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums over several threads may round differently from those of a child."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
+    """Run a configuration to its end, once for all tests that compare with it."""
+    finished: dict[RunConfig, RunResult] = {}
+
+    def run(**changes: Any) -> RunResult:
+        config = tiny(**changes)
+        if config not in finished:
+            folder = str(tmp_path_factory.mktemp("whole"))
+            finished[config] = run_config(config.replace(output_dir=folder))
+        return finished[config]
+
+    return run
