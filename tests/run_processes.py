@@ -7,6 +7,8 @@ process of its own, with its own locks, signals and limits.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -118,6 +120,8 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     fedquilt.data.load_dataset("digits")
+    with contextlib.redirect_stderr(io.StringIO()):
+        _command_line(["run", "--resume", "nowhere"])  # loads what parsing needs
     for line in sys.stdin:
         job = json.loads(line)
         answer = _reap(job["wait"]) if "wait" in job else _fork(job)

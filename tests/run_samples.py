@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedquilt.config import RunConfig
-from fedquilt.experiment import RunResult
+from fedquilt.experiment import RunResult, load
+from fedquilt.run_folder import RunFolder
 
 TINY: dict[str, Any] = {
     "dataset": "digits",
@@ -84,3 +86,29 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def wait_for_lines(parent: Path, count: int) -> Path:
+    """Return the run folder once its rounds.jsonl has so many lines."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for path in parent.glob("*/rounds.jsonl"):
+            if path.read_bytes().count(b"\n") >= count:
+                return path.parent
+        time.sleep(0.005)
+    raise AssertionError(f"no run in {parent} reached {count} rounds")
+
+
+def assert_is_whole(folder: Path, whole: RunResult) -> None:
+    """Fail unless the files of a resumed run equal those of an uninterrupted one."""
+    assert whole.folder is not None
+    assert rounds_without_clock(folder) == rounds_without_clock(whole.folder)
+    assert_same_run(load(folder), load(whole.folder))
+    ours, theirs = (RunFolder.open(path).load_checkpoint() for path in (folder, whole.folder))
+    assert ours is not None
+    assert theirs is not None
+    assert ours[0] == theirs[0]
+    assert same_tensors(ours[1], theirs[1])
+    assert ours[2].keys() == theirs[2].keys()
+    assert all(ours[2][key].tobytes() == theirs[2][key].tobytes() for key in ours[2])
+    assert not list(folder.glob(".*.tmp"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from run_processes import Nursery, environment
 from run_samples import (
+    assert_is_whole,
     assert_same_run,
     contents,
     flags,
@@ -23,6 +24,7 @@ from run_samples import (
     rounds_without_clock,
     same_tensors,
     tiny,
+    wait_for_lines,
 )
 from torch import nn
 
@@ -54,32 +56,6 @@ MOMENTS = [
     *((event, n) for event in ("round", "torn", "recorded") for n in range(1, ROUNDS + 1)),
 ]
 BEFORE_THE_CONFIGURATION = {("fsync", 1), ("replace", 1)}
-
-
-def wait_for_lines(parent: Path, count: int) -> Path:
-    """Return the run folder once its rounds.jsonl has so many lines."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for path in parent.glob("*/rounds.jsonl"):
-            if path.read_bytes().count(b"\n") >= count:
-                return path.parent
-        time.sleep(0.005)
-    raise AssertionError(f"no run in {parent} reached {count} rounds")
-
-
-def assert_is_whole(folder: Path, whole: RunResult) -> None:
-    """Fail unless the files of a resumed run equal those of an uninterrupted one."""
-    assert whole.folder is not None
-    assert rounds_without_clock(folder) == rounds_without_clock(whole.folder)
-    assert_same_run(fedquilt.load(folder), fedquilt.load(whole.folder))
-    ours, theirs = (RunFolder.open(path).load_checkpoint() for path in (folder, whole.folder))
-    assert ours is not None
-    assert theirs is not None
-    assert ours[0] == theirs[0]
-    assert same_tensors(ours[1], theirs[1])
-    assert ours[2].keys() == theirs[2].keys()
-    assert all(ours[2][key].tobytes() == theirs[2][key].tobytes() for key in ours[2])
-    assert not list(folder.glob(".*.tmp"))
 
 
 def killed(nursery: Nursery, parent: Path, moment: tuple[str, int], **changes: Any) -> Path:

@@ -15,8 +15,15 @@ from typing import Any
 
 import pytest
 from run_processes import Nursery, environment
-from run_samples import assert_same_run, contents, flags, only_folder, tiny
-from test_resume import assert_is_whole, wait_for_lines
+from run_samples import (
+    assert_is_whole,
+    assert_same_run,
+    contents,
+    flags,
+    only_folder,
+    tiny,
+    wait_for_lines,
+)
 
 from fedquilt import experiment
 from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
@@ -58,7 +65,7 @@ def test_a_disk_that_fills_up(
     assert os.strerror(errno.EFBIG) in ended.err
     assert RunFolder.open(folder).load_checkpoint()[0] == 2  # type: ignore[index]
     assert not list(folder.glob(".*.tmp"))
-    ended = nursery.run("run", "--resume", folder, largest_file=1500)
+    ended = nursery.run("run", "--resume", folder, "--quiet", largest_file=1500)
     assert_clean_failure(ended.code, ended.err)
     assert RunFolder.open(folder).load_checkpoint()[0] == 2  # type: ignore[index]
     resume_run(folder)

@@ -7,6 +7,7 @@ methods are the steps, so a subclass that overrides one changes that step.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,54 +17,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt import validate
+from fedquilt.aggregation import ServerOptimizer
 from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, build_config
+from fedquilt.config.translate import settings_from_seed
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import train_rounds
 from fedquilt.history import build_history
 from fedquilt.learning import ClientUpdate, evaluate
+from fedquilt.modes import make_allocator, make_clipper
 from fedquilt.population import Availability, ParticipationTracker, propensities
+from fedquilt.population.history import checked_ids
 from fedquilt.population.selection import Cohort, CohortSelector
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
-from fedquilt.privacy.seed_mechanisms import LayerNoise, SeedMechanism
+from fedquilt.privacy.seed_mechanisms import Clipper, LayerNoise, SeedMechanism
 from fedquilt.problem import build_federation, problem_from
 from fedquilt.randomness import generator
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
-
-# The seed's keys on the left, the package's on the right.
-_RENAMED = {
-    "local_batch_size": "batch_size",
-    "epsilon_total": "epsilon",
-    "alpha": "budget_alpha",
-    "beta": "budget_beta",
-}
-_SAME = (
-    "num_rounds",
-    "clients_per_round",
-    "warmup_rounds",
-    "local_epochs",
-    "learning_rate",
-    "lr_decay",
-    "delta",
-    "clip_quantile",
-    "clip_momentum",
-    "min_clip",
-    "max_clip",
-    "max_agg_norm",
-)
-_OTHER = (
-    "num_clients",
-    "participation_distribution",
-    "participation_alpha",
-    "participation_beta",
-    "participation_mix",
-    "noise_strategy",
-    "critical_layers",
-    "clipping_strategy",
-    "initial_clip",
-)
-_STRATEGIES = ("layer_wise", "full", "none")
 
 
 class QuAPFLServer:
@@ -108,13 +79,15 @@ class QuAPFLServer:
         self.client_indices = client_indices
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
         self.config: dict[str, Any] = {**HYPERPARAMETERS, **(config or {})}
-        settings = _settings(dict(config or {}), len(client_indices), dataset_name, device)
+        settings = _settings(config or {}, model, len(client_indices), dataset_name, device)
         self._run_config, self._problem = problem_from(
             settings, model, train_dataset, test_dataset, client_indices
         )
         self._federation = build_federation(self._run_config, self._problem)
         self._engine = self._federation.engine
+        self._optimizer = self._federation.server
         self._selector = self._make_selector()
+        self._training = False
         self.tracker = self._federation.tracker
         self.history: dict[str, list[Any]] = build_history([])
         self._adopt_mechanism()
@@ -123,40 +96,56 @@ class QuAPFLServer:
     def _adopt_mechanism(self) -> None:
         """Expose allocator and clipper under the document's names."""
         mechanism = self._federation.mechanism
-        if not isinstance(mechanism, SeedMechanism):
-            self.privacy_allocator = AdaptivePrivacyAllocator(
-                self._run_config.epsilon / self._run_config.num_rounds
-            )
-            self.clipper: Any = QuantileClipper()
-            return
-        if self.config.get("clipping_strategy", "quantile") != "quantile":
-            mechanism.clipper = FixedClipper(float(self.config.get("initial_clip", 1.0)))
-            mechanism.clip_is_public = True
-        elif self.config.get("initial_clip") is not None and isinstance(
-            mechanism.clipper, QuantileClipper
-        ):
-            mechanism.clipper.initial_clip = float(self.config["initial_clip"])
-            mechanism.clipper.reset()
-        self.privacy_allocator = mechanism.allocator
-        self.clipper = mechanism.clipper
+        if isinstance(mechanism, SeedMechanism):
+            mechanism.clipper = self._chosen_clipper(mechanism.clipper)
+            self.privacy_allocator = mechanism.allocator
+            self.clipper: Any = mechanism.clipper
+        else:
+            self.privacy_allocator = make_allocator(self._run_config)
+            self.clipper = make_clipper(self._run_config)
+
+    def _chosen_clipper(self, default: Clipper) -> Clipper:
+        """Return the clip rule that `clipping_strategy` and `initial_clip` ask for."""
+        strategy = self.config.get("clipping_strategy", "quantile")
+        validate.choice("clipping_strategy", strategy, ("quantile", "fixed"))
+        initial = self.config.get("initial_clip")
+        if strategy == "fixed":
+            return FixedClipper(1.0 if initial is None else initial)
+        if initial is None or not isinstance(default, QuantileClipper):
+            return default
+        return QuantileClipper(
+            default.quantile, default.momentum, default.min_clip, default.max_clip, initial
+        )
 
     def train(self) -> dict[str, list[Any]]:
         """Run all rounds from the model's present weights and return the history."""
-        federation = self._federation
-        self._problem.flat.module.load_state_dict(self.model.state_dict())
-        federation.weights = self._problem.flat.read().clone()
+        self._take_weights()
+        self._plug_in()
+        lines: list[dict[str, Any]] = []
+        self._training = True
+        try:
+            train_rounds(
+                self._run_config, self._problem, self._federation, lines, observer=self._observe
+            )
+        finally:
+            self._training = False
+            self._store_weights()
+            self.history = build_history(lines)
+        return self.history
+
+    def _plug_in(self) -> None:
+        """Give the round this server's parts, and the steps that a subclass overrides."""
+        federation, kind = self._federation, type(self)
         federation.tracker = self.tracker
         if isinstance(federation.mechanism, SeedMechanism):
             federation.mechanism.allocator = self.privacy_allocator
             federation.mechanism.clipper = self.clipper
+            federation.mechanism.clip_is_public = type(self.clipper) is FixedClipper
         federation.select = self._cohort
-        if type(self).local_training is not QuAPFLServer.local_training:
+        if kind.local_training is not QuAPFLServer.local_training:
             federation.engine = _OwnTraining(self)
-        lines: list[dict[str, Any]] = []
-        train_rounds(self._run_config, self._problem, federation, lines, observer=self._observe)
-        self._store_weights()
-        self.history = build_history(lines)
-        return self.history
+        if kind.update_global_model is not QuAPFLServer.update_global_model:
+            federation.server = _OwnUpdate(self)
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test data."""
@@ -168,7 +157,9 @@ class QuAPFLServer:
         return [int(client) for client in self._selector.select(round_t).clients]
 
     def _cohort(self, round_t: int, allowed: NDArray[np.bool_] | None) -> Cohort:
-        clients = np.asarray(list(self.select_clients(round_t)), dtype=np.int64)
+        """Ask `select_clients`, showing it the global model as it now is."""
+        self._store_weights()
+        clients = checked_ids(self.select_clients(round_t), len(self.client_indices))
         return Cohort(clients, clients)
 
     def local_training(self, client_id: int, round_t: int) -> tuple[NDArray[Any], float]:
@@ -178,6 +169,7 @@ class QuAPFLServer:
         the paper's algorithm runs.
         """
         validate.integer("client_id", client_id, at_least=0, at_most=len(self.client_indices) - 1)
+        self._take_weights()
         rate = self._run_config.learning_rate_at(round_t)
         update = next(
             iter(self._engine.train(self._federation.weights, [client_id], round_t, rate))
@@ -190,6 +182,7 @@ class QuAPFLServer:
 
         An update with a NaN or Inf entry is skipped.
         """
+        self._take_weights()
         weights = self._federation.weights
         update = torch.as_tensor(aggregated_gradient, device=weights.device).to(torch.float64)
         if update.shape != weights.shape:
@@ -202,7 +195,7 @@ class QuAPFLServer:
             return
         limit = self._run_config.max_agg_norm
         limited = update * (limit / length) if length > limit else update
-        self._federation.weights = self._federation.server.step(weights, limited)
+        self._federation.weights = self._optimizer.step(weights, limited)
         self._store_weights()
 
     def check_convergence(self, accuracy: float) -> bool:
@@ -220,8 +213,8 @@ class QuAPFLServer:
         draws = propensities(
             count,
             generator(self._run_config.seed, "propensity"),
-            float(self.config["participation_alpha"]),
-            float(self.config["participation_beta"]),
+            validate.number("participation_alpha", self.config["participation_alpha"], above=0),
+            validate.number("participation_beta", self.config["participation_beta"], above=0),
         )
         mix = validate.number(
             "participation_mix", self.config.get("participation_mix", 0.0), at_least=0, at_most=1
@@ -235,12 +228,21 @@ class QuAPFLServer:
             seed=self._run_config.seed,
         )
 
+    def _take_weights(self) -> None:
+        """Start from the model's weights; within a round the federation has newer ones."""
+        if not self._training:
+            self._problem.flat.module.load_state_dict(self.model.state_dict())
+            self._federation.weights = self._problem.flat.read().clone()
+
     def _store_weights(self) -> None:
         self._problem.flat.write(self._federation.weights)
         self.model.load_state_dict(self._problem.flat.module.state_dict())
 
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
         if "test_accuracy" in line:
+            if type(self).evaluate is not QuAPFLServer.evaluate:
+                self._store_weights()
+                line["test_accuracy"], line["test_loss"] = self.evaluate()
             self.logger.info(
                 "round %d of %d: accuracy %.4f, loss %.4f",
                 line["round"] + 1,
@@ -273,53 +275,55 @@ class _OwnTraining:
         server = self._server
         scale = learning_rate if server._divides_by_rate else 1.0
         for client in cohort:
-            vector, loss = server.local_training(int(client), round_index)
+            result = server.local_training(int(client), round_index)
+            # The architecture document returns the vector alone.
+            vector, loss = result if isinstance(result, tuple) else (result, math.nan)
             delta = torch.as_tensor(vector).to(start.device, start.dtype) * scale
+            if delta.shape != start.shape:
+                raise InvalidValueError(
+                    f"local_training must return a vector of shape {tuple(start.shape)}, "
+                    f"not {tuple(delta.shape)}"
+                )
             yield ClientUpdate(int(client), delta, len(server.client_indices[int(client)]), loss)
 
     def close(self) -> None:
         self._server._engine.close()
 
 
+class _OwnUpdate(ServerOptimizer):
+    """A server step that asks a subclass's `update_global_model`."""
+
+    def __init__(self, server: QuAPFLServer) -> None:
+        own = server._optimizer
+        super().__init__(own.name, own.lr, own.momentum)
+        self._server = server
+
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        server = self._server
+        server.update_global_model(update.cpu().numpy())
+        if server._federation.weights is weights:
+            # The override moved the model by itself.
+            server._problem.flat.module.load_state_dict(server.model.state_dict())
+            return server._problem.flat.read().clone()
+        return server._federation.weights
+
+
 def _settings(
-    given: dict[str, Any],
+    given: Mapping[str, Any],
+    model: nn.Module,
     num_clients: int,
     dataset_name: str,
     device: torch.device | str | None,
 ) -> RunConfig:
     """Translate the seed's dictionary into a `RunConfig`."""
-    merged = {**HYPERPARAMETERS, **given}
-    settings: dict[str, Any] = {key: merged[key] for key in _SAME if key in merged}
-    settings |= {new: merged[old] for old, new in _RENAMED.items()}
-    settings |= {"dataset": dataset_name, "model": "custom", "availability": "beta"}
-    if "num_clients" in given:
-        settings["num_clients"] = given["num_clients"]
-    if "clients_per_round" not in given and merged["clients_per_round"] > num_clients:
-        settings["clients_per_round"] = 0.3
-    settings["availability"] = validate.choice(
-        "participation_distribution",
-        merged["participation_distribution"],
-        ("beta", "uniform", "always"),
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    settings = settings_from_seed(
+        given, num_clients=num_clients, dataset_name=dataset_name, parameter_names=names
     )
-    settings |= _mode(given)
     settings.setdefault("seed", torch.initial_seed() % 2**63)
     if device is not None:
-        settings["device"] = torch.device(device).type
-    known = {*_SAME, *_RENAMED, *_OTHER}
-    settings |= {key: value for key, value in given.items() if key not in known}
+        chosen = torch.device(device)
+        if chosen.index:
+            raise InvalidValueError(f"device={str(device)!r} must be the first of its kind")
+        settings["device"] = chosen.type
     return build_config(settings)
-
-
-def _mode(given: dict[str, Any]) -> dict[str, Any]:
-    """Pick the algorithm: the paper's when a noise strategy is named, else the document's."""
-    strategy = given.get("noise_strategy")
-    if strategy is None:
-        return {"mode": "quap_fl_client"}
-    validate.choice("noise_strategy", strategy, _STRATEGIES)
-    if strategy == "none":
-        return {"mode": "fedavg"}
-    if strategy == "full":
-        return {"mode": "quap_fl", "noise_layers": "all"}
-    layers = given.get("critical_layers", ["fc2"])
-    # The seed matches layers by substring.
-    return {"mode": "quap_fl", "noise_layers": ",".join(f"*{layer}*" for layer in layers)}

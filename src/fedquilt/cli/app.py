@@ -10,7 +10,10 @@ import typer
 from fedquilt._version import __version__
 from fedquilt.cli.compare import compare
 from fedquilt.cli.data import data
+from fedquilt.cli.ledger import ledger
+from fedquilt.cli.plan import plan
 from fedquilt.cli.run import run
+from fedquilt.cli.statement import statement
 from fedquilt.errors import FedquiltError, RunInterrupted
 
 app = typer.Typer(
@@ -23,6 +26,9 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(compare)
+app.command()(plan)
+app.command()(statement)
+app.add_typer(ledger)
 app.command()(data)
 
 

@@ -163,7 +163,7 @@ class _Plan:
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield the samples and shares [active, width] and the sizes [active] of each step."""
-        parts = (tensor.split(self.active) for tensor in (self.samples, self.shares, self.sizes))
+        parts = (torch.split(t, self.active) for t in (self.samples, self.shares, self.sizes))
         for width, samples, shares, sizes in zip(self.widths, *parts, strict=True):
             yield samples[:, :width], shares[:, :width], sizes
 
@@ -177,7 +177,7 @@ def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: 
     lengths = sizes[step, row][:, None]
     column = np.arange(sizes.max(initial=0))
     place = begins[step, row][:, None] + np.minimum(column, lengths - 1)
-    shuffled = _shuffled(task, [clients[place] for place in order], settings, round_index)
+    shuffled = _shuffled(task, [clients[member] for member in order], settings, round_index)
     device = task.inputs.device
     lengths_there = torch.from_numpy(lengths).to(device)
     inside = torch.arange(len(column), device=device) < lengths_there

@@ -88,7 +88,7 @@ class Account:
         if self.is_bounded:
             raise LedgerConflictError(
                 f"round {round_index} of run {self.run.info.name!r} was settled before and came "
-                "out differently with the same noise seed: the data, the code or the machine changed"
+                "out differently under the same noise seed: data, code or machine changed"
             )
         return self.run.record_unbounded(round_index, clients, digest)
 

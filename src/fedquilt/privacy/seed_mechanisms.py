@@ -152,12 +152,13 @@ class SeedMechanism(Unbounded):
         return notes
 
     def _slice_note(self, counts: NDArray[np.float64]) -> str:
-        worst = float(self.squared_gdp.max())
+        who = int(np.argmax(self.squared_gdp))
+        worst = float(self.squared_gdp[who])
         epsilon = gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0
         return (
             "if the clip bounds had been fixed in advance and nothing but the covered tensors had "
             f"been released: epsilon {epsilon:.3g} at delta {self.allocator.delta:g} for the "
-            f"client with the most joins ({int(counts.max(initial=0))})"
+            f"client that spent most (in {int(counts[who])} joins)"
         )
 
     def statement(

@@ -9,7 +9,7 @@ from fedquilt.subnet.axis import Axis
 from fedquilt.subnet.depth import Blocks, depth_slice
 from fedquilt.subnet.fjord import self_distillation_loss
 from fedquilt.subnet.heterofl import Scaler, masked_cross_entropy, scale_outputs
-from fedquilt.subnet.holder_mean import mean_over_holders_
+from fedquilt.subnet.holder_mean import mean_over_holders
 from fedquilt.subnet.model_slice import ModelSlice, attach, slice_between
 from fedquilt.subnet.plan import PlanAxis, SlicePlan, slice_model
 from fedquilt.subnet.selection import FixedStructure, Prefix, RandomUnits, Selection, Window
@@ -45,7 +45,7 @@ __all__ = [
     "distribute",
     "extract_state",
     "masked_cross_entropy",
-    "mean_over_holders_",
+    "mean_over_holders",
     "merge_states",
     "scale_outputs",
     "self_distillation_loss",

@@ -98,6 +98,8 @@ class Axis:
 
         Returns None when the groups do not all hold the same choice.
         """
+        if groups == 1:
+            return (0,), self
         width = self.size // groups
         index = self.index.numpy()
         held = list(dict.fromkeys((index // width).tolist()))

@@ -14,7 +14,8 @@ with the same slice are averaged while packed, at the cost of plain averaging,
 and only the mean of each distinct slice is scattered.  One tensor is worked on
 at a time, so the temporaries are one packed tensor and, where slices differ, the
 weight so far: stored once for all the dimensions that every client holds whole,
-such as those of a kernel.
+such as those of a kernel.  A group that holds everything comes first; its mean is then
+the result in the making, and the previous values need not be read.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ Members = Sequence[tuple[Tensor, float]]
 """Packed tensors with the weights of their clients, all > 0."""
 
 
-def mean_over_holders_(whole: Tensor, groups: Mapping[TensorMap, Members]) -> None:
-    """Replace each held element of `whole` by the weighted mean over its holders.
+@torch.no_grad()
+def mean_over_holders(previous: Tensor, groups: Mapping[TensorMap, Members]) -> Tensor:
+    """Return a new tensor: each held element the weighted mean over its holders.
 
     Half precision is averaged in float32; whole numbers in float64, then
     rounded to the nearest.
 
     Parameters
     ----------
-    whole : tensor
-        The previous values; changed in place.
+    previous : tensor
+        The values that stay where nobody holds an element; its type and device
+        are those of the result.
     groups : mapping of TensorMap to members
         The clients' packed tensors and weights, by what they hold.
     """
-    if not groups:
-        return
-    with torch.no_grad():
-        work = whole.to(working_type(whole.dtype))
-        _merge_groups(work, groups)
-        if work is not whole:
-            whole.copy_(work if whole.dtype.is_floating_point else work.round())
+    like = previous.new_empty(0, dtype=working_type(previous.dtype))
+    mean = _merged(previous.detach(), groups, like)
+    if mean.dtype == previous.dtype:
+        return mean
+    return (mean if previous.dtype.is_floating_point else mean.round()).to(previous.dtype)
 
 
 def working_type(kind: torch.dtype) -> torch.dtype:
@@ -60,37 +61,47 @@ def working_type(kind: torch.dtype) -> torch.dtype:
     return torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
 
 
-def _merge_groups(work: Tensor, groups: Mapping[TensorMap, Members]) -> None:
-    if len(groups) == 1:
-        (tensor_map, members), *_ = groups.items()
-        tensor_map.scatter_(work, _packed_mean(members, work)[0])
-        return
-    if not torch.isfinite(work.sum()):
-        # A running mean starts from the old value with factor 0, which does not
-        # remove an infinity or a NaN; any held value is as good a start.
-        for tensor_map, members in groups.items():
-            tensor_map.scatter_(work, members[0][0].to(work))
-    weight_maps = _weight_maps(list(groups))
-    covered = torch.zeros(weight_maps[0].shape, dtype=work.dtype, device=work.device)
-    for (tensor_map, members), weight_map in zip(groups.items(), weight_maps, strict=True):
-        mean, weight = _packed_mean(members, work)
+def _merged(previous: Tensor, groups: Mapping[TensorMap, Members], like: Tensor) -> Tensor:
+    """Return the running mean of the groups, those that hold everything first."""
+    maps = sorted(groups, key=lambda tensor_map: not tensor_map.is_full)
+    weight_maps = _weight_maps(maps) if maps else []
+    if maps and maps[0].is_full:
+        mean, weight = _packed_mean(groups[maps[0]], like)
+        covered = like.new_full(weight_maps[0].shape, weight)
+        maps, weight_maps = maps[1:], weight_maps[1:]
+    else:
+        mean = _start(previous, groups, like)
+        covered = like.new_zeros(weight_maps[0].shape if maps else ())
+    for tensor_map, weight_map in zip(maps, weight_maps, strict=True):
+        part, weight = _packed_mean(groups[tensor_map], like)
         weight_map.scatter_add_(covered, weight)
-        share = weight / weight_map.gather(covered)
-        _move(tensor_map, work, mean, share)
+        _move(tensor_map, mean, part, weight / weight_map.gather(covered))
+    return mean
 
 
-def _move(tensor_map: TensorMap, work: Tensor, mean: Tensor, share: Tensor) -> None:
-    """Move the held elements towards a mean by the share of the weight it has."""
-    shares = share.expand(mean.shape)
-    tensor_map.update_(work, lambda block, end, by: block.lerp_(end, by), mean, shares)
+def _start(previous: Tensor, groups: Mapping[TensorMap, Members], like: Tensor) -> Tensor:
+    """Return a copy of the previous values to start a running mean from.
+
+    The start counts with factor 0 where an element is held, which does not
+    remove an infinity or a NaN; any held value is as good a start.
+    """
+    start = previous.to(like.dtype, copy=True)
+    if not torch.isfinite(start.sum()):
+        for tensor_map, members in groups.items():
+            tensor_map.scatter_(start, members[0][0].to(like))
+    return start
+
+
+def _move(tensor_map: TensorMap, mean: Tensor, part: Tensor, share: Tensor) -> None:
+    """Move the held elements of a mean towards a part by the share of the weight it has."""
+    shares = share.expand(part.shape)
+    tensor_map.update_(mean, lambda block, end, by: block.lerp_(end, by), part, shares)
 
 
 def _packed_mean(members: Members, like: Tensor) -> tuple[Tensor, float]:
     """Return the weighted mean of packed tensors, in the type and place of `like`."""
     first, weight = members[0]
-    mean = first.to(like)
-    if len(members) > 1 and mean is first:
-        mean = first.clone()
+    mean = first.detach().to(like, copy=True)
     kind, place = like.dtype, like.device
     for tensor, extra in members[1:]:
         weight += extra

@@ -6,14 +6,14 @@ into networks.  All check first and change nothing when they raise.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
-from fedquilt.subnet.holder_mean import mean_over_holders_
+from fedquilt.subnet.holder_mean import mean_over_holders
 from fedquilt.subnet.layers.subset_layer import SubsetLayer
 from fedquilt.subnet.model_slice import (
     ModelSlice,
@@ -70,9 +70,7 @@ def merge_states(
         _check_slice(state, model_slice)
     for number, (mine, model_slice) in enumerate(zip(client_states, slices, strict=True)):
         _check_client(f"client {number}", mine, model_slice)
-    merged = {name: tensor.detach().clone() for name, tensor in state.items()}
-    _merge_into(merged, client_states, slices, checked)
-    return merged
+    return dict(_merged(state, client_states, slices, checked))
 
 
 def distribute(
@@ -117,7 +115,10 @@ def aggregate(
     checked = check_weights(weights, len(client_nets))
     states = [tensors_of(net) for net in client_nets]
     slices = checked_slices(server_net, client_nets, states, plain, statistics)
-    _merge_into(tensors_of(server_net), states, slices, checked)
+    target = tensors_of(server_net)
+    with torch.no_grad():
+        for name, mean in _merged(target, states, slices, checked):
+            target[name].copy_(mean)
 
 
 def aggregate_layer(
@@ -192,24 +193,24 @@ def check_weights(weights: Sequence[float], clients: int) -> list[float]:
     ]
 
 
-def _merge_into(
-    target: Mapping[str, Tensor],
+def _merged(
+    previous: Mapping[str, Tensor],
     client_states: Sequence[Mapping[str, Tensor]],
     slices: Sequence[ModelSlice],
     weights: Sequence[float],
-) -> None:
-    """Average each tensor of `target`, in place, over the clients of positive weight."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor's mean over its holders; clients of weight zero do not count."""
     cohorts: dict[ModelSlice, list[tuple[Mapping[str, Tensor], float]]] = {}
     for mine, model_slice, weight in zip(client_states, slices, weights, strict=True):
         if weight > 0:
             cohorts.setdefault(model_slice, []).append((mine, weight))
-    for name, whole in target.items():
+    for name, tensor in previous.items():
         groups: dict[TensorMap, list[tuple[Tensor, float]]] = {}
         for model_slice, members in cohorts.items():
             if name in model_slice.maps:
                 group = groups.setdefault(model_slice.maps[name], [])
                 group.extend([(mine[name], weight) for mine, weight in members])
-        mean_over_holders_(whole, groups)
+        yield name, mean_over_holders(tensor, groups)
 
 
 def _check_slice(state: Mapping[str, Tensor], model_slice: ModelSlice) -> None:

@@ -11,7 +11,7 @@ few kilobytes, and copying a strided view runs at the speed of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -110,17 +110,13 @@ class TensorMap:
             for there, here in self._blocks:
                 change(near[there], *(tensor[here] for tensor in packed))
         else:
-            index = self._index_of_scattered(whole.device)
-            block = near[index]
+            block = self.gather(whole)
             change(block, *packed)
-            near[index] = block
+            self._put(whole, block)
 
     def flat_index(self) -> torch.Tensor:
         """Return the int64 position, in the flattened whole tensor, of every packed element."""
-        index = torch.zeros((), dtype=torch.int64)
-        for axis in self.axes:
-            index = index[..., None] * axis.size + axis.index
-        return index.reshape(-1)
+        return _flat_index(self.axes)
 
     @cached_property
     def _scattered(self) -> tuple[int, ...]:
@@ -149,14 +145,15 @@ class TensorMap:
             for pairs in product(*sides)
         )
 
-    def _index_of_scattered(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return open index tensors up to the last scattered dimension, as numpy.ix_ does."""
-        last = self._scattered[-1]
-        index = []
-        for dim, axis in enumerate(self.axes[: last + 1]):
-            one = axis.index if dim in self._scattered else torch.arange(len(axis))
-            index.append(one.to(device).view((-1,) + (1,) * (last - dim)))
-        return tuple(index)
+    def _put(self, whole: torch.Tensor, block: torch.Tensor) -> None:
+        """Write a block back by an index of its rows: what follows the last cut dimension."""
+        last = max(dim for dim, axis in enumerate(self.axes) if not axis.is_full)
+        index = _flat_index(self.axes[: last + 1]).to(whole.device)
+        if whole.is_contiguous():
+            rows = whole.view(-1, prod(self.shape[last + 1 :]))
+            rows.index_copy_(0, index, block.reshape(len(index), -1))
+        else:
+            whole.flatten(0, last)[index] = block.flatten(0, last)
 
     @staticmethod
     def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -167,6 +164,14 @@ class TensorMap:
 
 
 _EVERYTHING = (slice(None), slice(None))
+
+
+def _flat_index(axes: Sequence[Axis]) -> torch.Tensor:
+    """Return the position of each combination of held positions in the flattened product."""
+    index = torch.zeros((), dtype=torch.int64)
+    for axis in axes:
+        index = index[..., None] * axis.size + axis.index
+    return index.reshape(-1)
 
 
 def _sides(axis: Axis) -> list[tuple[slice, slice]]:

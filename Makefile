@@ -1,0 +1,30 @@
+# make demo   sets up .venv and compares the modes on the embedded digits
+# make test   sets up .venv and runs the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Small models train faster on one thread than on many.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check install clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/fedquilt compare --config demo.toml $(DEMO)
+
+test: install
+	$(BIN)/python -m pytest $(TESTS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache

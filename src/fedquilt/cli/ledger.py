@@ -1,0 +1,148 @@
+"""`fedquilt ledger show|export|verify`: what every client has given away."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt.cli.run import JSON
+from fedquilt.errors import InvalidValueError
+
+ledger = typer.Typer(
+    name="ledger", help="Look into a privacy ledger, copy it out, check it.", no_args_is_help=True
+)
+LEDGER = typer.Argument(metavar="LEDGER", help="A ledger file, or the folder of a run.")
+POPULATION = typer.Option("--population", help="Only this population.")
+
+
+@ledger.command()
+def show(
+    path: Annotated[str, LEDGER],
+    population: Annotated[str | None, POPULATION] = None,
+    most: Annotated[int, typer.Option("--most", help="Clients listed, dearest first.")] = 10,
+    figure: Annotated[
+        str | None, typer.Option("--figure", metavar="FILE", help="Draw spend against joins.")
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Show what each population has spent, who spent most, and who is near the end."""
+    from fedquilt.report.ledger import ledger_tables, plot_ledger
+
+    with _open(path) as opened:
+        chosen = _populations(opened, population)
+        rows = {one.info.name: list(one.rows()) for one in chosen}
+        summaries = [one.summary() for one in chosen]
+        if figure is not None:
+            plot_ledger(summaries, rows, figure)
+        if as_json:
+            print(json.dumps(_as_json(opened, chosen)))
+            return
+        print(ledger_tables(summaries, rows, most))
+        if figure is not None:
+            print(f"\nfigure: {figure}")
+
+
+@ledger.command()
+def export(
+    path: Annotated[str, LEDGER],
+    population: Annotated[str | None, POPULATION] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Rows of clients as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON, which is the default.")] = False,
+) -> None:
+    """Write the whole ledger to standard output, as JSON or CSV."""
+    from fedquilt.privacy.ledger import csv_rows
+
+    if as_csv and as_json:
+        raise InvalidValueError("--csv and --json exclude each other")
+    with _open(path) as opened:
+        chosen = _populations(opened, population)
+        if not as_csv:
+            print(json.dumps(_as_json(opened, chosen)))
+            return
+        if len(chosen) != 1:
+            names = ", ".join(one.info.name for one in chosen)
+            raise InvalidValueError(f"--csv holds one population: choose one of {names}")
+        csv.writer(sys.stdout).writerows(csv_rows(chosen[0]))
+
+
+@ledger.command()
+def verify(
+    path: Annotated[str, LEDGER],
+    runs: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN_FOLDER", help="A run whose kept head must be there."),
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Check the hash chain and every balance; exit 1 when something is wrong.
+
+    Only a head kept elsewhere can show that a ledger was rolled back: name the
+    folders of runs that used it.
+    """
+    heads = [head for run in [*(runs or []), path] for head in _kept_heads(run)]
+    with _open(path) as opened:
+        report = opened.verify(known_heads=heads)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "ok": report.ok,
+                    "entries": report.entries,
+                    "head": report.head,
+                    "known_heads": len(heads),
+                    "problems": list(report.problems),
+                }
+            )
+        )
+    elif report.ok:
+        print(f"whole: {report.entries} entries, {len(heads)} kept heads found, head {report.head}")
+    else:
+        print("\n".join(["NOT WHOLE", *report.problems]))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _open(path: str) -> Any:
+    from fedquilt.privacy.ledger import Ledger
+
+    return Ledger.open(_ledger_file(Path(path)), read_only=True)
+
+
+def _ledger_file(path: Path) -> Path:
+    """Return the ledger that a path means: itself, or the one a run folder names."""
+    from fedquilt.run_folder import RunFolder
+
+    if not path.is_dir():
+        return path
+    entered = RunFolder.open(path).read_account()
+    if entered is None:
+        raise InvalidValueError(f"run folder {str(path)!r} has no ledger")
+    return Path(entered["ledger"])
+
+
+def _kept_heads(path: str) -> list[str]:
+    """Return the ledger heads that a run folder has kept; none for a plain file."""
+    from fedquilt.run_folder import RunFolder
+
+    if not Path(path).is_dir():
+        return []
+    folder = RunFolder.open(path)
+    checkpoint, result = folder.load_checkpoint(), folder.read_result() or {}
+    heads = [checkpoint.ledger_head if checkpoint else "", result.get("ledger", {}).get("head", "")]
+    return [head for head in heads if head]
+
+
+def _populations(opened: Any, name: str | None) -> list[Any]:
+    found = opened.populations()
+    return found if name is None else [opened.population(name)]
+
+
+def _as_json(opened: Any, chosen: list[Any]) -> dict[str, Any]:
+    content: dict[str, Any] = opened.export()
+    names = {one.info.name for one in chosen}
+    content["populations"] = [p for p in content["populations"] if p["name"] in names]
+    return content
