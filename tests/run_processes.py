@@ -186,7 +186,8 @@ def _prepare(
         (event, n): SIGKILL at the n-th event, which is 'fsync' (the bytes are
         written, not yet flushed), 'replace' (flushed, not yet renamed),
         'replaced' (just renamed), 'round' (a round is over and unrecorded),
-        'torn' (half of its line is written) or 'recorded' (all of it).
+        'torn' (half of its line is written), 'recorded' (all of it), 'reserved' or
+        'settled' (the ledger has the charges of a round, or has made them final).
     largest_file, largest_file_after
         A limit on file sizes as the kernel enforces it, set after so many rounds.
     as_nobody
@@ -218,6 +219,7 @@ def _arm(event: str, count: int) -> None:
     """Kill this process at the `count`-th event of a kind."""
     import signal
 
+    from fedquilt.privacy.account import Account
     from fedquilt.run_folder import RunFolder
 
     left = [count]
@@ -235,10 +237,10 @@ def _arm(event: str, count: int) -> None:
 
     append = RunFolder.append_round
 
-    def tear(folder: RunFolder, record: dict[str, Any]) -> None:
+    def tear(folder: RunFolder, *given: Any) -> None:
         path = folder.path / "rounds.jsonl"
         size = path.stat().st_size if path.exists() else 0
-        append(folder, record)
+        append(folder, *given)
         whole = path.stat().st_size
         if left[0] == 1:
             os.truncate(path, size + (whole - size) // 2)
@@ -246,6 +248,10 @@ def _arm(event: str, count: int) -> None:
 
     if event == "fsync":
         os.fsync = before(os.fsync)
+    elif event == "reserved":
+        Account.reserve = after(Account.reserve)  # type: ignore[method-assign]
+    elif event == "settled":
+        Account.settle = after(Account.settle)  # type: ignore[method-assign]
     elif event == "replace":
         os.replace = before(os.replace)
     elif event == "replaced":

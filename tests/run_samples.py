@@ -57,6 +57,8 @@ def timeless(result: dict[str, Any]) -> dict[str, Any]:
     plain.pop("schema_version", None)
     plain["metadata"].pop("timestamp")
     plain["metadata"]["hyperparameters"].pop("output_dir")
+    for key in ("ledger", "run_id", "head"):
+        plain.get("ledger", {}).pop(key, None)
     return plain
 
 
@@ -107,8 +109,14 @@ def assert_is_whole(folder: Path, whole: RunResult) -> None:
     ours, theirs = (RunFolder.open(path).load_checkpoint() for path in (folder, whole.folder))
     assert ours is not None
     assert theirs is not None
-    assert ours[0] == theirs[0]
-    assert same_tensors(ours[1], theirs[1])
-    assert ours[2].keys() == theirs[2].keys()
-    assert all(ours[2][key].tobytes() == theirs[2][key].tobytes() for key in ours[2])
+    assert ours.rounds == theirs.rounds
+    assert same_tensors(ours.model, theirs.model)
+    assert ours.state.keys() == theirs.state.keys()
+    assert all(ours.state[key].tobytes() == theirs.state[key].tobytes() for key in ours.state)
     assert not list(folder.glob(".*.tmp"))
+
+
+def rounds_saved(folder: Path) -> int:
+    """Return how many rounds the checkpoint of a run covers; 0 without one."""
+    saved = RunFolder.open(folder).load_checkpoint()
+    return 0 if saved is None else saved.rounds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import shutil
 import signal
@@ -12,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from run_processes import Nursery, environment
 from run_samples import (
     assert_is_whole,
@@ -21,6 +25,7 @@ from run_samples import (
     contents,
     flags,
     only_folder,
+    rounds_saved,
     rounds_without_clock,
     same_tensors,
     tiny,
@@ -34,6 +39,8 @@ from fedquilt.config import MODES
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
+from fedquilt.privacy.ledger import Ledger
 from fedquilt.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,10 +107,66 @@ def test_every_mode_and_server_state_survives(
     changes = {"mode": mode, "server_optimizer": server_optimizer}
     if mode == "fedavg":
         changes["noise_seed"] = None
-    folder = killed(nursery, tmp_path, ("replaced", 3), **changes)
-    assert RunFolder.open(folder).load_checkpoint()[0] == 2  # type: ignore[index]
+    folder = killed(nursery, tmp_path, ("recorded", 3), **changes)
+    assert rounds_saved(folder) == 2
     resume_run(folder)
     assert_is_whole(folder, uninterrupted(**changes))
+
+
+def ledger_of(folder: Path) -> tuple[NDArray[np.float64], bool, int]:
+    """Return what each client has spent by a run's own ledger, whether it is whole, and runs."""
+    with Ledger.open(folder / "ledger.sqlite", read_only=True) as ledger:
+        (population,) = ledger.populations()
+        return population.spent(), ledger.verify().ok, len(population.runs())
+
+
+CERTIFIED: dict[str, Any] = {
+    "mode": "certified",
+    "num_rounds": 3,
+    "clipping": "quantile",
+    "noise_bands": 2,
+}
+LEDGER_MOMENTS = [
+    *((event, n) for event in ("reserved", "settled", "recorded", "torn") for n in (1, 2, 3)),
+    *(("replace", number) for number in range(2, 8)),
+    *(("replaced", number) for number in range(1, 8)),
+]
+
+
+@pytest.mark.parametrize("moment", LEDGER_MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+def test_certified_killed_between_any_two_steps(
+    nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult], moment: tuple[str, int]
+) -> None:
+    """With a seed the round that was lost comes out the same, and is not paid for twice."""
+    whole = uninterrupted(**CERTIFIED)
+    folder = killed(nursery, tmp_path, moment, **CERTIFIED)
+    resume_run(folder)
+    assert_is_whole(folder, whole)
+    assert whole.folder is not None
+    spent, ok, _ = ledger_of(folder)
+    assert ok
+    np.testing.assert_array_equal(spent, ledger_of(whole.folder)[0])
+    lines = (folder / "private.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("moment", [("reserved", 2), ("settled", 2), ("recorded", 3)], ids=str)
+def test_a_certified_run_never_forgets_a_charge(
+    nursery: Nursery, tmp_path: Path, moment: tuple[str, int]
+) -> None:
+    """With secret noise a lost round is a second release: it is charged again, within epsilon."""
+    changes = {"mode": "certified", "noise_seed": None, "clients_per_round": 10}
+    folder = killed(nursery, tmp_path, moment, **changes)
+    before, ok, _ = ledger_of(folder)
+    assert ok
+    assert (before > 0).any() == (moment[0] != "reserved" or moment[1] > 1)
+    resumed = resume_run(folder)
+    after, ok, _ = ledger_of(folder)
+    assert ok
+    assert (after >= before).all()
+    assert 0 < resumed.statement.epsilon_max <= 3.0
+    largest = max(gaussian_epsilon(math.sqrt(spent), 1e-5) for spent in after)
+    assert resumed.statement.epsilon_max == pytest.approx(largest, rel=1e-6)
 
 
 def test_killed_again_and_again(
@@ -176,21 +239,36 @@ def test_a_finished_run_returns_its_result_and_is_left_alone(
 
 
 def test_secret_noise_is_neither_stored_nor_reused(nursery: Nursery, tmp_path: Path) -> None:
-    changes = {"mode": "fixed_dp", "noise_layers": "all", "noise_seed": None}
+    changes = {"mode": "quap_fl", "noise_layers": "all", "noise_seed": None}
     folder = killed(nursery, tmp_path / "one", ("replaced", 3), **changes)
     twin = tmp_path / "twin"
     shutil.copytree(folder, twin)
-    rounds, model, state = RunFolder.open(folder).load_checkpoint()  # type: ignore[misc]
-    assert rounds == 2
-    size = sum(tensor.numel() for tensor in model.values())
-    for name, array in state.items():  # noise would have one number per weight
+    saved = RunFolder.open(folder).load_checkpoint()
+    assert saved is not None
+    assert saved.rounds == 2
+    size = sum(tensor.numel() for tensor in saved.model.values())
+    for name, array in saved.state.items():  # noise would have one number per weight
         assert array.size <= 10 < size, name
     first, second = resume_run(folder), resume_run(twin)
     assert first.result["cohorts"] == second.result["cohorts"]
     assert not same_tensors(first.state_dict, second.state_dict)
-    norms = [run.result["history"]["noise_stats"] for run in (first, second)]
+    norms = [
+        [entry["noise_norm"] for entry in run.result["history"]["noise_stats"]]
+        for run in (first, second)
+    ]
     assert norms[0][:2] == norms[1][:2]
-    assert all(a["noise_norm"] != b["noise_norm"] for a, b in zip(*(n[2:] for n in norms), strict=True))
+    assert all(one != other for one, other in zip(norms[0][2:], norms[1][2:], strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"noise_bands": 3, "clipping": "quantile"}], ids=str)
+def test_a_certified_checkpoint_holds_no_noise(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Correlated noise needs the last noise vectors; they must not reach the disk either."""
+    config = tiny(mode="certified", noise_seed=None, output_dir=str(tmp_path), **changes)
+    folder = run_config(config).folder
+    assert folder is not None
+    saved = RunFolder.open(folder).load_checkpoint()
+    assert saved is not None
+    assert all(array.size <= 10 for array in saved.state.values())
 
 
 def test_rounds_that_run_again_draw_new_secret_noise(nursery: Nursery, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from fedquilt.aggregation import make_server_optimizer
 from fedquilt.config import MODES, RunConfig
 from fedquilt.learning import ClientUpdate, FlatModel
 from fedquilt.modes import make_mechanism
-from fedquilt.population import ParticipationTracker
+from fedquilt.population import Cohort, ParticipationTracker
+from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
-from fedquilt.problem import build_federation, build_problem
+from fedquilt.problem import build_federation, build_problem, build_selector
 from fedquilt.round import Federation, run_round
 
 RATE = 0.05
@@ -76,14 +77,19 @@ class KnownNoise:
         return np.arange(1.0, size + 1.0)
 
 
+def cohort_of(clients: Sequence[int]) -> Cohort:
+    who = np.asarray(clients, dtype=np.int64)
+    return Cohort(who, who)
+
+
 def federation_of(
     config: RunConfig, updates: dict[int, list[float]] = UPDATES, cohort: Sequence[int] = (0, 1, 2)
 ) -> Federation:
-    mechanism = make_mechanism(config, FlatModel(Two()), 3)
+    mechanism = make_mechanism(config, FlatModel(Two()), build_selector(config, 3), None)
     if config.mode != "fedavg":
         mechanism.noise = KnownNoise()  # type: ignore[attr-defined]
     return Federation(
-        select=lambda round_index: np.asarray(cohort, dtype=np.int64),
+        select=lambda round_index, allowed: cohort_of(cohort),
         tracker=ParticipationTracker(3),
         engine=FixedUpdates(updates),
         mechanism=mechanism,
@@ -231,6 +237,22 @@ class Watching:
         self.seen = seen
         self.needs_whole_cohort = whole
 
+    def eligible(self, round_index: int, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        self.seen.append("eligible")
+        return self.has_allowance(remaining)
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return remaining > 0.5
+
+    def charges(
+        self, round_index: int, clients: NDArray[np.int64], *facts: object
+    ) -> NDArray[np.float64]:
+        self.seen.append(f"charges {clients.tolist()}")
+        return np.full(len(clients), 0.25)
+
+    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64]) -> None:
+        self.seen.append(f"granted {granted.tolist()}")
+
     def open_round(self, facts: RoundFacts) -> None:
         self.seen.append(f"open {facts.round_index} {facts.rates.tolist()}")
 
@@ -257,8 +279,36 @@ class Watching:
         return total / weight, NoiseReport()
 
 
-def watched(whole: bool) -> list[str]:
-    seen: list[str] = []
+class WatchingAccount:
+    """A ledger account that writes down what it is asked; `refusals` reservations fail."""
+
+    def __init__(self, seen: list[str], refusals: int = 0) -> None:
+        self.seen = seen
+        self.refusals = refusals
+
+    def remaining(self, round_index: int) -> NDArray[np.float64]:
+        self.seen.append("remaining")
+        return np.array([1.0, 0.25, 1.0])
+
+    def reserve(
+        self, round_index: int, clients: NDArray[np.int64], charges: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            self.seen.append("refused")
+            taken = np.array([0.0])
+            raise BudgetExceededError("another run was faster", clients[:1], taken, taken)
+        self.seen.append(f"reserve {clients.tolist()} {charges.tolist()}")
+        return charges / 2
+
+    def settle(self, release: torch.Tensor) -> None:
+        self.seen.append(f"settle {release.tolist()}")
+
+
+def watched(
+    whole: bool, account: WatchingAccount | None = None, seen: list[str] | None = None
+) -> list[str]:
+    seen = [] if seen is None else seen
 
     class Tracker(ParticipationTracker):
         def update(self, participating_clients: Any) -> None:
@@ -270,9 +320,9 @@ def watched(whole: bool) -> list[str]:
             seen.append("step")
             return weights + update
 
-    def select(round_index: int) -> NDArray[np.int64]:
-        seen.append("select")
-        return np.array([0, 2])
+    def select(round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        seen.append("select" if allowed is None else f"select {allowed.tolist()}")
+        return cohort_of([0, 2])
 
     federation = Federation(
         select=select,
@@ -282,8 +332,9 @@ def watched(whole: bool) -> list[str]:
         server=Server(),  # type: ignore[arg-type]
         learning_rate_at=lambda round_index: RATE,
         weights=torch.zeros(5),
+        account=account,  # type: ignore[arg-type]
     )
-    run_round(federation, 0)
+    assert run_round(federation, 0).without_allowance == (0 if account is None else 1)
     return seen
 
 
@@ -304,7 +355,30 @@ def test_a_public_bound_needs_one_update_at_a_time() -> None:
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+RESERVED = [
+    *("remaining", "eligible", "select [True, False, True]", "charges [0, 2]"),
+    *("reserve [0, 2] [0.25, 0.25]", "granted [0.125, 0.125]", "count"),
+]
+
+
+def test_the_ledger_reserves_before_training_and_settles_before_the_release_is_used() -> None:
+    seen: list[str] = []
+    watched(False, WatchingAccount(seen), seen)
+    assert seen[: len(RESERVED)] == RESERVED
+    assert seen[-3:] == ["release 2", "settle [1.0, 1.0, 0.5, 2.0, 3.5]", "step"]
+    assert seen.index("count") < seen.index("train 0")
+
+
+def test_a_round_is_planned_anew_when_another_run_was_faster() -> None:
+    seen: list[str] = []
+    watched(False, WatchingAccount(seen, refusals=2), seen)
+    again = [*RESERVED[:4], "refused"]
+    assert seen[: 10 + len(RESERVED)] == [*again, *again, *RESERVED]
+    with pytest.raises(BudgetExceededError):
+        watched(False, WatchingAccount([], refusals=1000))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "certified"])
 def test_state_is_all_that_the_next_rounds_need(mode: str) -> None:
     config = tiny(mode=mode, server_optimizer="yogi", participation_ema=0.4)
     config, problem = build_problem(config)

@@ -21,6 +21,7 @@ from run_samples import (
     contents,
     flags,
     only_folder,
+    rounds_saved,
     tiny,
     wait_for_lines,
 )
@@ -28,7 +29,6 @@ from run_samples import (
 from fedquilt import experiment
 from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
 from fedquilt.experiment import RunResult, resume_run, run_config
-from fedquilt.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,11 +63,11 @@ def test_a_disk_that_fills_up(
     folder = only_folder(tmp_path)
     assert f"cannot write '{folder}'" in ended.err
     assert os.strerror(errno.EFBIG) in ended.err
-    assert RunFolder.open(folder).load_checkpoint()[0] == 2  # type: ignore[index]
+    assert rounds_saved(folder) == 2
     assert not list(folder.glob(".*.tmp"))
     ended = nursery.run("run", "--resume", folder, "--quiet", largest_file=1500)
     assert_clean_failure(ended.code, ended.err)
-    assert RunFolder.open(folder).load_checkpoint()[0] == 2  # type: ignore[index]
+    assert rounds_saved(folder) == 2
     resume_run(folder)
     assert_is_whole(folder, uninterrupted(**RICH))
 
@@ -114,7 +114,7 @@ def test_the_message_names_place_and_cause(
     folder = only_folder(tmp_path)
     assert str(caught.value) == f"cannot write '{folder}': {cause}"
     monkeypatch.undo()
-    assert RunFolder.open(folder).load_checkpoint()[0] == 1  # type: ignore[index]
+    assert rounds_saved(folder) == 1
     assert_same_run(resume_run(folder), run_config(tiny(output_dir=str(tmp_path / "other"))))
 
 

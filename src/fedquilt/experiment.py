@@ -117,6 +117,12 @@ def run_config(config: RunConfig, observer: Observer | None = None) -> RunResult
     return _run(config, problem, None, config.output_dir, observer)
 
 
+def run_in_memory(config: RunConfig, observer: Observer | None = None) -> RunResult:
+    """Run what a configuration describes and write nothing."""
+    config, problem = build_problem(config)
+    return _run(config, problem, None, None, observer)
+
+
 def resume_run(path: str | Path, observer: Observer | None = None) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)

@@ -53,9 +53,7 @@ def test_each_client_flips_its_own_coin() -> None:
 def test_coins_are_independent_over_clients() -> None:
     """The number of those present has the variance of a sum of independent coins."""
     availability = Availability.make("uniform", 500, np.empty(0))
-    sizes = [
-        availability.available(t, generator(3, "select", t)).size for t in range(2000)
-    ]
+    sizes = [availability.available(t, generator(3, "select", t)).size for t in range(2000)]
     expected = 500 * UNIFORM_PROBABILITY * (1 - UNIFORM_PROBABILITY)
     assert np.var(sizes) == pytest.approx(expected, rel=0.15)
     assert np.mean(sizes) == pytest.approx(500 * 2 / 7, rel=0.01)

@@ -203,9 +203,7 @@ def test_a_saved_state_continues_alike(ema: float | None) -> None:
     for cohort in cohorts[5:]:
         second.update(cohort)
     assert second.get_statistics() == whole.get_statistics()
-    assert np.array_equal(
-        second.get_all_participation_rates(), whole.get_all_participation_rates()
-    )
+    assert np.array_equal(second.get_all_participation_rates(), whole.get_all_participation_rates())
 
 
 def test_a_state_of_another_population_is_refused() -> None:

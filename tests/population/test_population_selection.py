@@ -49,9 +49,7 @@ def test_weighted_picks_follow_their_law(size: int) -> None:
     weights = {3: 0.1, 5: 1.0, 6: 2.0, 8: 0.5}
     available, given = np.array(list(weights)), np.array(list(weights.values()))
     rng = np.random.default_rng(11)
-    seen = Counter(
-        tuple(select_cohort(available, size, rng, given).tolist()) for _ in range(DRAWS)
-    )
+    seen = Counter(tuple(select_cohort(available, size, rng, given).tolist()) for _ in range(DRAWS))
     assert_follows(seen, successive_law(weights, size))
 
 
@@ -77,9 +75,7 @@ def test_poisson_picks_are_independent_coins() -> None:
 
 def selector(rule: str, limit: int, **options: object) -> CohortSelector:
     draws = np.array([0.05, 0.4, 0.3, 0.8])
-    return CohortSelector(
-        Availability(4), draws, rule=rule, limit=limit, seed=7, **options
-    )
+    return CohortSelector(Availability(4), draws, rule=rule, limit=limit, seed=7, **options)
 
 
 def test_the_selectors_weights_are_the_propensities() -> None:

@@ -61,6 +61,11 @@ def plan(
         print(json.dumps(dataclasses.asdict(made)))
         return
     print(planning.plan_table(made))
+    print(
+        "\n".join(
+            ["", "advice", *(f"  {number}. {text}" for number, text in enumerate(made.advice, 1))]
+        )
+    )
     if figure is not None:
         print(f"\nfigure: {figure}")
 

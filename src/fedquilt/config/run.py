@@ -93,7 +93,7 @@ class RunConfig:
     batch_size: int = _option(32, _TRAINING, "Batch size of local training.", at_least=1)
     learning_rate: float = _option(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
     lr_decay: float = _option(
-        0.99, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
+        1.0, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
     )
     fedprox_mu: float = _option(
         0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0

@@ -15,7 +15,7 @@ HYPERPARAMETERS: dict[str, Any] = {
     "local_epochs": 5,
     "local_batch_size": 32,
     "learning_rate": 0.01,
-    "lr_decay": 0.99,
+    "lr_decay": 1.0,  # the document states none
     "epsilon_total": 3.0,
     "delta": 1e-5,
     "alpha": 0.5,

@@ -198,9 +198,7 @@ def _cuda_devices(sample: torch.Tensor) -> list[torch.device]:
     return [sample.device] if sample.device.type == "cuda" else []
 
 
-def _travelling(
-    model: nn.Module, moving: list[str]
-) -> list[tuple[str, torch.Tensor, bool]]:
+def _travelling(model: nn.Module, moving: list[str]) -> list[tuple[str, torch.Tensor, bool]]:
     def pairs() -> Iterator[tuple[str, torch.Tensor, bool]]:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

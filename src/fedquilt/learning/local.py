@@ -94,7 +94,8 @@ def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
     try:
         torch.default_generator.manual_seed(seed)
         if on_gpu:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
         yield
     finally:
         torch.set_rng_state(cpu_state)

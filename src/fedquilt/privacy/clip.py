@@ -20,7 +20,7 @@ from fedquilt.errors import InvalidValueError, NotReadyError
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
 
-# Scaled vectors end this much inside the bound, or twice the rounding of their type.
+# Scaled vectors end this much inside the bound, or twice the spacing of their type.
 _HAIR = 1e-12
 
 
@@ -48,17 +48,18 @@ def clip(vector: Vector, bound: float) -> Vector:
         return np.zeros_like(vector)
     if length <= bound:
         return vector
-    return vector * (bound / length * (1.0 - _rounding(vector)))
-
-
-def _rounding(vector: NDArray[Any] | torch.Tensor) -> float:
-    """Return twice the relative spacing of the vector's numbers, at least a hair."""
+    factor = bound / length
     if isinstance(vector, torch.Tensor):
         kind = vector.dtype if vector.is_floating_point() else torch.get_default_dtype()
-        return max(_HAIR, 2.0 * torch.finfo(kind).eps)
-    if vector.dtype.kind != "f":
-        return _HAIR
-    return max(_HAIR, 2.0 * float(np.finfo(vector.dtype).eps))
+        return vector * (factor * _shrink(torch.finfo(kind).eps))
+    exact = vector.dtype if vector.dtype.kind == "f" else np.dtype(np.float64)
+    scaled = vector * np.float64(factor * _shrink(float(np.finfo(exact).eps)))
+    return scaled.astype(exact, copy=False)
+
+
+def _shrink(spacing: float) -> float:
+    """Return the factor that outdoes the rounding of numbers with this relative spacing."""
+    return 1.0 - max(_HAIR, 2.0 * spacing)
 
 
 class QuantileClipper:

@@ -14,6 +14,7 @@ numbers.  Everything else in this package is made from these four operations:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +79,18 @@ class Axis:
     def is_full(self) -> bool:
         """Whether everything is held, in its own order."""
         return self.runs == ((0, self.size),)
+
+    def contains(self, other: Axis) -> bool:
+        """Tell whether all positions of another choice on this dimension are held here too."""
+        if self.is_full or self.runs == other.runs:
+            return True
+        mine = sorted(self.runs)
+        starts = [start for start, _ in mine]
+        for start, stop in other.runs:
+            place = bisect_right(starts, start) - 1
+            if place < 0 or stop > mine[place][1]:
+                return False
+        return True
 
     @cached_property
     def index(self) -> torch.Tensor:

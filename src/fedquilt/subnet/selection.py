@@ -14,6 +14,7 @@ selection of width w keeps floor(w n) of them, and none is an error.
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -124,7 +125,7 @@ def parse_width(width: object) -> Fraction:
 
 def as_selection(width: Bound | Selection) -> Selection:
     """Return a selection: a plain width means that prefix."""
-    return Prefix(width) if isinstance(width, Bound) else width
+    return Prefix(width) if isinstance(width, Bound | numbers.Real) else width
 
 
 def kept_units(units: int, width: Fraction) -> int:

@@ -72,6 +72,10 @@ class TensorMap:
     def __hash__(self) -> int:
         return self._hash
 
+    def contains(self, other: TensorMap) -> bool:
+        """Tell whether this slice holds all that another slice of the same tensor holds."""
+        return all(mine.contains(its) for mine, its in zip(self.axes, other.axes, strict=True))
+
     def gather(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the slice of a whole tensor; differentiable, and perhaps a view of it."""
         self._check("whole tensor", whole, self.shape)
@@ -148,12 +152,17 @@ class TensorMap:
     def _put(self, whole: torch.Tensor, block: torch.Tensor) -> None:
         """Write a block back by an index of its rows: what follows the last cut dimension."""
         last = max(dim for dim, axis in enumerate(self.axes) if not axis.is_full)
-        index = _flat_index(self.axes[: last + 1]).to(whole.device)
+        cut = self.axes[: last + 1]
         if whole.is_contiguous():
+            index = _flat_index(cut).to(whole.device)
             rows = whole.view(-1, prod(self.shape[last + 1 :]))
             rows.index_copy_(0, index, block.reshape(len(index), -1))
-        else:
-            whole.flatten(0, last)[index] = block.flatten(0, last)
+            return
+        open_index = [
+            axis.index.to(whole.device).view(-1, *[1] * (last - dim))
+            for dim, axis in enumerate(cut)
+        ]
+        whole[tuple(open_index)] = block
 
     @staticmethod
     def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -24,8 +24,9 @@ def combine(records: Records, one: Value, other: Value, where: str) -> Value:
     if not isinstance(one, Layout) or not isinstance(other, Layout):
         return next((value for value in (one, other) if isinstance(value, Layout)), Layout())
     if one.axis is None or other.axis is None:
-        cut = other if one.axis is None else one
-        records.pin(cut.parts)
+        cut, whole = (other, one) if one.axis is None else (one, other)
+        if cut.axis is None or whole.thin != cut.axis:
+            records.pin(cut.parts)
         return replace(cut, rank=_rank(one, other))
     return _tied(records, one, other, where)
 

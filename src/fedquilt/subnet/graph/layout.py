@@ -27,12 +27,16 @@ class Layout:
     inner : int or None
         How many neighbours each feature has become, after a flatten; None while
         unknown, until a layer with a known number of inputs tells.
+    thin : int or None
+        In a tensor that is always whole, a dimension known to have size 1; it
+        is broadcast over a cut one.
     """
 
     rank: int | None = None
     axis: int | None = None
     parts: tuple[Part, ...] = ()
     inner: int | None = 1
+    thin: int | None = None
 
     def moved(self, axis: int | None, rank: int | None) -> Layout:
         """Return the layout with its cut dimension elsewhere."""

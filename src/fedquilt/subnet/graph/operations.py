@@ -39,7 +39,7 @@ SPATIAL = frozenset(
     for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "lp")
     for dims in (1, 2, 3)
 )
-REDUCING = _words("mean sum amax amin std var norm")
+REDUCING = _words("mean sum amax amin")
 MEASURING = _words("size dim numel ndimension shape ndim device dtype is_cuda")
 
 Handler = Callable[["Records", fx.Node, Layout], Value]
@@ -116,7 +116,7 @@ def reduce(records: Records, node: fx.Node, value: Layout) -> Value:
     listed = [dims] if isinstance(dims, int) else list(dims)
     places = {value.position(dim, describe(node)) for dim in listed}
     if argument(node, 2, "keepdim", False):
-        return Layout(value.rank) if value.axis in places else value
+        return Layout(value.rank, thin=value.axis) if value.axis in places else value
     rank = None if value.rank is None else value.rank - len(places)
     if value.axis in places:
         return Layout(rank)

@@ -50,7 +50,7 @@ def _forward(graph: fx.Graph, names: Sequence[str]) -> Forward:
                 flat = graph.call_function(torch.flatten, (node.args[0], 1))
             node.replace_all_uses_with(flat)
             graph.erase_node(node)
-    graph.eliminate_dead_code(_removable)
+    graph.eliminate_dead_code(_may_have_effect)
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(compile(code.src, "<sliced forward>", "exec"), namespace)
@@ -58,8 +58,8 @@ def _forward(graph: fx.Graph, names: Sequence[str]) -> Forward:
     return forward
 
 
-def _removable(node: fx.Node) -> bool:
-    """Keep everything with an effect: only sizes and their arithmetic may go."""
+def _may_have_effect(node: fx.Node) -> bool:
+    """Tell whether a node must stay though nothing uses it: all but sizes and their arithmetic."""
     harmless = (operator.getitem, operator.mul, getattr)
-    unused_size = node.op == "call_method" and node.target == "size"
-    return not (unused_size or (node.op == "call_function" and node.target in harmless))
+    is_size = node.op == "call_method" and node.target == "size"
+    return not (is_size or (node.op == "call_function" and node.target in harmless))

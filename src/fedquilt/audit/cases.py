@@ -1,0 +1,89 @@
+"""The ways through a round that are replayed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+CLIENTS = 6
+"""The number of clients in every case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way through a round.
+
+    Parameters
+    ----------
+    settings : dict
+        Fields of `RunConfig` beside those that all cases share.
+    norms : tuple of float
+        The norm of each client's update; NaN and Inf stand for updates with such
+        entries.  Empty: the clients train for real.
+    victims : tuple of int
+        The clients whose data are taken away, one in each world.
+    present : tuple of tuple of int
+        Who is there in each round; empty: everybody, always.
+    kept : tuple of tuple of int
+        Whom the secret coin keeps in each round, where there is one.
+    timed : bool
+        Let the victim's missing data show in the wall time, as they do in truth.
+    """
+
+    settings: dict[str, Any]
+    norms: tuple[float, ...] = (0.5, 3.0, 0.9, 40.0, 5.0, 2.0)
+    victims: tuple[int, ...] = (0, 3, 4)
+    present: tuple[tuple[int, ...], ...] = ()
+    kept: tuple[tuple[int, ...], ...] = ()
+    timed: bool = False
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds are replayed."""
+        return len(self.present or self.kept) or 4
+
+
+_UNEVEN = ((0, 1, 2, 3), (1, 3), (), (0, 1, 3, 5), (1,), (1, 2, 3, 4))
+_NONE = math.nan
+
+CASES: dict[str, Case] = {
+    "adaptive clips": Case({"policy": "adaptive"}, present=_UNEVEN),
+    "clips at their cap": Case({"clip_cap": 1.2}, present=_UNEVEN),
+    "even clips": Case({"policy": "worst_case"}),
+    "a cap on joins": Case({"policy": "cap", "max_joins": 2}),
+    "the paper's schedule": Case({"policy": "paper"}, present=_UNEVEN),
+    "nobody there": Case({}, present=((), (0, 1), (), (), (0, 3))),
+    "not finite": Case({}, norms=(_NONE, math.inf, -math.inf, 0.5, 9.0, 1.0), victims=(0, 1, 2, 4)),
+    "zero updates": Case({}, norms=(0.0, 0.0, 0.0, 0.0, 1.0, 9.0), victims=(0, 4, 5)),
+    # Above 1e154 and below 1e-154 the squares leave the range of float64.
+    "tiny and huge": Case({}, norms=(1e-161, 1e-40, 1e30, 1e160, 1e300, 1.0), victims=(0, 1, 2, 3)),
+    "normalised updates": Case(
+        {"normalise_updates": True},
+        norms=(1e-161, 1e-40, _NONE, 1e160, 0.0, 0.5),
+        victims=(0, 1, 2, 3, 5),
+    ),
+    "private quantile": Case({"clipping": "quantile"}),
+    "quantile of odd updates": Case(
+        {"clipping": "quantile"}, norms=(0.0, _NONE, 1e-40, 1e160, 1.0, 2.0), victims=(0, 1, 3)
+    ),
+    "correlated noise": Case({"noise_bands": 3, "clients_per_round": 2}),
+    "everything at once": Case(
+        {"noise_bands": 2, "clipping": "quantile", "normalise_updates": True}, present=_UNEVEN
+    ),
+    "secret coin": Case(
+        {
+            "amplification": True,
+            "selection": "poisson",
+            "policy": "worst_case",
+            "clients_per_round": 3,
+            "epsilon": 20.0,
+        },
+        kept=((0, 1, 3), (), (3, 4), (0, 1)),
+    ),
+    "fixed_dp over everything": Case(
+        {"mode": "fixed_dp", "noise_layers": "all"}, norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2)
+    ),
+    "real training": Case({"clip_norm": 0.01}, norms=()),
+    "wall time": Case({}, victims=(3,), timed=True),
+}

@@ -1,0 +1,280 @@
+"""The worlds of a replay: real federations that differ in one client's data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.accounts import open_account
+from fedquilt.aggregation import ServerOptimizer
+from fedquilt.audit.cases import CLIENTS, Case
+from fedquilt.config import RunConfig, build_config
+from fedquilt.history import as_line, split_private
+from fedquilt.learning import ClientUpdate, Engine, LocalSettings, Task, make_engine
+from fedquilt.population import Cohort
+from fedquilt.privacy.account import Account
+from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.mechanism import Mechanism
+from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
+from fedquilt.privacy.seed_mechanisms import LayerNoise
+from fedquilt.problem import Problem, build_federation, problem_from
+from fedquilt.randomness import generator, torch_seed
+from fedquilt.round import Federation, RoundRecord, run_round
+
+_SAMPLES = 4  # of each client
+_VOLATILE = ("time", "digest", "hash")  # decided by the clock and the noise
+
+
+@dataclass
+class World:
+    """A federation with or without one client's data, and its newest round."""
+
+    federation: Federation
+    server: Witness
+    account: Account
+    victim: int | None
+    seconds: float
+    record: RoundRecord = field(default_factory=lambda: RoundRecord(-1, []))
+    charges: NDArray[np.float64] = field(default_factory=lambda: np.zeros(CLIENTS))
+
+    def run(self, round_index: int) -> None:
+        """Run one round and note what it released and charged."""
+        self.server.released = None
+        before = self.account.population.spent()
+        self.record = run_round(self.federation, round_index)
+        self.charges = self.account.population.spent() - before
+
+    def follow(self, base: World) -> None:
+        """Take over what the base world has released, so that the next round compares."""
+        self.federation.weights = base.federation.weights.clone()
+        self.federation.mechanism.load_state(base.federation.mechanism.state())
+
+    def public(self) -> dict[str, Any]:
+        """Return what anybody may see of the newest round and no noise protects."""
+        mechanism, population = self.federation.mechanism, self.account.population
+        line = as_line(self.record, self.seconds)
+        shown = split_private(line)[0] if mechanism.claims else line
+        states = {**self.federation.tracker.state(), **mechanism.state()}
+        states.pop("quantile_bound", None)  # a release: its move is measured, not forbidden
+        return {
+            **{f"{key} in the record": value for key, value in shown.items()},
+            **{f"{key} in the checkpoint": value.tolist() for key, value in states.items()},
+            "charges": self.charges.tolist(),
+            "joins in the ledger": population.joins().tolist(),
+            "reservations": population.reserved().tolist(),
+        }
+
+    def ending(self) -> dict[str, Any]:
+        """Return the statement, and what the ledger says but for times and hashes."""
+        counts = self.federation.tracker.participation_count
+        statement = self.federation.mechanism.statement(counts, self.account.epsilons())
+        export = self.account.ledger.export()
+        entries = [
+            {key: value for key, value in entry.items() if key not in _VOLATILE}
+            for entry in export["entries"]
+        ]
+        return {
+            "statement": statement,
+            "ledger entries": entries,
+            "ledger populations": export["populations"],
+        }
+
+
+class Witness(ServerOptimizer):
+    """The server's plain step, which remembers the release it was given."""
+
+    released: torch.Tensor | None = None
+
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Note the release and move the weights by it."""
+        self.released = update.detach().to(torch.float64).clone()
+        return super().step(weights, update)
+
+
+class Prescribed:
+    """An engine whose updates are known in advance; the victim has none."""
+
+    def __init__(self, update: Callable[[int, int], torch.Tensor], victim: int | None) -> None:
+        self._update = update
+        self._victim = victim
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the prescribed updates; sizes and losses differ from client to client."""
+        for client in map(int, cohort):
+            if client == self._victim:
+                yield ClientUpdate(client, torch.zeros_like(start), 0, 0.0)
+            else:
+                delta = self._update(client, round_index)
+                yield ClientUpdate(client, delta, 1 + 7 * client, 0.3 * (1 + client))
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""
+
+
+class KnownNoise(SeededNoise):
+    """The same noise in every world; the mechanism takes it for the secret noise."""
+
+    reproducible = False
+
+
+class NoNoise(SecretNoise):
+    """Zeros."""
+
+    def normal(self, size: int) -> NDArray[np.float64]:
+        """Return `size` zeros."""
+        return np.zeros(size)
+
+
+def known_noise(seed: int) -> KnownNoise:
+    """Return the noise of a replay."""
+    return KnownNoise(torch_seed(seed, "replay noise"))
+
+
+def prescribed_update(case: Case, seed: int, size: int, client: int, index: int) -> torch.Tensor:
+    """Return the update of a client in a round: a random direction of the case's norm.
+
+    Norms that float32 cannot hold come in float64, as from a float64 model.
+    """
+    length = case.norms[client]
+    direction = generator(seed, "replay", index, client).standard_normal(size)
+    if not math.isfinite(length):
+        direction[client % size] = length
+        return torch.from_numpy(direction).to(torch.float32)
+    vector = torch.from_numpy(direction * (length / np.linalg.norm(direction)))
+    return vector.to(torch.float32 if 1e-30 < length <= 1e30 or length == 0 else torch.float64)
+
+
+def make_worlds(
+    case: Case, seed: int, folder: Path, stack: contextlib.ExitStack
+) -> tuple[World, World, list[World]]:
+    """Return the base world, the one without noise, and one for each victim."""
+    config, problem = _problem(case, seed, folder)
+    first = _account(config, problem, folder / "base", stack)
+    pattern = build_federation(config, problem, first)
+    if case.kept:
+        pattern.select = _keep(pattern.select, case.kept)
+    known = known_noise(seed)
+
+    def world(name: str, victim: int | None, noise: NoiseSource) -> World:
+        its_problem = problem if case.norms or victim is None else _without(problem, victim)
+        account = _account(config, its_problem, folder / name, stack)
+        mechanism = _copied(pattern.mechanism, first, account)
+        _give_noise(mechanism, noise)
+        server = Witness("sgd", 1.0)
+        federation = dataclasses.replace(
+            pattern,
+            tracker=copy.deepcopy(pattern.tracker),
+            engine=_engine(case, seed, config, its_problem, victim),
+            mechanism=mechanism,
+            server=server,
+            weights=pattern.weights.clone(),
+            account=account,
+        )
+        seconds = 0.5 if case.timed and victim is not None else 1.0
+        return World(federation, server, account, victim, seconds)
+
+    neighbours = [world(f"without {victim}", victim, known) for victim in case.victims]
+    return world("whole", None, known), world("silent", None, NoNoise()), neighbours
+
+
+def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
+    """Return the case's configuration and a problem of a few random samples."""
+    availability = "always"
+    if case.present:
+        availability = str(folder / "present.csv")
+        with open(availability, "w", newline="", encoding="utf-8") as stream:
+            rows = [(t, client) for t, there in enumerate(case.present) for client in there]
+            csv.writer(stream).writerows([("round", "client"), *rows])
+    shared = {
+        "mode": "certified",
+        "dataset": "custom",
+        "model": "custom",
+        "clients_per_round": CLIENTS,
+        "availability": availability,
+        "num_rounds": case.num_rounds,
+        "learning_rate": 0.5,
+        "local_epochs": 1,
+        "epsilon": 6.0,
+        "seed": seed,
+        "device": "cpu",
+    }
+    config = build_config({**shared, **case.settings})
+    draws = generator(seed, "replay data")
+    inputs = torch.from_numpy(draws.standard_normal((CLIENTS * _SAMPLES, 1, 2, 2))).float()
+    labels = torch.from_numpy(draws.integers(0, 3, CLIENTS * _SAMPLES))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_seed(seed, "replay model"))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    parts = np.arange(CLIENTS * _SAMPLES).reshape(CLIENTS, _SAMPLES)
+    return problem_from(config, model, (inputs, labels), (inputs, labels), list(parts))
+
+
+def _without(problem: Problem, victim: int) -> Problem:
+    """Return the problem in which the victim holds no sample."""
+    nothing = np.zeros(0, dtype=np.int64)
+    held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
+    task = Task(problem.task.inputs, problem.task.targets, held)
+    return dataclasses.replace(problem, task=task)
+
+
+def _account(
+    config: RunConfig, problem: Problem, path: Path, stack: contextlib.ExitStack
+) -> Account:
+    account = open_account(config, problem, path, "replay")
+    stack.callback(account.close)
+    return account
+
+
+def _copied(mechanism: Mechanism, account: Account, other: Account) -> Mechanism:
+    """Return a mechanism before its first round, with another account in place of its own."""
+    places = ((account, other), (account.population, other.population), (account.run, other.run))
+    return copy.deepcopy(mechanism, {id(old): new for old, new in places})
+
+
+def _give_noise(mechanism: Mechanism, noise: NoiseSource) -> None:
+    if isinstance(mechanism, Certified):
+        mechanism.noise.source = noise
+    elif isinstance(mechanism, LayerNoise):
+        mechanism.noise = noise
+
+
+def _engine(
+    case: Case, seed: int, config: RunConfig, problem: Problem, victim: int | None
+) -> Engine:
+    if not case.norms:
+        settings = LocalSettings(config.local_epochs, config.batch_size, 0.0, config.seed)
+        return make_engine("sequential", problem.flat.module, problem.task, settings)
+    size = problem.flat.vector.numel()
+    return Prescribed(
+        lambda client, index: prescribed_update(case, seed, size, client, index), victim
+    )
+
+
+def _keep(
+    select: Callable[[int, NDArray[np.bool_] | None], Cohort], kept: tuple[tuple[int, ...], ...]
+) -> Callable[[int, NDArray[np.bool_] | None], Cohort]:
+    """Return a selection whose secret coins have fallen as prescribed."""
+
+    def selected(index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        exposed = select(index, allowed).exposed
+        return Cohort(np.intersect1d(exposed, np.asarray(kept[index], dtype=np.int64)), exposed)
+
+    return selected

@@ -1,0 +1,247 @@
+"""`fedquilt run`: what it prints, what it leaves, where its settings come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
+
+import fedquilt
+from fedquilt.cli.options import parse_count
+from fedquilt.config import MODES, RunConfig, option_fields
+from fedquilt.experiment import run_config
+
+Cli = Callable[..., Any]
+KEYS = ["mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "statement", "output"]
+STATEMENT = ["unit", "adjacency", "delta", "epsilon_max", "epsilon_median"]
+STATEMENT += ["covered", "uncovered", "noise_source", "notes"]
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Collect the configurations that would be run, and run none."""
+    seen: list[RunConfig] = []
+
+    class Reached(Exception):
+        pass
+
+    def remember(config: RunConfig, observer: object = None) -> None:
+        seen.append(config)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("fedquilt.cli.run.run_config", remember)
+    return seen
+
+
+def test_the_folder_of_a_run(cli: Cli, here: Path) -> None:
+    said = cli("run", *flags(mode="quap_fl"))
+    assert said.code == 0
+    folder = only_folder(here / "results")
+    names = {path.name for path in folder.iterdir()} - {".lock"}
+    assert names == {
+        *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "training.png")
+    }
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert str(Path("results") / folder.name) in said.out
+    result = json.loads((folder / "result.json").read_text())
+    assert f"{result['metadata']['final_accuracy']:.4f}" in said.out
+    assert "epsilon: inf" in said.out
+    assert "covered    fc.weight, fc.bias" in said.out
+    loaded = fedquilt.load(folder)
+    assert loaded.model is not None
+    assert_same_run(loaded, run_config(tiny(mode="quap_fl", output_dir=str(here / "other"))))
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("mode", MODES)
+def test_json_is_one_object_and_nothing_else(cli: Cli, here: Path, mode: str) -> None:
+    said = cli("run", *flags(mode=mode, seed=3), "--json")
+    record = said.json()
+    assert list(record) == KEYS
+    assert sorted(record["statement"]) == sorted(STATEMENT)
+    assert (record["mode"], record["dataset"], record["seed"]) == (mode, "digits", 3)
+    assert record["rounds"] == 4
+    folder = only_folder(here / "results")
+    assert Path(record["output"]) == Path("results") / folder.name
+    result = json.loads((folder / "result.json").read_text())
+    assert record["final_accuracy"] == result["metadata"]["final_accuracy"]
+    assert record["final_loss"] == result["metadata"]["final_loss"]
+    assert record["statement"] == result["statement"]
+    assert record["statement"]["epsilon_max"] == "inf"  # the noise has a seed
+    assert said.err == ""
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_json_of_a_bounded_run_has_a_number(cli: Cli) -> None:
+    options = flags(mode="fixed_dp", noise_layers="all", noise_seed=None)
+    record = cli("run", *options, "--json").json()
+    assert 0 < record["statement"]["epsilon_max"] < 10
+
+
+@pytest.mark.parametrize("changes", [{"server_lr": 1e300}, {"learning_rate": 1e6}], ids=str)
+def test_json_of_a_run_that_diverged(cli: Cli, here: Path, changes: dict[str, float]) -> None:
+    record = cli("run", *flags(mode="fedavg", **changes), "--json").json()
+    if "server_lr" in changes:
+        assert record["final_loss"] is None
+    again = cli("run", "--resume", record["output"], "--json").json()
+    assert again == record
+    assert (here / record["output"] / "training.png").is_file()
+
+
+def test_the_report_of_a_run_that_diverged(cli: Cli) -> None:
+    said = cli("run", *flags(mode="quap_fl", server_lr=1e300))
+    assert said.code == 0
+    assert "Final Loss" in said.out
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_quiet_and_progress_stay_off_standard_output(cli: Cli) -> None:
+    loud, quiet = cli("run", *flags()), cli("run", *flags(), "--quiet")
+    assert quiet.err == ""
+    assert loud.out.splitlines()[:-1] == quiet.out.splitlines()[:-1]  # the last is the folder
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": "fedavg", "clients_per_round": 0.35, "availability": "beta"},
+        {"mode": "quap_fl", "partition": "shards", "participation_ema": 0.2},
+        {"mode": "fixed_dp", "early_stopping": True, "target_accuracy": 0.9, "num_clients": None},
+    ],
+    ids=str,
+)
+def test_config_toml_fed_back_reproduces_the_run(
+    cli: Cli, here: Path, changes: dict[str, Any]
+) -> None:
+    first = cli("run", *flags(**changes), "--json").json()
+    path = here / first["output"] / "config.toml"
+    again = cli("run", "--config", path, "--output-dir", "again", "--json").json()
+    folders = here / first["output"], here / again["output"]
+    assert rounds_without_clock(folders[0]) == rounds_without_clock(folders[1])
+    assert_same_run(fedquilt.load(folders[0]), fedquilt.load(folders[1]))
+    texts = [(folder / "config.toml").read_text() for folder in folders]
+    assert texts[0].replace('"./results"', '"again"') == texts[1]
+
+
+def test_resume_of_a_finished_run_prints_its_result(
+    cli: Cli, here: Path, uninterrupted: Callable[..., Any]
+) -> None:
+    shutil.copytree(uninterrupted(mode="fedavg").folder, here / "copy")
+    record = cli("run", "--resume", "copy", "--json").json()
+    assert record == {**uninterrupted(mode="fedavg").summary(), "output": "copy"}
+    assert (here / "copy" / "training.png").is_file()  # it was missing, so it is drawn now
+    stamp = (here / "copy" / "training.png").stat().st_mtime_ns
+    assert cli("run", "--resume", "copy").code == 0
+    assert (here / "copy" / "training.png").stat().st_mtime_ns == stamp
+
+
+def test_paper_mnist(cli: Cli, configured: list[RunConfig]) -> None:
+    cli("run", "--preset", "paper-mnist")
+    (config,) = configured
+    expected = {
+        "dataset": "mnist",
+        "num_clients": 100,
+        "num_rounds": 200,
+        "clients_per_round": 30,
+        "warmup_rounds": 5,
+        "local_epochs": 3,
+        "batch_size": 32,
+        "learning_rate": 0.005,
+        "lr_decay": 0.995,
+        "epsilon": 6.0,
+        "delta": 1e-5,
+        "budget_alpha": 0.5,
+        "budget_beta": 2.0,
+        "clip_quantile": 0.9,
+        "clip_momentum": 0.95,
+        "min_clip": 0.1,
+        "max_clip": 1.0,
+        "noise_layers": "fc*",
+        "partition": "dirichlet",
+        "dirichlet_alpha": 0.5,
+        "availability": "beta",
+        "target_accuracy": 0.932,
+        "mode": "quap_fl",
+    }
+    assert {key: getattr(config, key) for key in expected} == expected
+    others = {key: value for key, value in config.as_dict().items() if key not in expected}
+    assert others == {key: option_fields()[key].default for key in others}
+
+
+def test_later_sources_win(cli: Cli, here: Path, configured: list[RunConfig]) -> None:
+    file = here / "settings.toml"
+    file.write_text("epsilon = 5.0\nlearning_rate = 0.5\n")
+    cli("run")
+    cli("run", "--preset", "paper-cifar10")
+    cli("run", "--preset", "paper-cifar10", "--config", file)
+    cli("run", "--preset", "paper-cifar10", "--config", file, "--epsilon", "4")
+    chosen = [(c.dataset, c.lr_decay, c.learning_rate, c.epsilon) for c in configured]
+    assert chosen == [
+        ("digits", 0.99, 0.01, 3.0),
+        ("cifar10", 0.995, 0.005, 6.0),
+        ("cifar10", 0.995, 0.5, 5.0),
+        ("cifar10", 0.995, 0.5, 4.0),
+    ]
+    file.write_text('preset = "paper-mnist"\nepsilon = 5.0\n')
+    cli("run", "--config", file)
+    assert (configured[-1].dataset, configured[-1].epsilon) == ("mnist", 5.0)
+
+
+SAMPLES: dict[str, Any] = {"str": "x", "int": 3, "float": 0.25, "int | float": 7, "bool": True}
+
+
+@pytest.mark.parametrize("name", list(option_fields()))
+def test_every_field_is_an_option_and_a_key_of_the_file(
+    cli: Cli, here: Path, configured: list[RunConfig], name: str
+) -> None:
+    item = option_fields()[name]
+    kind = str(item.type).removesuffix(" | None")
+    value = item.metadata["rule"].get("choices", (SAMPLES[kind],))[-1]
+    if name in ("max_clip", "min_clip"):
+        value = {"max_clip": 3.5, "min_clip": 0.25}[name]
+    changes = {"clients_per_round": 0.5} if name == "num_clients" else {}
+    typed = [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    cli("run", *typed)
+    (here / "file.toml").write_text(f"{name} = {json.dumps(value)}\n")
+    cli("run", "--config", "file.toml")
+    expected = RunConfig(**{name: value, **changes})
+    assert [getattr(config, name) for config in configured] == [value, value]
+    if not changes:
+        assert configured == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("30", 30), ("0.3", 0.3), ("1.0", 1.0), ("1", 1), ("1.", 1.0)]
+)
+def test_a_decimal_point_makes_a_fraction(
+    cli: Cli, configured: list[RunConfig], text: str, value: float
+) -> None:
+    assert parse_count(text) == value
+    cli("run", "--num-clients", 50, "--clients-per-round", text)
+    assert configured[0].clients_per_round == value
+    assert type(configured[0].clients_per_round) is type(value)
+
+
+def test_one_key_in_the_written_file_for_every_set_option(cli: Cli, here: Path) -> None:
+    folder = run_config(tiny(output_dir=str(here))).folder
+    assert folder is not None
+    written = tomllib.loads((folder / "config.toml").read_text())
+    assert set(written) - {"schema_version"} <= set(option_fields())
+
+
+def test_a_reader_that_goes_away_is_no_traceback(here: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(fedquilt.__file__).parents[1])
+    command = [sys.executable, "-m", "fedquilt", "--version"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout == f"fedquilt {fedquilt.__version__}\n"

@@ -1,0 +1,180 @@
+"""`RunConfig`: every field's rule is enforced, and a record that exists is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.config import RunConfig, option_fields
+from fedquilt.errors import InvalidValueError
+
+FIELDS = option_fields()
+
+
+def kinds_of(name: str) -> set[str]:
+    return {part.strip() for part in str(FIELDS[name].type).split("|")}
+
+
+def rule_of(name: str) -> dict[str, Any]:
+    return dict(FIELDS[name].metadata["rule"])
+
+
+def just_outside(name: str) -> list[Any]:
+    """Values one step beyond each bound of a field."""
+    rule, whole = rule_of(name), "int" in kinds_of(name)
+    step = 1 if whole else 1e-9
+    beyond = {"above": 0, "below": 0, "at_least": -step, "at_most": step}
+    return [bound + beyond[key] for key, bound in rule.items() if key in beyond]
+
+
+def nearest_inside(name: str) -> list[Any]:
+    """Values on, or one step inside, each bound of a field."""
+    rule, whole = rule_of(name), "int" in kinds_of(name)
+    step = 1 if whole else 1e-9
+    inside = {"above": step, "below": -step, "at_least": 0, "at_most": 0}
+    return [bound + inside[key] for key, bound in rule.items() if key in inside]
+
+
+NUMERIC = [name for name in FIELDS if kinds_of(name) & {"int", "float"}]
+CHOICES = [name for name in FIELDS if "choices" in rule_of(name)]
+BOUNDED = [name for name in NUMERIC if just_outside(name)]
+
+
+def test_the_defaults_are_the_api_documents() -> None:
+    config = RunConfig()
+    expected = {
+        "num_rounds": 200,
+        "local_epochs": 5,
+        "batch_size": 32,
+        "learning_rate": 0.01,
+        "epsilon": 3.0,
+        "delta": 1e-5,
+        "budget_alpha": 0.5,
+        "budget_beta": 2.0,
+        "clip_quantile": 0.9,
+        "clip_momentum": 0.95,
+        "min_clip": 0.1,
+        "max_clip": 10.0,
+        "max_agg_norm": 10000.0,
+    }
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert config.cohort_limit(100) == 30
+    assert config.mode == "quap_fl"
+
+
+def test_the_test_looks_at_fields_of_every_kind() -> None:
+    assert len(BOUNDED) > 20
+    assert len(CHOICES) > 5
+    assert all(FIELDS[name].metadata["help"].strip() for name in FIELDS)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_are_enforced_on_both_sides(name: str) -> None:
+    for value in just_outside(name):
+        with pytest.raises(InvalidValueError, match=rf"^{name}="):
+            RunConfig(**{name: value})
+    for value in nearest_inside(name):
+        partner = {"max_clip": {"min_clip": 1e-12}, "min_clip": {"max_clip": 10.0}}
+        config = RunConfig(**{**partner.get(name, {}), name: value})
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+@pytest.mark.parametrize("value", ["1", True, [1], math.nan, math.inf, 1j])
+def test_numbers_must_be_numbers(name: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError, match=rf"^{name}="):
+        RunConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_none_is_only_for_optional_fields(name: str) -> None:
+    if "None" in kinds_of(name):
+        assert getattr(RunConfig(**{name: None}), name) is None
+    else:
+        with pytest.raises(InvalidValueError, match=rf"^{name}=None"):
+            RunConfig(**{name: None})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_closed(name: str) -> None:
+    with pytest.raises(InvalidValueError, match=rf"^{name}='nonsense' must be one of"):
+        RunConfig(**{name: "nonsense"})
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if "bool" in kinds_of(name)])
+@pytest.mark.parametrize("value", [0, 1, "true"])
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError, match=rf"^{name}=.* must be true or false"):
+        RunConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["dataset", "model", "output_dir", "availability"])
+@pytest.mark.parametrize("value", ["", 3])
+def test_texts_are_not_empty(name: str, value: Any) -> None:
+    with pytest.raises(InvalidValueError, match=rf"^{name}="):
+        RunConfig(**{name: value})
+
+
+def test_numbers_of_other_libraries_become_plain() -> None:
+    config = RunConfig(
+        num_clients=np.int64(9), clients_per_round=np.int32(3), epsilon=2, delta=np.float32(0.5)
+    )
+    assert (type(config.num_clients), type(config.clients_per_round)) == (int, int)
+    assert (type(config.epsilon), type(config.delta)) == (float, float)
+    assert type(RunConfig(clients_per_round=np.float64(0.5)).clients_per_round) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "clients", "limit"),
+    [(0.3, 100, 30), (1.0, 7, 7), (0.01, 5, 1), (0.5, 5, 2), (1, 7, 1), (7, 7, 7), (0.0001, 1, 1)],
+)
+def test_cohorts_are_whole_numbers_or_fractions(value: float, clients: int, limit: int) -> None:
+    assert RunConfig(clients_per_round=value).cohort_limit(clients) == limit
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, 1.5, -0.2, True])
+def test_bad_cohorts_are_refused(value: float) -> None:
+    with pytest.raises(InvalidValueError, match="clients_per_round"):
+        RunConfig(clients_per_round=value)
+
+
+def test_a_cohort_is_not_larger_than_the_population() -> None:
+    with pytest.raises(InvalidValueError, match=r"clients_per_round=8 must be <= num_clients=7"):
+        RunConfig(clients_per_round=8, num_clients=7)
+    with pytest.raises(InvalidValueError, match=r"clients_per_round=8 must be <= num_clients=7"):
+        RunConfig(clients_per_round=8).cohort_limit(7)
+
+
+def test_clip_limits_are_in_order() -> None:
+    for low, high in ((1.0, 1.0), (2.0, 1.0)):
+        with pytest.raises(InvalidValueError, match=r"max_clip=1\.0 must be > min_clip="):
+            RunConfig(min_clip=low, max_clip=high)
+
+
+@pytest.mark.parametrize("name", ["noise_layers", "trainable"])
+def test_layer_patterns(name: str) -> None:
+    assert RunConfig(**{name: " fc1 , head.* ,,conv"}).patterns(name) == ("fc1", "head.*", "conv")
+    for empty in (",", " , "):
+        with pytest.raises(InvalidValueError, match=name):
+            RunConfig(**{name: empty})
+
+
+def test_the_learning_rate_decays_by_round() -> None:
+    config = RunConfig(learning_rate=0.2, lr_decay=0.5)
+    assert [config.learning_rate_at(t) for t in range(4)] == [0.2, 0.1, 0.05, 0.025]
+
+
+def test_records_are_frozen_and_copies_are_checked() -> None:
+    config = RunConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.epsilon = 9.0  # type: ignore[misc]
+    assert config.replace(epsilon=9.0).epsilon == 9.0
+    assert config.epsilon == 3.0
+    with pytest.raises(InvalidValueError, match="epsilon=-1"):
+        config.replace(epsilon=-1)
+    assert list(config.as_dict()) == list(FIELDS)
+    assert RunConfig(**config.as_dict()) == config
