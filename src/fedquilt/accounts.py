@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.config import RunConfig
-from fedquilt.errors import RunFolderError
+from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.privacy.account import Account
 from fedquilt.privacy.ledger import Ledger, Population, population_name
 from fedquilt.problem import Problem
 
 
-def needs_account(config: RunConfig) -> bool:
-    """Tell whether a run is entered into a ledger: certified ones always, others if asked."""
-    return config.mode == "certified" or config.ledger is not None
+def needs_account(config: RunConfig, problem: Problem) -> bool:
+    """Tell whether a run is entered into a ledger: whoever claims a bound, others if asked."""
+    return config.ledger is not None or is_bounded(config, problem)
 
 
 def open_account(config: RunConfig, problem: Problem, path: Path, run_id: str) -> Account:
@@ -28,7 +28,7 @@ def open_account(config: RunConfig, problem: Problem, path: Path, run_id: str) -
         population = _population(ledger, config, problem)
         run = population.start_run(
             run_id,
-            epsilon=config.epsilon if _is_bounded(config, problem) else None,
+            epsilon=config.epsilon if is_bounded(config, problem) else None,
             on_short=config.on_short,
         )
         return Account(ledger, population, run, reproducible=config.noise_seed is not None)
@@ -47,7 +47,7 @@ def check_not_rolled_back(account: Account, head: str | None) -> None:
         )
 
 
-def _is_bounded(config: RunConfig, problem: Problem) -> bool:
+def is_bounded(config: RunConfig, problem: Problem) -> bool:
     """Tell whether charges are known in advance: certified, or fixed_dp over everything."""
     if config.mode == "certified":
         return True
@@ -60,7 +60,12 @@ def _is_bounded(config: RunConfig, problem: Problem) -> bool:
 def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
     """Find the clients in the ledger, or enter them with their lifetime allowance."""
     count = len(problem.task.clients)
-    name = config.population or _default_name(config, problem, count)
+    if config.population is None and config.ledger is not None and config.dataset == "custom":
+        raise InvalidValueError(
+            "population must be named when your own data meet a ledger that outlives the run: "
+            "a name is how the same clients are known again"
+        )
+    name = config.population or _default_name(config, count)
     known = {population.info.name for population in ledger.populations()}
     allowance = config.allowance
     if name not in known and allowance is None:
@@ -68,11 +73,11 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
     return ledger.population(name, num_clients=count, epsilon=allowance, delta=config.delta)
 
 
-def _default_name(config: RunConfig, problem: Problem, count: int) -> str:
+def _default_name(config: RunConfig, count: int) -> str:
+    """Name the clients by how they were made; nothing in it depends on what they hold."""
     split: dict[str, Any] = {
         "kind": config.partition,
         "alpha": config.dirichlet_alpha,
         "classes": config.classes_per_client,
-        "clients": problem.fingerprint(),
     }
     return population_name(config.dataset, split, config.seed, count)

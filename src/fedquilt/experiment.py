@@ -208,7 +208,7 @@ def _open(
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
-    if account is None and needs_account(config):
+    if account is None and needs_account(config, problem):
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if folder is not None:
             place = folder.path
@@ -350,7 +350,7 @@ def _finish(
     if folder is not None:
         _save(folder, problem, federation, len(lines))
     if account is not None:
-        account.finish()
+        account.finish(federation.weights if account.reproducible else None)
         result["ledger"] = account.summary()
     if folder is not None:
         folder.write_result(result)

@@ -16,7 +16,14 @@ _PER_ROUND = {
 
 
 # Statistics of the clients' data: public only where nothing is claimed.
-PRIVATE = ("train_loss", "noise_norm", "signal_norm", "clipped_fraction", "non_finite")
+PRIVATE = (
+    "train_loss",
+    "noise_norm",
+    "signal_norm",
+    "clipped_fraction",
+    "non_finite",
+    "seconds",  # how long clients take tells how much they hold
+)
 
 
 def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:

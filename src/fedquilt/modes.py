@@ -121,11 +121,11 @@ def make_amplified(
 ) -> AmplifiedCertified:
     """Build `certified` under the selector's secret coin; accounts must be untouched."""
     elsewhere = account.population.spent() - account.spent()
-    if elsewhere.max() > 0 or account.run.info.epsilon != account.population.info.epsilon:
+    whole = account.population.info.epsilon
+    if elsewhere.max() > 0 or account.run.info.epsilon != whole:
         raise InvalidValueError(
             "amplification=True needs clients with an untouched account and takes their whole "
-            f"allowance, epsilon {account.population.info.epsilon:g}: subsampled releases cannot "
-            "share an account with others"
+            f"allowance, epsilon {whole:g}: subsampled releases cannot share an account with others"
         )
     exposures = config.num_rounds
     if config.policy == "cap" and config.max_joins is not None:
@@ -143,7 +143,8 @@ def make_amplified(
         noise_multiplier=multiplier,
         sampling_rate=selector.sampling_rate,
         max_exposures=exposures,
-        exposures=account.population.joins,
+        exposures=account.joins,
+        whole_allowance=account.run.budget_mu2,
         num_clients=selector.availability.num_clients,
     )
 

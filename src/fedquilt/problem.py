@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,14 +44,6 @@ class Problem:
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.task.inputs.shape[1:])
-
-    def fingerprint(self) -> str:
-        """Return a digest of the labels and of who holds which sample."""
-        digest = hashlib.sha256(self.task.targets.cpu().numpy().tobytes())
-        for client in self.task.clients:
-            digest.update(len(client).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(client).tobytes())
-        return digest.hexdigest()[:16]
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:

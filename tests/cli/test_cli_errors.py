@@ -63,15 +63,14 @@ def test_numbers_out_of_range(cli: Cli, here: Path, name: str, value: float) -> 
 
 
 @pytest.mark.parametrize("name", NUMERIC)
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "ten", "", "0x10", "1,5"])
-def test_texts_that_are_no_finite_number(cli: Cli, here: Path, name: str, text: str) -> None:
+def test_texts_that_are_no_finite_number(cli: Cli, here: Path, name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
-    said = cli("run", f"{flag}={text}")
-    assert said.code == 2
-    assert said.out == ""
-    assert "Traceback" not in said.err
-    assert name in said.words or flag in said.words
-    assert repr(text) in said.words or f"={text} " in said.words
+    for text in ("nan", "inf", "-inf", "ten", "", "0x10", "1,5"):
+        said = cli("run", f"{flag}={text}")
+        assert said.code == 2
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        assert f"{name}={text!r} must be " in said.words or f"{name}={text} must be " in said.words
     assert list(here.iterdir()) == []
 
 
@@ -190,7 +189,7 @@ def test_settings_that_do_not_go_together(
         ("num_rounds = 2.0", "num_rounds=2.0 must be a whole number (in my.toml)"),
         ("num_rounds = true", "num_rounds=True must be a whole number (in my.toml)"),
         ("epsilon = '3'", "epsilon='3' must be a number (in my.toml)"),
-        ("epsilon = nan", "epsilon=nan must be > 0 (in my.toml)"),
+        ("epsilon = nan", "epsilon=nan must be > 0"),
         ("epsilon = [3]", "epsilon=[3] must be a number (in my.toml)"),
         ("mode = 3", "mode=3 must be one of"),
         ("early_stopping = 1", "early_stopping=1 must be true or false (in my.toml)"),
@@ -219,8 +218,9 @@ def test_configuration_files(cli: Cli, here: Path, text: str, words: str) -> Non
 
 def test_a_typed_mistake_is_not_blamed_on_the_file(here: Path) -> None:
     (here / "my.toml").write_text("epsilon = 3.0\n")
-    with pytest.raises(InvalidValueError, match=r"^epsilon=-1 must be > 0$"):
+    with pytest.raises(InvalidValueError, match="^epsilon=-1 must be > 0") as caught:
         build_config({"epsilon": -1}, file=here / "my.toml")
+    assert "my.toml" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere.toml", "No such file"), (".", "directory")])

@@ -182,6 +182,27 @@ def test_axes_are_tied_by_sums_and_pinned_by_the_output() -> None:
     assert units["stem"] == 16
 
 
+def test_what_is_added_to_the_input_stays_whole_and_so_does_what_is_added_to_it() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.Conv2d(4, 4, 1)
+            self.wide = nn.Conv2d(4, 8, 1)
+            self.back = nn.Conv2d(8, 4, 1)
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.same(x)
+            x = x + self.back(torch.relu(self.wide(x)))
+            return self.fc(x.mean((2, 3)))
+
+    model = Skip()
+    small = slice_model(model, "1/2")
+    assert (small.same.out_channels, small.wide.out_channels, small.back.out_channels) == (4, 4, 4)
+    whole = masked(model, slice_between(model, small))
+    torch.testing.assert_close(small(images(4, 3)), whole(images(4, 3)))
+
+
 def test_the_scaler_acts_in_training_only() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     plain, scaled = slice_model(model, "1/4"), slice_model(model, "1/4", scaled=True)

@@ -123,7 +123,7 @@ class Prescribed:
                 yield ClientUpdate(client, torch.zeros_like(start), 0, 0.0)
             else:
                 delta = self._update(client, round_index)
-                yield ClientUpdate(client, delta, 1 + 7 * client, 0.3 * (1 + client))
+                yield ClientUpdate(client, delta, 5 + 7 * client, 0.3 * (1 + client))
 
     def close(self) -> None:
         """Hold nothing, give nothing back."""

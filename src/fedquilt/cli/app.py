@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedquilt._version import __version__
+from fedquilt.cli.audit import audit
 from fedquilt.cli.compare import compare
 from fedquilt.cli.data import data
 from fedquilt.cli.ledger import ledger
@@ -29,6 +30,7 @@ app.command()(compare)
 app.command()(plan)
 app.command()(statement)
 app.add_typer(ledger)
+app.command()(audit)
 app.command()(data)
 
 

@@ -144,5 +144,5 @@ def _populations(opened: Any, name: str | None) -> list[Any]:
 def _as_json(opened: Any, chosen: list[Any]) -> dict[str, Any]:
     content: dict[str, Any] = opened.export()
     names = {one.info.name for one in chosen}
-    content["populations"] = [p for p in content["populations"] if p["name"] in names]
+    content["populations"] = [p for p in content["populations"] if p["population"] in names]
     return content

@@ -83,6 +83,7 @@ def _print(finished: RunResult) -> None:
             metadata["seed"],
             finished.result["history"],
             metadata["hyperparameters"],
+            method=finished.result["mode"],
         )
     )
     print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")

@@ -231,6 +231,11 @@ class RunConfig:
         """Check what the certified mode's options ask of one another."""
         if self.mode != "certified":
             return
+        if self.noise_seed is not None and self.ledger is not None:
+            raise InvalidValueError(
+                f"noise_seed={self.noise_seed} must not be used with ledger={self.ledger!r}: "
+                "reproducible noise protects nobody; rehearse without --ledger"
+            )
         if self.policy == "cap" and self.max_joins is None:
             raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
         if not self.amplification:

@@ -112,6 +112,12 @@ class FlatModel:
                 tensor.copy_(values.round() if integral else values)
 
     @property
+    def needs_pairs(self) -> bool:
+        """Whether a layer normalises over the batch, which a single sample has none of."""
+        batch_norm = nn.modules.batchnorm._BatchNorm
+        return any(isinstance(module, batch_norm) for module in self.module.modules())
+
+    @property
     def frozen_names(self) -> list[str]:
         """The names of the parameters that never change and never travel."""
         return [n for n, p in self.module.named_parameters() if not p.requires_grad]

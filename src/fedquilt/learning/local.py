@@ -51,7 +51,7 @@ def train_client(
     parameters = flat.parameters
     anchors = _views(flat, start) if settings.fedprox_mu else None
     shuffle = torch.Generator().manual_seed(seed)
-    smallest = 2 if flat.buffer_names else 1
+    smallest = 2 if flat.needs_pairs else 1
     loss_sum = torch.zeros((), device=inputs.device)
     seen = 0
     with seeded_layers(inputs.device, seed):

@@ -33,8 +33,10 @@ class Account:
         self.ledger = ledger
         self.population = population
         self.run = run
+        self.reproducible = reproducible
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
+        self._joins = run.joins()
         self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
 
     @property
@@ -54,6 +56,10 @@ class Account:
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
         return np.asarray(self.run.spent())
+
+    def joins(self) -> NDArray[np.int64]:
+        """Return how many releases of this run, crashed ones included, each client was in."""
+        return self._joins
 
     def rewind(self, spent: NDArray[np.float64]) -> None:
         """Note what the ledger is ahead of a checkpoint that had `spent` this much."""
@@ -80,9 +86,10 @@ class Account:
             raise RuntimeError("a release is settled once, after its reservation")
         round_index, clients, reservation = self._open
         self._open = None
-        digest = hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()
+        digest = _digest(release)
         if digest in self._settled.get(round_index, ()):
             return self.run.head
+        self._joins[clients] += 1
         if reservation is not None:
             return self.run.settle(reservation, digest)
         if self.is_bounded:
@@ -98,21 +105,33 @@ class Account:
 
     def summary(self) -> dict[str, Any]:
         """Return where the account is and how it stands, for the run's record."""
-        lifetime = self.population.epsilons()
+        worst = float(self.population.epsilons().max())
         return {
             "ledger": str(self.ledger.path),
             "population": self.population.info.name,
             "allowance": self.population.info.epsilon,
             "delta": self.population.info.delta,
             "run_id": self.run.info.name,
-            "lifetime_epsilon_max": float(lifetime.max()),
+            "lifetime_epsilon_max": worst if np.isfinite(worst) else "inf",
             "head": self.run.head,
         }
 
-    def finish(self) -> None:
-        """Say that the run is over."""
+    def finish(self, unprotected: torch.Tensor | None = None) -> None:
+        """Say that the run is over.
+
+        `unprotected` is a final model whose noise can be reproduced: whoever had a
+        part in it stands at infinity, whatever was charged on the way.
+        """
+        joined = np.flatnonzero(self._joins)
+        if unprotected is not None and joined.size:
+            last = max(self.run.settled(), default=0)
+            self.run.record_unbounded(last + 1, joined, _digest(unprotected))
         self.run.finish()
 
     def close(self) -> None:
         """Close the ledger; open reservations stay counted until the run resumes."""
         self.ledger.close()
+
+
+def _digest(release: torch.Tensor) -> str:
+    return hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()

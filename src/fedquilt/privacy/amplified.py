@@ -10,8 +10,9 @@ Subsampled releases are not described by one GDP parameter, so they cannot share
 account with others.  Therefore the run is accounted for as a whole: its noise is
 calibrated (PLD) for at most `max_exposures` rounds of availability, a client's
 account must be untouched when the run begins, and its whole allowance is charged at
-its first exposure.  Later exposures are recorded at no further charge, and the
-ledger's count of them - which survives any crash - ends a client's part in the run.
+its first exposure.  A client that another run has touched by then takes no part, and
+none can touch it afterwards.  Later exposures are recorded at no further charge, and
+the ledger's count of them - which survives any crash - ends a client's part in the run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from fedquilt.privacy.statement import Statement
 class AmplifiedCertified(Certified):
     """One clip, one noise level, exposures counted instead of joins."""
 
+    public_facts = "who was available when, the clip bound, charges; not who joined"
+
     def __init__(
         self,
         settings: CertifiedSettings,
@@ -40,18 +43,21 @@ class AmplifiedCertified(Certified):
         sampling_rate: float,
         max_exposures: int,
         exposures: Callable[[], NDArray[np.int64]],
+        whole_allowance: float,
         num_clients: int,
     ) -> None:
         super().__init__(settings, EvenPolicy(1.0, max_exposures), noise, None, num_clients)
         self.noise_multiplier = noise_multiplier
         self.sampling_rate = sampling_rate
         self.max_exposures = max_exposures
+        self.whole_allowance = whole_allowance
         self._exposures = exposures
 
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell who was exposed fewer times than the noise was calibrated for."""
         seen = self._exposures()
-        return np.asarray((seen < self.max_exposures) & ((remaining > 0) | (seen > 0)))
+        untouched = remaining >= self.whole_allowance
+        return np.asarray((seen < self.max_exposures) & ((seen > 0) | untouched))
 
     def charges(
         self,

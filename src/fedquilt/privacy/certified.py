@@ -35,6 +35,8 @@ from fedquilt.privacy.statement import Statement
 
 # Keeps the norm of a clipped vector below its bound through float64 rounding.
 _SHAVE = 1 - 1e-12
+# Below this, squares underflow and a norm is no longer to be trusted for scaling up.
+_NOTHING = 1e-100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Certified:
 
     needs_whole_cohort = False
     claims = True
+    public_facts = "who joined when, clip bounds, charges, cohort sizes"
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class Certified:
         if self.quantile is not None:
             self.quantile.add(length)
         limit = self._clips[contribution.client]
-        if length > limit or (self.settings.normalise and length > 0):
+        if length > limit or (self.settings.normalise and length > _NOTHING):
             self._clipped += int(length > limit)
             scaled = contribution.vector * (limit / length * _SHAVE)
             return Contribution(contribution.client, scaled, 1.0, contribution.finite)
@@ -227,7 +230,7 @@ class Certified:
     def _notes(self) -> tuple[str, ...]:
         notes = [
             "the claim covers every released version of the model, all rounds together",
-            "public by this adjacency: who joined when, clip bounds, charges, cohort sizes",
+            f"public by this adjacency: {self.public_facts}",
             "not covered: the private file of the run, and what is tuned by looking at results",
         ]
         if self.settings.frozen_names:

@@ -6,7 +6,8 @@ round adds the bit b_i = [||u_i|| <= C_t], 1 when it was not clipped:
     fraction = (sum (b_i - 1/2) + N(0, sigma_b^2)) / m + 1/2
     C_(t+1)  = C_t exp(-eta (fraction - gamma))
 
-The shifted bit is +-1/2, so its sum has sensitivity 1/2 and costs a client
+The shifted bit is +-1/2, and 0 for a zero update, so its sum has sensitivity 1/2
+under zero-out adjacency and costs a client
 1 / (4 sigma_b^2) in squared GDP units.  The bound of a round depends on earlier
 rounds only.
 """
@@ -51,8 +52,13 @@ class PrivateQuantile:
         self._bits = 0.0
 
     def add(self, length: float) -> None:
-        """Add the bit of an update of this norm."""
-        self._bits += 0.5 if length <= self.bound else -0.5
+        """Add the bit of an update of this norm; nothing adds nothing.
+
+        A zero update is what a client with no data would send.  Were it to add a
+        bit, taking a client's data away could move the sum by 1 instead of 1/2.
+        """
+        if length > 0:
+            self._bits += 0.5 if length <= self.bound else -0.5
 
     def close_round(self, noise: NoiseStream) -> float:
         """Noise the bits, move the bound for the next round, return the noised fraction."""

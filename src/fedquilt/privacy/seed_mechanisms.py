@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt import validate
-from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
 from fedquilt.privacy.clip import QuantileClipper, norm
 from fedquilt.privacy.coverage import Coverage
@@ -178,13 +178,13 @@ class SeedMechanism(Unbounded):
                 noise_source=self.noise.description,
                 notes=(*excuses, nominal, self._slice_note(counts)),
             )
-        worst, median = float(self.squared_gdp.max()), float(np.median(self.squared_gdp))
+        if epsilons is None:
+            # Charges of rounds that ran twice are in a ledger only; without one, none is lost.
+            epsilons = gaussian_epsilon_many(self.squared_gdp, self.allocator.delta)
         return Statement(
             delta=self.allocator.delta,
-            epsilon_max=gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0,
-            epsilon_median=(
-                gaussian_epsilon(math.sqrt(median), self.allocator.delta) if median else 0.0
-            ),
+            epsilon_max=float(epsilons.max()),
+            epsilon_median=float(np.median(epsilons)),
             covered=self.coverage.covered,
             uncovered=(),
             noise_source=self.noise.description,
@@ -244,6 +244,17 @@ class LayerNoise(SeedMechanism):
             return None
         multiplier = self.allocator.compute_noise_multiplier(self.allocator.epsilon_base, 1.0)
         return np.full(len(clients), multiplier**-2)
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell who can pay the fixed cost of a round."""
+        cost = self.charges(0, np.zeros(1, dtype=np.int64), remaining, remaining, 0)
+        return super().has_allowance(remaining) if cost is None else remaining >= cost[0]
+
+    def eligible(
+        self, round_index: int, remaining: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Where a bound may be claimed, only who can pay may join."""
+        return self.has_allowance(remaining) if self.claims else None
 
     def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
         """Refuse to go on with less than the fixed cost, which cannot be lowered."""

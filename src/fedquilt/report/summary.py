@@ -30,6 +30,7 @@ def generate_summary_table(
     seed: int,
     history: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
+    method: str = "QuAP-FL",
 ) -> str:
     """Return the table of one run; what was not recorded is shown as "-".
 
@@ -47,6 +48,8 @@ def generate_summary_table(
     config : mapping, optional
         `target_accuracy` replaces the data set's target; `num_clients` serves
         when the history has no participation statistics.
+    method : str
+        Named in the title.
     """
     settings = config or {}
     rows = [
@@ -58,7 +61,7 @@ def generate_summary_table(
         ("Average Clipping", _average_clip(history), _NOTHING),
         _participation(history, settings),
     ]
-    title = f"QuAP-FL Experiment Results - {str(dataset_name).upper()} (seed={seed})"
+    title = f"{method} Experiment Results - {str(dataset_name).upper()} (seed={seed})"
     return "\n".join([_RULE, title, _RULE, _render(rows), _RULE])
 
 

@@ -154,15 +154,12 @@ class TensorMap:
         last = max(dim for dim, axis in enumerate(self.axes) if not axis.is_full)
         cut = self.axes[: last + 1]
         if whole.is_contiguous():
-            index = _flat_index(cut).to(whole.device)
+            place = _flat_index(cut).to(whole.device)
             rows = whole.view(-1, prod(self.shape[last + 1 :]))
-            rows.index_copy_(0, index, block.reshape(len(index), -1))
+            rows.index_copy_(0, place, block.reshape(len(place), -1))
             return
-        open_index = [
-            axis.index.to(whole.device).view(-1, *[1] * (last - dim))
-            for dim, axis in enumerate(cut)
-        ]
-        whole[tuple(open_index)] = block
+        index = [axis.index.to(whole.device) for axis in cut]
+        whole[torch.meshgrid(*index, indexing="ij")] = block
 
     @staticmethod
     def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -178,6 +178,15 @@ def reservation_of(entry: Entry, num_clients: int) -> Reservation:
     return Reservation(entry.seq, int(entry.run or 0), int(entry.round or 0), clients, charges)
 
 
+def joins_in_run(store: Store, info: PopulationInfo, run: int) -> IntArray:
+    """Return how many settled releases of one run each client was part of."""
+    total = np.zeros(info.num_clients, dtype=np.int64)
+    settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
+    for entry in store.entries(settled, run, chain.SETTLE):
+        total[reservation_of(entry, info.num_clients).clients] += 1
+    return total
+
+
 def spent_in_run(store: Store, info: PopulationInfo, run: int) -> FloatArray:
     """Return what each client has spent in one run, read from the run's own entries."""
     total = np.zeros(info.num_clients)

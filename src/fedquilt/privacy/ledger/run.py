@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import chain, codec, grant
-from fedquilt.privacy.ledger.account import Account, reservation_of
+from fedquilt.privacy.ledger.account import Account, joins_in_run, reservation_of
 from fedquilt.privacy.ledger.chain import Entry
 from fedquilt.privacy.ledger.errors import LedgerConflictError, ReservationError
 from fedquilt.privacy.ledger.records import Reservation, RunInfo
@@ -69,6 +69,11 @@ class Run:
         epsilons = epsilon_spent(spent, self._account.info.delta)
         stated = 0.0 if self.info.epsilon is None else self.info.epsilon
         return np.where(spent <= self.budget_mu2, np.minimum(epsilons, stated), epsilons)
+
+    def joins(self) -> IntArray:
+        """Return how many settled releases of this run each client was part of."""
+        with self._store.reading():
+            return joins_in_run(self._store, self._account.info, self.info.key)
 
     def settled(self) -> dict[int, list[str]]:
         """Return the digests of the releases charged so far, by round."""

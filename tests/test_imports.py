@@ -1,0 +1,218 @@
+"""The direction of imports, read from the source, and what loads when.
+
+    cli -> experiment -> round -> leaves -> config, errors, validate, randomness
+
+Leaves never import one another.  Imports inside functions count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_processes import environment
+
+import fedquilt
+
+ROOT = Path(fedquilt.__file__).resolve().parent
+FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
+LEAVES = {
+    *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
+}
+JOINS = {"round"}
+EXPERIMENT = {
+    *("problem", "modes", "history", "run_folder", "accounts", "experiment"),
+    *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
+}
+OPTIONAL = (
+    *("scipy", "sklearn", "dp_accounting", "matplotlib", "rich", "typer", "tabulate"),
+    *("pooch", "safetensors", "flwr"),
+)
+
+# What each part may import beside itself.
+ALLOWED: dict[str, set[str]] = {
+    "": {*FOUNDATION, "experiment", "privacy"},  # fedquilt/__init__.py, which loads lazily
+    **{part: set() for part in ("errors", "_version", "randomness")},
+    "validate": {"errors"},
+    "config": {"errors", "validate"},
+    **{leaf: FOUNDATION for leaf in LEAVES},
+    "report": FOUNDATION,
+    **{part: FOUNDATION | LEAVES for part in JOINS},
+    **{part: FOUNDATION | LEAVES | JOINS | EXPERIMENT for part in EXPERIMENT},
+    "cli": FOUNDATION | LEAVES | JOINS | EXPERIMENT | {"report"},
+    "__main__": {"cli"},
+}
+# What reads a run's folder stands below what makes a run.
+ALLOWED["run_folder"] = FOUNDATION
+ALLOWED["modes"] = FOUNDATION | LEAVES
+ALLOWED["history"] = FOUNDATION | JOINS
+# The documents' module `utils` offers figures and checks under one name.
+ALLOWED["utils"] = {"report", "validation"}
+# FedNumServer has the interface of a run, and loads it lazily.
+ALLOWED["condense"] = FOUNDATION | {"experiment"}
+ALLOWED["framework"] |= {"config"}
+
+
+def imports(source: str, module: str) -> Iterator[tuple[str, int, bool]]:
+    """Yield (imported module, line, whether at the top) for every import of a module."""
+    tree = ast.parse(source)
+    at_top = {id(node) for node in tree.body}
+    package = module if module.endswith("__init__") else module.rpartition(".")[0]
+    package = package.removesuffix(".__init__")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in at_top
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            name = ".".join(part for part in (base, node.module or "") if part)
+            for alias in node.names:
+                # `from fedquilt import validate` names a module, not a member.
+                whole = f"{name}.{alias.name}"
+                yield (whole if name == "fedquilt" else name), node.lineno, id(node) in at_top
+
+
+def part_of(module: str) -> str:
+    """Return the part of the package a module belongs to; "" is the package itself."""
+    inner = module.split(".")[1:2]
+    return "" if inner in ([], ["__init__"]) else inner[0]
+
+
+def wrong_imports(source: str, module: str) -> list[str]:
+    """Return what a module imports against the direction, with the line."""
+    here = part_of(module)
+    found = []
+    for name, line, _ in imports(source, module):
+        there = part_of(name)
+        if name.split(".")[0] != "fedquilt" or there in (here, ""):
+            continue
+        if there.startswith("__") and there.endswith("__"):
+            continue
+        if there not in ALLOWED.get(here, set()):
+            found.append(f"{module}:{line} imports {name}")
+    return found
+
+
+def modules() -> dict[str, str]:
+    """Return the source of every module of the package, by dotted name."""
+    return {
+        ".".join(("fedquilt", *path.relative_to(ROOT).with_suffix("").parts)): path.read_text()
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def test_every_part_has_its_place() -> None:
+    parts = {part_of(module) for module in modules()}
+    assert {"round", "experiment", "cli", "privacy", "learning", "population"} <= parts
+    assert parts <= set(ALLOWED), f"no rule for {sorted(parts - set(ALLOWED))}"
+
+
+def test_the_direction_of_imports() -> None:
+    found = [wrong for module, text in modules().items() for wrong in wrong_imports(text, module)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fedquilt.privacy.bad", "from fedquilt.learning import FlatModel"),
+        ("fedquilt.privacy.bad", "import fedquilt.learning.flat"),
+        ("fedquilt.privacy.bad", "import numpy, fedquilt.population"),
+        ("fedquilt.privacy.bad", "from fedquilt import learning"),
+        ("fedquilt.privacy.ledger.bad", "from ...learning import flat"),
+        ("fedquilt.privacy.bad", "from .. import round"),
+        ("fedquilt.privacy.__init__", "from ..data import digits"),
+        ("fedquilt.learning.bad", "def f():\n    from fedquilt.privacy.clip import norm"),
+        ("fedquilt.learning.bad", "class A:\n    def f(self):\n        import fedquilt.round"),
+        ("fedquilt.learning.bad", "if TYPE_CHECKING:\n    from fedquilt.experiment import run"),
+        ("fedquilt.data.bad", "from fedquilt.models import make_model"),
+        ("fedquilt.report.bad", "from fedquilt.experiment import run"),
+        ("fedquilt.report.bad", "from fedquilt.privacy.statement import Statement"),
+        ("fedquilt.round", "from fedquilt.experiment import run"),
+        ("fedquilt.round", "from fedquilt.problem import Problem"),
+        ("fedquilt.experiment", "from fedquilt.cli import main"),
+        ("fedquilt.experiment", "from fedquilt.report import plot_comparison"),
+        ("fedquilt.config.bad", "from fedquilt.privacy import clip"),
+        ("fedquilt.errors", "from fedquilt import validate"),
+        ("fedquilt.run_folder", "from fedquilt.round import run_round"),
+    ],
+)
+def test_a_wrong_direction_is_noticed(module: str, source: str) -> None:
+    assert len(wrong_imports(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fedquilt.privacy.good", "from fedquilt.privacy.clip import norm\nimport numpy"),
+        ("fedquilt.privacy.good", "from fedquilt import validate"),
+        ("fedquilt.privacy.good", "from .clip import norm"),
+        ("fedquilt.round", "from fedquilt.privacy.mechanism import Mechanism"),
+        ("fedquilt.experiment", "from fedquilt.round import run_round"),
+        ("fedquilt.cli.good", "from fedquilt.report import plot_comparison"),
+    ],
+)
+def test_a_right_direction_passes(module: str, source: str) -> None:
+    assert wrong_imports(source, module) == []
+
+
+def test_only_numpy_and_torch_load_at_the_top() -> None:
+    """Everything else is imported where it is used; the command line may load typer."""
+    found = [
+        f"{module}:{line} imports {name}"
+        for module, text in modules().items()
+        for name, line, at_top in imports(text, module)
+        if at_top and name.split(".")[0] in OPTIONAL
+        if not (part_of(module) == "cli" and name == "typer") and part_of(module) != "flower"
+    ]
+    assert found == []
+
+
+TRAIN = """
+import sys, torch
+import fedquilt
+assert "torch" in sys.modules and "fedquilt.experiment" not in sys.modules
+x = torch.randn(40, 4)
+y = x[:, :2].argmax(dim=1)
+for mode, layers in {modes!r}:
+    options = dict(num_rounds=2, availability="always", noise_layers=layers)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    fedquilt.run(model, (x, y), (x, y), [range(0, 20), range(20, 40)], mode=mode,
+                 output_dir=None, **options)
+print(*sorted(name for name in {optional!r} if name in sys.modules))
+"""
+
+
+def test_training_needs_torch_and_numpy_only(tmp_path: Path) -> None:
+    modes = [
+        *(("fedavg", "all"), ("fixed_dp", "all"), ("quap_fl", "all"), ("quap_fl_client", "all")),
+        ("certified", "all"),
+    ]
+    script = TRAIN.format(modes=modes, optional=OPTIONAL)
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_public_names_are_there_and_nothing_else() -> None:
+    assert set(fedquilt.__all__) == {
+        *("RunConfig", "RunResult", "Statement", "__version__", "load", "run"),
+    }
+    for name in fedquilt.__all__:
+        assert getattr(fedquilt, name) is not None
+    assert set(fedquilt.__all__) <= set(dir(fedquilt))
+    with pytest.raises(AttributeError, match="nonesuch"):
+        _ = fedquilt.nonesuch  # type: ignore[attr-defined]
