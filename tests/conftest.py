@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_processes import Nursery
-from run_samples import tiny
 
 from fedquilt.config import RunConfig
 from fedquilt.experiment import RunResult, run_config
+from run_processes import Nursery
+from run_samples import tiny
 
 
 @pytest.fixture(scope="session")

@@ -115,8 +115,8 @@ def serve() -> None:
 
     import fedquilt.cli
     import fedquilt.data
-    import fedquilt.models  # noqa: F401
-    import fedquilt.report  # noqa: F401
+    import fedquilt.models
+    import fedquilt.report
 
     torch.set_num_threads(1)
     fedquilt.data.load_dataset("digits")

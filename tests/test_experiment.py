@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import get_epsilon_gaussian
-from run_samples import assert_same_run, same_tensors, tiny
 from torch import nn
 from torch.nn import functional
 
@@ -25,6 +24,7 @@ from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.errors import FedquiltError, InvalidValueError
 from fedquilt.experiment import RunResult, run_config
 from fedquilt.problem import build_problem
+from run_samples import assert_same_run, same_tensors, tiny
 
 PER_ROUND = (
     "train_loss",
@@ -161,7 +161,9 @@ def test_early_stopping_looks_at_the_validation_split_only(
     on_validation: float,
     rounds: int,
 ) -> None:
-    def pretend(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+    def pretend(
+        module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[float, float]:
         return (on_test if len(targets) == 355 else on_validation), 1.0
 
     monkeypatch.setattr(experiment, "evaluate", pretend)
@@ -183,7 +185,10 @@ def test_fixed_dp_on_all_layers_states_the_exact_epsilon(here: Path, availabilit
     stairs = [f"{round_index},{client}" for client in range(10) for round_index in range(client)]
     (here / "staircase.csv").write_text("\n".join(["round,client", *stairs]))
     changes = {"num_rounds": 6, "epsilon": 4.0, "delta": 1e-6, "noise_seed": None}
-    changes |= {"availability": availability, "clients_per_round": 10 if ".csv" in availability else 3}
+    changes |= {
+        "availability": availability,
+        "clients_per_round": 10 if ".csv" in availability else 3,
+    }
     finished = start(here / "results", mode="fixed_dp", noise_layers="all", **changes)
     joins = [sum(client in cohort for cohort in finished.result["cohorts"]) for client in range(10)]
     assert finished.result["joins"] == joins
@@ -353,12 +358,18 @@ def test_bad_arguments_change_nothing(
     here: Path, clients: list[Any], options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(FedquiltError, match=match):
-        fedquilt.run(Own(), own_data(), own_data(), clients, **{**OWN, "output_dir": "out", **options})
+        fedquilt.run(
+            Own(), own_data(), own_data(), clients, **{**OWN, "output_dir": "out", **options}
+        )
     assert list(here.iterdir()) == []
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    options = {"clients_per_round": np.int64(2), "num_rounds": np.int32(2), "learning_rate": np.float32(0.5)}
+    options = {
+        "clients_per_round": np.int64(2),
+        "num_rounds": np.int32(2),
+        "learning_rate": np.float32(0.5),
+    }
     finished = fedquilt.run(Own(), own_data(), own_data(), CLIENTS, **{**OWN, **options})
     assert [len(cohort) for cohort in finished.result["cohorts"]] == [2, 2]
     json.dumps(finished.summary(), allow_nan=False)

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import environment
 
 import fedquilt
+from run_processes import environment
 
 ROOT = Path(fedquilt.__file__).resolve().parent
 FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
@@ -39,10 +39,10 @@ ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in ("errors", "_version", "randomness")},
     "validate": {"errors"},
     "config": {"errors", "validate"},
-    **{leaf: FOUNDATION for leaf in LEAVES},
+    **dict.fromkeys(LEAVES, FOUNDATION),
     "report": FOUNDATION,
-    **{part: FOUNDATION | LEAVES for part in JOINS},
-    **{part: FOUNDATION | LEAVES | JOINS | EXPERIMENT for part in EXPERIMENT},
+    **dict.fromkeys(JOINS, FOUNDATION | LEAVES),
+    **dict.fromkeys(EXPERIMENT, FOUNDATION | LEAVES | JOINS | EXPERIMENT),
     "cli": FOUNDATION | LEAVES | JOINS | EXPERIMENT | {"report"},
     "__main__": {"cli"},
 }

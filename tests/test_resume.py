@@ -18,6 +18,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import nn
+
+import fedquilt
+from fedquilt import experiment
+from fedquilt.config import MODES
+from fedquilt.data import load_dataset
+from fedquilt.errors import InvalidValueError, RunFolderError
+from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
+from fedquilt.privacy.ledger import Ledger
+from fedquilt.run_folder import RunFolder
 from run_processes import Nursery, environment
 from run_samples import (
     assert_is_whole,
@@ -31,17 +42,6 @@ from run_samples import (
     tiny,
     wait_for_lines,
 )
-from torch import nn
-
-import fedquilt
-from fedquilt import experiment
-from fedquilt.config import MODES
-from fedquilt.data import load_dataset
-from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, resume_run, run_config
-from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
-from fedquilt.privacy.ledger import Ledger
-from fedquilt.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +74,10 @@ def killed(nursery: Nursery, parent: Path, moment: tuple[str, int], **changes: A
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
 def test_killed_at_every_moment_that_touches_the_disk(
-    nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult], moment: tuple[str, int]
+    nursery: Nursery,
+    tmp_path: Path,
+    uninterrupted: Callable[..., RunResult],
+    moment: tuple[str, int],
 ) -> None:
     folder = killed(nursery, tmp_path, moment, **RICH)
     if moment in BEFORE_THE_CONFIGURATION:
@@ -135,7 +138,10 @@ LEDGER_MOMENTS = [
 
 @pytest.mark.parametrize("moment", LEDGER_MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
 def test_certified_killed_between_any_two_steps(
-    nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult], moment: tuple[str, int]
+    nursery: Nursery,
+    tmp_path: Path,
+    uninterrupted: Callable[..., RunResult],
+    moment: tuple[str, int],
 ) -> None:
     """With a seed the round that was lost comes out the same, and is not paid for twice."""
     whole = uninterrupted(**CERTIFIED)
@@ -303,18 +309,18 @@ class Normalised(nn.Module):
         return self.fc(self.norm(x.flatten(1)))  # type: ignore[no-any-return]
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Raised by an observer to end a run in the middle."""
 
 
 def own_run(model: nn.Module, stop_after: int | None = None, **options: Any) -> RunResult:
-    """Run somebody's own model on digits, raising `Stop` after some round."""
+    """Run somebody's own model on digits, raising `StopError` after some round."""
     train, test = load_dataset("digits")
     clients = [range(start, 1000, 10) for start in range(10)]
 
     def observe(config: object, line: dict[str, Any]) -> None:
         if stop_after is not None and line["round"] + 1 == stop_after:
-            raise Stop
+            raise StopError
 
     return fedquilt.run(model, train, test, clients, observer=observe, **options)
 
@@ -322,14 +328,16 @@ def own_run(model: nn.Module, stop_after: int | None = None, **options: Any) -> 
 OWN = {"mode": "fedavg", "num_rounds": 4, "clients_per_round": 3, "local_epochs": 1}
 
 
-@pytest.mark.parametrize("build", [Normalised, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))])
+@pytest.mark.parametrize(
+    "build", [Normalised, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))]
+)
 def test_resume_from_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module]
 ) -> None:
     monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
     model = build()
     whole = own_run(model, output_dir=None, **OWN)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         own_run(model, 2, output_dir=str(tmp_path), **OWN)
     folder = only_folder(tmp_path)
     with pytest.raises(RunFolderError, match="not finished"):
@@ -349,7 +357,7 @@ def test_resume_from_python_keeps_its_settings(
 ) -> None:
     monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         own_run(model, 2, output_dir=str(tmp_path), **OWN)
     folder = only_folder(tmp_path)
     before = contents(folder)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from run_samples import tiny
 from torch import nn
 
 from fedquilt.aggregation import make_server_optimizer
@@ -22,6 +21,7 @@ from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
 from fedquilt.problem import build_federation, build_problem, build_selector
 from fedquilt.round import Federation, run_round
+from run_samples import tiny
 
 RATE = 0.05
 UPDATES = {
@@ -160,7 +160,9 @@ def test_quap_fl_client_noises_every_client_by_its_own_budget() -> None:
     bound = min(max(bound, 0.1), 10.0)
     budgets = [2.0 * (1 + 0.5 * math.exp(-2.0 * rate)) for rate in (1.0, 0.5, 0.5)]
     deviations = [deviation(bound, epsilon) for epsilon in budgets]
-    noised = [clipped(v, bound) + s * np.arange(1, 6) for v, s in zip(vectors, deviations, strict=True)]
+    noised = [
+        clipped(v, bound) + s * np.arange(1, 6) for v, s in zip(vectors, deviations, strict=True)
+    ]
     np.testing.assert_allclose(federation.weights.numpy(), np.mean(noised, axis=0), rtol=1e-4)
     assert record.noise.epsilon == pytest.approx(np.mean(budgets), rel=1e-12)
     assert record.noise.noise_std == pytest.approx(math.hypot(*deviations) / 3, rel=1e-9)
@@ -412,7 +414,9 @@ def test_a_whole_round_of_real_training_by_hand() -> None:
     """FedAvg with one full batch: softmax regression's gradient, written out."""
     config, problem = build_problem(tiny(mode="fedavg", batch_size=2000, learning_rate=0.1))
     federation = build_federation(config, problem)
-    start = {s.name: federation.weights[s.start : s.stop].numpy().copy() for s in problem.flat.segments}
+    start = {
+        s.name: federation.weights[s.start : s.stop].numpy().copy() for s in problem.flat.segments
+    }
     weight, bias = start["fc.weight"].reshape(10, 64).astype(np.float64), start["fc.bias"]
     record = run_round(federation, 0)
     steps, sizes = [], []

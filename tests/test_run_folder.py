@@ -16,7 +16,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from run_samples import TINY, contents, only_folder, same_tensors, tiny
 
 import fedquilt
 from fedquilt import experiment
@@ -24,6 +23,7 @@ from fedquilt.config import build_config
 from fedquilt.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.experiment import RunResult, resume_run, run_config
 from fedquilt.run_folder import RunFolder, finite, storage_errors
+from run_samples import TINY, contents, only_folder, same_tensors, tiny
 
 
 @pytest.fixture
@@ -157,7 +157,11 @@ def test_tensors_survive_bit_by_bit(half_run: Path) -> None:
         "empty": torch.zeros(0, 3),
         "odd": torch.tensor([math.nan, math.inf, -0.0]),
     }
-    state = {"a.b": np.array([1.5, np.nan]), "n": np.array([3], dtype=np.int64), "none": np.zeros(0)}
+    state = {
+        "a.b": np.array([1.5, np.nan]),
+        "n": np.array([3], dtype=np.int64),
+        "none": np.zeros(0),
+    }
     folder.save_checkpoint(2, model, state)
     loaded = folder.load_checkpoint()
     assert loaded is not None
@@ -194,7 +198,7 @@ def test_numbers_that_json_does_not_know_are_null() -> None:
 
 
 def test_storage_errors_pass_on_their_own_kind() -> None:
-    with pytest.raises(StorageError, match="^mine$"), storage_errors("/x"):
+    with pytest.raises(StorageError, match=r"^mine$"), storage_errors("/x"):
         raise StorageError("mine")
     with pytest.raises(StorageError) as caught, storage_errors("/x"):
         raise PermissionError(13, "Permission denied")
@@ -320,7 +324,9 @@ def test_the_checkpoint_of_another_run(
     refused(half_run, "checkpoint")
 
 
-@pytest.mark.parametrize("name", ["participation_count", "weight", "nominal_epsilon", "total_rounds"])
+@pytest.mark.parametrize(
+    "name", ["participation_count", "weight", "nominal_epsilon", "total_rounds"]
+)
 def test_a_checkpoint_that_lacks_something(half_run: Path, name: str) -> None:
     path = half_run / "checkpoint.safetensors"
     with safetensors.safe_open(path, "pt") as stream:

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fedquilt import experiment
+from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
+from fedquilt.experiment import RunResult, resume_run, run_config
 from run_processes import Nursery, environment
 from run_samples import (
     assert_is_whole,
@@ -25,10 +29,6 @@ from run_samples import (
     tiny,
     wait_for_lines,
 )
-
-from fedquilt import experiment
-from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
-from fedquilt.experiment import RunResult, resume_run, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_processes import environment
 
 import fedquilt
 from fedquilt.config import option_fields
 from fedquilt.data import DATASETS
 from fedquilt.population import ParticipationTracker
+from run_processes import environment
 
 Cli = Callable[..., Any]
 
@@ -127,9 +127,7 @@ def test_data_verifies_one(cli: Cli) -> None:
         (["mnist", "--no-download", "--data-dir", "file"], "data_dir='file' must be a folder"),
     ],
 )
-def test_data_that_cannot_be_had(
-    cli: Cli, here: Path, arguments: list[str], words: str
-) -> None:
+def test_data_that_cannot_be_had(cli: Cli, here: Path, arguments: list[str], words: str) -> None:
     (here / "empty").mkdir()
     (here / "file").write_text("")
     said = cli("data", *arguments)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_samples import assert_same_run, flags, tiny
 
 import fedquilt
 from fedquilt.experiment import run_config
+from run_samples import assert_same_run, flags, tiny
 
 Cli = Callable[..., Any]
 

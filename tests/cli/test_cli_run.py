@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
 import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, option_fields
 from fedquilt.experiment import run_config
+from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
 Cli = Callable[..., Any]
 KEYS = ["mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "statement", "output"]

@@ -109,22 +109,22 @@ def test_layer_noise_by_hand() -> None:
 
 def test_client_noise_by_hand() -> None:
     """The whole delta is clipped to C, each client has its own budget and its own noise."""
-    what = mechanism(ClientNoise, clipper=FixedClipper(1.0), clip_is_public=True)
+    what = mechanism(ClientNoise, clipper=FixedClipper(2.0), clip_is_public=True)
     deltas = [[0.3, 0.0, 0.0, 0.4], [3.0, 0.0, 0.0, 4.0]]
     update, report, bound, _ = one_round(what, deltas, clients=[4, 2], rates=[0.0, 1.0])
     epsilons = [0.5 * 1.5, 0.5 * (1 + 0.5 * math.exp(-2.0))]
-    sigmas = [K / epsilon for epsilon in epsilons]
+    sigmas = [2.0 * K / epsilon for epsilon in epsilons]
     first, second = seeded(0, 4, 4)
     noise = (sigmas[0] * first + sigmas[1] * second) / 2
-    mean = np.array([0.45, 0.0, 0.0, 0.6])
-    assert bound == 1.0
+    mean = np.array([(0.3 + 1.2) / 2, 0.0, 0.0, (0.4 + 1.6) / 2])
+    assert bound == 2.0
     assert np.allclose(update, mean + noise)
     assert report.epsilon == pytest.approx(np.mean(epsilons))
     assert report.noise_std == pytest.approx(math.hypot(*sigmas) / 2)
     assert report.noise_norm == pytest.approx(np.linalg.norm(noise), rel=1e-6)
-    assert report.signal_norm == pytest.approx(0.75, rel=1e-5)
+    assert report.signal_norm == pytest.approx(1.25, rel=1e-5)
     assert what.nominal_epsilon == pytest.approx([0, 0, epsilons[1], 0, epsilons[0], 0])
-    cost = 1.0 / (sigmas[0] ** 2 + sigmas[1] ** 2)
+    cost = 2.0**2 / (sigmas[0] ** 2 + sigmas[1] ** 2)
     assert what.squared_gdp == pytest.approx([0, 0, cost, 0, cost, 0])
 
 
