@@ -191,7 +191,32 @@ def _assemble(
         num_classes=train.num_classes,
     )
     check_mode(config, problem.flat)
+    _check_outputs(problem)
     return problem
+
+
+@torch.no_grad()
+def _check_outputs(problem: Problem) -> None:
+    """Try one input of each set, so that a misfit is an error here and not in round 0."""
+    module = problem.flat.module.eval()
+    for name, inputs, targets in (
+        ("training", problem.task.inputs, problem.task.targets),
+        ("test", *problem.test),
+    ):
+        if len(targets) == 0:
+            raise InvalidValueError(f"the {name} data must hold at least one sample")
+        shape = tuple(inputs.shape[1:])
+        try:
+            outputs = module(inputs[:1])
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InvalidValueError(
+                f"the model must take {name} inputs of shape {shape}; it does not: {error}"
+            ) from error
+        if outputs.ndim != 2 or int(targets.max()) >= outputs.shape[1]:
+            raise InvalidValueError(
+                f"the model must return one score for each of {int(targets.max()) + 1} classes of "
+                f"the {name} data; it returns a tensor of shape {tuple(outputs.shape)}"
+            )
 
 
 def _checked_clients(
