@@ -22,6 +22,7 @@ ROOT = Path(fedquilt.__file__).resolve().parent
 FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
 LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
+    *("log", "monitor"),
 }
 JOINS = {"round"}
 EXPERIMENT = {
@@ -52,6 +53,8 @@ ALLOWED["modes"] = FOUNDATION | LEAVES
 ALLOWED["history"] = FOUNDATION | JOINS
 # The documents' module `utils` offers figures and checks under one name.
 ALLOWED["utils"] = {"report", "validation"}
+# Monitors hand what they measure to the log.
+ALLOWED["monitor"] = FOUNDATION | {"log"}
 # FedNumServer has the interface of a run, and loads it lazily.
 ALLOWED["condense"] = FOUNDATION | {"experiment"}
 ALLOWED["framework"] |= {"config"}

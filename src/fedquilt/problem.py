@@ -16,7 +16,14 @@ from fedquilt.aggregation import make_server_optimizer
 from fedquilt.config import TARGET_ACCURACY, RunConfig
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import FlatModel, LocalSettings, Task, freeze_others, make_engine
+from fedquilt.learning import (
+    Engine,
+    FlatModel,
+    LocalSettings,
+    Task,
+    freeze_others,
+    make_engine,
+)
 from fedquilt.models import make_model
 from fedquilt.modes import check_mode, make_mechanism
 from fedquilt.population import (
@@ -39,6 +46,7 @@ class Problem:
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
+    selector: CohortSelector
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -117,21 +125,27 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
     )
 
 
+def build_engine(config: RunConfig, problem: Problem) -> Engine:
+    """Build step 3: how clients are trained."""
+    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
+    return make_engine(config.engine, problem.flat.module, problem.task, settings)
+
+
 def build_federation(
-    config: RunConfig, problem: Problem, account: Account | None = None
+    config: RunConfig,
+    problem: Problem,
+    account: Account | None = None,
+    engine: Engine | None = None,
 ) -> Federation:
     """Put the parts of the configured mode together at the start of round 0."""
-    num_clients = len(problem.task.clients)
-    selector = build_selector(config, num_clients)
-    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
     return Federation(
-        select=selector.select,
-        tracker=ParticipationTracker(num_clients, config.participation_ema),
-        mechanism=make_mechanism(config, problem.flat, selector, account),
+        select=problem.selector.select,
+        tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
+        mechanism=make_mechanism(config, problem.flat, problem.selector, account),
         server=make_server_optimizer(
             config.server_optimizer, config.server_lr, config.server_momentum
         ),
-        engine=make_engine(config.engine, problem.flat.module, problem.task, settings),
+        engine=engine if engine is not None else build_engine(config, problem),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
@@ -167,6 +181,11 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
         return np.zeros(0, dtype=np.int64), np.arange(size)
     order = generator(config.seed, "validation").permutation(size)
     count = max(1, round(config.validation_fraction * size))
+    if size - count < (config.num_clients or 1):
+        raise InvalidValueError(
+            f"validation_fraction={config.validation_fraction} must leave at least one of {size} "
+            f"samples to each of num_clients={config.num_clients or 1}"
+        )
     return np.sort(order[:count]), np.sort(order[count:])
 
 
@@ -189,6 +208,7 @@ def _assemble(
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
+        selector=build_selector(config, len(clients)),
     )
     check_mode(config, problem.flat)
     _check_outputs(problem)

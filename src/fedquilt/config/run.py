@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,11 @@ SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
+
+
+# Larger numbers are slips of the keyboard, and would overflow in float32 or in an index.
+LARGEST_NUMBER = 1e30
+LARGEST_COUNT = 2**31 - 1
 
 
 def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
@@ -240,6 +246,11 @@ class RunConfig:
             raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
         if not self.amplification:
             return
+        if self.allowance not in (None, self.epsilon):
+            raise InvalidValueError(
+                f"amplification=True needs allowance={self.epsilon:g}, the run's epsilon, "
+                f"not {self.allowance:g}: such a run takes a client's whole allowance"
+            )
         if self.selection != "poisson":
             raise InvalidValueError(
                 f"amplification=True needs selection='poisson', not {self.selection!r}: "
@@ -249,6 +260,11 @@ class RunConfig:
             raise InvalidValueError(
                 f"amplification=True needs policy='worst_case' or 'cap', not {self.policy!r}: "
                 "its accounting holds for a schedule that is fixed in advance"
+            )
+        if self.noise_seed is not None:
+            raise InvalidValueError(
+                f"amplification=True needs secret noise, not noise_seed={self.noise_seed}: "
+                "a secret coin cannot be repeated"
             )
         if self.clipping != "fixed" or self.noise_bands != 1:
             raise InvalidValueError("amplification=True needs clipping='fixed' and noise_bands=1")
@@ -292,6 +308,15 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
+_CEILINGS: dict[str, float] = {
+    "seed": 2**63 - 1,
+    "noise_seed": 2**63 - 1,
+    "epsilon": 1e4,
+    "allowance": 1e4,
+    "server_lr": 1e300,
+}
+
+
 def option_fields() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of `RunConfig` by name."""
     return {item.name: item for item in dataclasses.fields(RunConfig)}
@@ -310,11 +335,26 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
         whole = isinstance(value, numbers.Integral)
         return validate.integer(name, value) if whole else validate.number(name, value, **rule)
     if "int" in kinds:
-        return validate.integer(name, value, **rule)
+        whole = validate.integer(name, value, **rule)
+        return validate.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))
     if "float" in kinds:
-        return validate.number(name, value, **rule)
+        real = validate.number(name, value, **rule)
+        return validate.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if "choices" in rule:
         return validate.choice(name, value, rule["choices"])
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_text(value):
         raise InvalidValueError(f"{name}={value!r} must be a non-empty text")
+    if name == "dataset" and not re.fullmatch(r"[\w][\w.+-]*", value):
+        raise InvalidValueError(
+            f"dataset={value!r} must be letters, digits, '.', '_', '+' and '-': it names a folder"
+        )
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether a text can be written to a file; bytes that were no text cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
