@@ -182,7 +182,7 @@ def _run(
             folder.acquire()
             stack.callback(folder.close)
             if folder.read_result() is not None:
-                return load(folder.path, problem.flat.module)
+                return load(folder.path, problem.whole_model())
         engine = build_engine(config, problem)
         stack.callback(engine.close)
         federation, folder = _open(config, problem, engine, folder, output_dir, stack)
@@ -358,7 +358,7 @@ def _finish(
         "num_classes": problem.num_classes,
     }
     problem.flat.write(federation.weights)
-    module = copy.deepcopy(problem.flat.module).cpu()
+    module = problem.whole_model()
     if folder is not None:
         _save(folder, problem, federation, len(lines))
     if account is not None:

@@ -24,7 +24,8 @@ from fedquilt.learning import (
     freeze_others,
     make_engine,
 )
-from fedquilt.models import make_model
+from fedquilt.models import FeatureModel, make_model
+from fedquilt.models.features import precompute
 from fedquilt.modes import check_mode, make_mechanism
 from fedquilt.population import (
     Availability,
@@ -47,11 +48,15 @@ class Problem:
     flat: FlatModel
     num_classes: int
     selector: CohortSelector
+    input_shape: tuple[int, ...]
+    front: nn.Module | None = None
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
-        return tuple(self.task.inputs.shape[1:])
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model as it stands, on the CPU, its front included."""
+        module = copy.deepcopy(self.flat.module).cpu()
+        if self.front is not None:
+            module.front = copy.deepcopy(self.front).cpu()
+        return module
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -200,15 +205,24 @@ def _assemble(
     device = pick_device(config.device)
     inputs, targets = train.images.to(device), train.targets.to(device)
     index = torch.from_numpy(held_out)
-    model = copy.deepcopy(model)
+    tests = test.images.to(device)
+    input_shape = tuple(inputs.shape[1:])
+    model, front = copy.deepcopy(model), None
+    if isinstance(model, FeatureModel):
+        # A frozen front says the same of a sample in every round: ask it once.
+        front = model.front.to(device)
+        inputs, tests = precompute(front, inputs), precompute(front, tests)
+        model.front = nn.Identity()
     freeze_others(model, config.patterns("trainable"))
     problem = Problem(
         task=Task(inputs, targets, clients),
-        test=(test.images.to(device), test.targets.to(device)),
+        test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
         selector=build_selector(config, len(clients)),
+        input_shape=input_shape,
+        front=front,
     )
     check_mode(config, problem.flat)
     _check_outputs(problem)

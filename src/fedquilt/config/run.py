@@ -87,7 +87,10 @@ class RunConfig:
 
     mode: str = _option("quap_fl", _TRAINING, "The method.", choices=MODES)
     model: str = _option(
-        "auto", _TRAINING, "auto (made for the data set), digits, mnist, cifar10, mlp or linear."
+        "auto",
+        _TRAINING,
+        "auto (made for the data set), digits, mnist, cifar10, mlp, linear; hog-linear or "
+        "scatter-linear train a small head on a frozen, data-free front.",
     )
     trainable: str = _option(
         "all",
@@ -332,8 +335,9 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
             raise InvalidValueError(f"{name}={value!r} must be true or false")
         return value
     if kinds >= {"int", "float"}:
-        whole = isinstance(value, numbers.Integral)
-        return validate.integer(name, value) if whole else validate.number(name, value, **rule)
+        if isinstance(value, numbers.Integral):
+            return validate.integer(name, value)
+        return validate.number(name, value, **rule)
     if "int" in kinds:
         whole = validate.integer(name, value, **rule)
         return validate.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))

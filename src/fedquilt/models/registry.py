@@ -9,6 +9,7 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.models.features import make_feature_model
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.models.simple import MLP, Linear
 
@@ -18,6 +19,8 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cifar10": lambda shape, classes: CIFAR10Model(classes),
     "mlp": lambda shape, classes: MLP(shape, classes),
     "linear": lambda shape, classes: Linear(shape, classes),
+    "hog-linear": lambda shape, classes: make_feature_model("hog-linear", shape, classes),
+    "scatter-linear": lambda shape, classes: make_feature_model("scatter-linear", shape, classes),
 }
 _MADE_FOR: dict[tuple[int, ...], str] = {
     (1, 8, 8): "digits",

@@ -3,10 +3,11 @@
 `process_monitor` samples from a process of its own, `thread_monitor` in a thread; both
 have a `FileMonitor`, a `PrometheusMonitor` and a `RemoteMonitor`.
 
->>> from fedquilt.monitor.thread_monitor import FileMonitor
->>> with FileMonitor("usage.txt", interval=5) as monitor:  # doctest: +SKIP
-...     train()
->>> monitor.summary()["avg_cpu_usage"]  # doctest: +SKIP
+    from fedquilt.monitor.process_monitor import FileMonitor
+
+    with FileMonitor("usage.txt", interval=5) as monitor:
+        train()
+    monitor.summary()["avg_cpu_usage"]
 """
 
 from fedquilt.monitor import process_monitor, thread_monitor

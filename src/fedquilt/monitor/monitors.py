@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from types import TracebackType
 from typing import ClassVar, Self
@@ -35,6 +36,8 @@ class Monitor:
         self._reach = reach
         self._metrics = Metrics()
         self._series = Series()
+        # start, stop and set_metrics of several threads come one after the other.
+        self._control = threading.RLock()
         self._runner: Runner | None = None
         self._reported: FedquiltError | None = None
 
@@ -53,10 +56,11 @@ class Monitor:
         PowerUnavailableError
             The monitor runs, and the machine offers no power meter; else `start` raises it.
         """
-        switched = self._metrics.switched(metrics)
-        if self.running and self._runner is not None:
-            self._runner.switch(switched)
-        self._metrics = switched
+        with self._control:
+            switched = self._metrics.switched(metrics)
+            if self._runner is not None and self._runner.alive:
+                self._runner.switch(switched)
+            self._metrics = switched
 
     def start(self) -> None:
         """Begin to sample; does nothing when the monitor runs already.
@@ -65,19 +69,23 @@ class Monitor:
         be measured or the samples cannot go where they should.  After `stop` a
         monitor can be started again and goes on with the same series.
         """
-        if self.running:
-            return
-        self.stop()
-        settings = Settings(os.getpid(), self._interval, self._metrics, self._reach, self._target)
-        self._runner = self._runner_type(settings, self._series.append)
+        with self._control:
+            if self.running:
+                return
+            self.stop()
+            settings = Settings(
+                os.getpid(), self._interval, self._metrics, self._reach, self._target
+            )
+            self._runner = self._runner_type(settings, self._series.append)
 
     def stop(self) -> None:
         """Take a last sample and end; does nothing when the monitor does not run.
 
         Everything has ended when this returns or raises.
         """
-        if self._runner is not None:
-            self._runner.stop()
+        with self._control:
+            if self._runner is not None:
+                self._runner.stop()
         self._raise_failure()
 
     def stats(self) -> dict[str, list[float]]:
