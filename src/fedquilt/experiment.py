@@ -244,19 +244,20 @@ def train_rounds(
     Returns why the run ended before its last round, None when it did not.
     """
     saved_at = time.monotonic()
+    if lines and (stopped := _reason_to_stop(config, federation, lines[-1])) is not None:
+        return stopped  # the run had ended when it was killed
     for round_index in range(len(lines), config.num_rounds):
-        stopped = _reason_to_stop(config, federation, lines)
-        if stopped is not None:
-            if lines and "test_accuracy" not in lines[-1]:
-                lines[-1] |= measure(problem, federation)
-            return stopped
         began = time.perf_counter()
         record = run_round(federation, round_index)
         line = as_line(record, time.perf_counter() - began)
         private = None
         if federation.mechanism.claims:
             line, private = split_private(line)
-        if (round_index + 1) % config.eval_every == 0 or round_index + 1 == config.num_rounds:
+        last = round_index + 1 == config.num_rounds
+        if (round_index + 1) % config.eval_every == 0 or last:
+            line |= measure(problem, federation)
+        stopped = None if last else _reason_to_stop(config, federation, line)
+        if stopped is not None and "test_accuracy" not in line:
             line |= measure(problem, federation)
         lines.append(line)
         if folder is not None:
@@ -268,18 +269,18 @@ def train_rounds(
                 saved_at = time.monotonic()
         if observer is not None:
             observer(config, line)
+        if stopped is not None:
+            return stopped
     return None
 
 
-def _reason_to_stop(
-    config: RunConfig, federation: Federation, lines: list[dict[str, Any]]
-) -> str | None:
-    """Return why no further round should run, None when one should."""
-    if lines and _reached_target(config, lines[-1]):
+def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, Any]) -> str | None:
+    """Return why no round should follow the one of this line, None when one should."""
+    if _reached_target(config, line):
         return "the validation accuracy reached the target"
     account = federation.account
     if account is not None and account.is_bounded:
-        remaining = account.remaining(len(lines))
+        remaining = account.remaining(line["round"] + 1)
         if not federation.mechanism.has_allowance(remaining).any():
             return "no client has allowance left for another round"
     return None

@@ -64,7 +64,7 @@ class RunFolder:
         stem = run_stem(config)
         with storage_errors(output_dir):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-            folder = cls(_make_fresh(Path(output_dir), stem))
+            folder = cls(make_fresh(Path(output_dir), stem))
             try:
                 folder.acquire()
                 text = io.StringIO()
@@ -253,6 +253,7 @@ class RunFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, self.path / name)
+            _sync_folder(self.path)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -306,12 +307,21 @@ def _json_line(line: bytes, path: Path) -> dict[str, Any]:
     return record
 
 
+def _sync_folder(path: Path) -> None:
+    """Make a rename durable: it is the folder that has changed."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _portable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _make_fresh(parent: Path, stem: str) -> Path:
+def make_fresh(parent: Path, stem: str) -> Path:
     """Create the folder, numbering it when two runs start in the same second."""
     for number in range(1, 1000):
         path = parent / (stem if number == 1 else f"{stem}-{number}")

@@ -17,7 +17,7 @@ from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, run_config
 from fedquilt.problem import build_problem
-from fedquilt.run_folder import finite
+from fedquilt.run_folder import finite, make_fresh, storage_errors
 
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
 SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
@@ -40,7 +40,10 @@ def compare(
     ]
     for mode in dict.fromkeys(one.mode for one in configs):
         build_problem(base.replace(mode=mode))  # a mistake in the last mode is found at once
-    folder = Path(base.output_dir) / f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
+    stem = f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
+    with storage_errors(base.output_dir):
+        Path(base.output_dir).mkdir(parents=True, exist_ok=True)
+        folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
         finished = [
             _one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs

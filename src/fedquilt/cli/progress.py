@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ def interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt as stopped:
         folder = getattr(stopped, "folder", None)
-        said = f"continue with  fedquilt run --resume {folder}" if folder else "nothing was kept"
+        command = f"fedquilt run --resume {shlex.quote(str(folder))}"
+        said = f"continue with  {command}" if folder else "nothing was kept"
         print(f"interrupted: {said}", file=sys.stderr)
         raise typer.Exit(130) from None
 

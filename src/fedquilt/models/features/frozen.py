@@ -142,7 +142,8 @@ class SampleStandard(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the front makes of the standardised images."""
         axes = (1, 2, 3)
-        centred = images - images.mean(axes, keepdim=True)
+        values = images.to(torch.float32)
+        centred = values - values.mean(axes, keepdim=True)
         spread = centred.square().mean(axes, keepdim=True).sqrt()
         features: torch.Tensor = self.front(centred / spread.clamp(min=_TINY))
         return features

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedquilt import validate
-from fedquilt.models.features.shapes import check_images, image_shape
+from fedquilt.models.features.shapes import as_images, image_shape
 
 BLOCK_NORMS = ("none", "L1", "L2", "L2-Hys")
 _HYSTERESIS = 0.2
@@ -101,8 +101,8 @@ class OrientedGradients(nn.Module):
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, block rows * block columns * block * block * orientations]."""
-        check_images(images, self.input_shape)
-        values = _binomial(images) if self.smooth else images
+        values = as_images(images, self.input_shape)
+        values = _binomial(values) if self.smooth else values
         magnitude, angle = _steepest(*_central_differences(values))
         pixels = self._shares(angle) * magnitude.unsqueeze(1)
         cells = torch.einsum("rh,nkhw,cw->nrck", self.rows, pixels, self.columns)

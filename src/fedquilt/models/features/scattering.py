@@ -9,7 +9,7 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.features.shapes import check_images, image_shape
+from fedquilt.models.features.shapes import as_images, image_shape
 from fedquilt.models.features.wavelets import SampledFilters, gaussian_spectrum, wavelet_spectra
 
 _PLANES = 128  # worked on at a time; each becomes L^2 planes of a quarter of its size
@@ -81,8 +81,8 @@ class Scattering(nn.Module):
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, channels * paths, height / 2^J, width / 2^J]."""
-        check_images(images, self.input_shape)
-        parts = torch.split(images, max(1, _PLANES // self.input_shape[0]))
+        planes = as_images(images, self.input_shape)
+        parts = torch.split(planes, max(1, _PLANES // self.input_shape[0]))
         return torch.cat([self._paths(self._mirror(part)).flatten(1, 2) for part in parts])
 
     def _paths(self, images: torch.Tensor) -> torch.Tensor:

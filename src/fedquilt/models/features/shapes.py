@@ -22,10 +22,11 @@ def image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def check_images(images: torch.Tensor, shape: tuple[int, int, int]) -> None:
-    """Raise unless `images` is a batch of that shape."""
+def as_images(images: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return a batch of images of that shape in float32, or raise."""
     if images.dim() != 4 or tuple(images.shape[1:]) != shape:
         raise InvalidValueError(
             f"images of shape {tuple(images.shape)} must have shape (N, {shape[0]}, "
             f"{shape[1]}, {shape[2]})"
         )
+    return images.to(torch.float32)

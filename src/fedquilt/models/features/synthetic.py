@@ -50,21 +50,29 @@ def _strokes(shape: tuple[int, int, int], count: int, generator: torch.Generator
     """Draw one to three Bezier curves an image with a round pen."""
     channels, height, width = shape
     side = min(height, width)
-    points, used = _pen_points(count, generator)
-    points = _centred(points, used, _FILLED * side)
+    points = _centred(_pen_points(count, generator), _FILLED * side)
     points += torch.tensor([(height - 1) / 2, (width - 1) / 2])
     pen = side * (0.03 + 0.04 * torch.rand(count, 1, generator=generator))
     pixels = torch.cartesian_prod(torch.arange(height).float(), torch.arange(width).float())
     images = torch.empty(count, 1, height, width)
     for part in torch.split(torch.arange(count), _STROKE_BATCH):
-        distance = torch.cdist(pixels.expand(len(part), -1, -1), points[part])
-        nearest = distance.masked_fill(~used[part].unsqueeze(1), math.inf).amin(2)
+        nearest = _distance_to_nearest(pixels, points[part])
         images[part] = (pen[part] + 0.5 - nearest).clamp(0, 1).view(-1, 1, height, width)
     return images.expand(-1, channels, -1, -1).clone()
 
 
-def _pen_points(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points along the curves, [count, P, 2], and which of them are drawn.
+def _distance_to_nearest(pixels: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each pixel to the nearest point of its image, [N, pixels].
+
+    |a - b|^2 = |a|^2 + (|b|^2 - 2 a.b), the root taken of the least one only.
+    """
+    lengths = points.square().sum(2).unsqueeze(1)
+    least = torch.baddbmm(lengths, pixels.expand(len(points), -1, -1), points.mT, alpha=-2).amin(2)
+    return (least + pixels.square().sum(1)).clamp(min=0).sqrt()
+
+
+def _pen_points(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return points along the curves, [count, P, 2].
 
     Each curve has four control points in the unit square; half of the second and third
     curves start where the one before ended.
@@ -79,18 +87,16 @@ def _pen_points(count: int, generator: torch.Generator) -> tuple[torch.Tensor, t
     bernstein = torch.stack([math.comb(3, k) * t**k * (1 - t) ** (3 - k) for k in range(4)], 1)
     points = torch.einsum("pk,nskd->nspd", bernstein, control).flatten(1, 2)
     strokes = torch.randint(1, _STROKES + 1, (count, 1), generator=generator)
-    used = torch.arange(_STROKES) < strokes
-    return points, used.repeat_interleave(_POINTS, dim=1)
+    used = torch.arange(_STROKES).repeat_interleave(_POINTS) < strokes
+    # Curves that an image does not use lie on its first point and add nothing.
+    return torch.where(used.unsqueeze(2), points, points[:, :1])
 
 
-def _centred(points: torch.Tensor, used: torch.Tensor, extent: float) -> torch.Tensor:
-    """Scale a drawing's longer side to `extent` and move its centre of mass to the origin."""
-    mask = used.unsqueeze(2)
-    low = points.masked_fill(~mask, math.inf).amin(1)
-    high = points.masked_fill(~mask, -math.inf).amax(1)
-    longer = (high - low).amax(1).clamp(min=0.2).view(-1, 1, 1)
-    centre = (points * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    return (points - centre) * (extent / longer)
+def _centred(points: torch.Tensor, extent: float) -> torch.Tensor:
+    """Scale a drawing's longer side to `extent` and move its middle to the origin."""
+    low, high = points.amin(1, keepdim=True), points.amax(1, keepdim=True)
+    longer = (high - low).amax(2, keepdim=True).clamp(min=0.2)
+    return (points - (low + high) / 2) * (extent / longer)
 
 
 def _leaves(shape: tuple[int, int, int], count: int, generator: torch.Generator) -> torch.Tensor:
