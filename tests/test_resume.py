@@ -55,7 +55,7 @@ RICH: dict[str, Any] = {
 # What a run of three rounds does to the disk with a checkpoint after each: it writes
 # config.toml; four times (the last one at the end) it flushes rounds.jsonl and
 # replaces the checkpoint; it writes result.json.
-FSYNCS, REPLACES, ROUNDS = 1 + 2 * 4 + 1, 1 + 4 + 1, 3
+FSYNCS, REPLACES, ROUNDS = 2 + 3 * 4 + 2, 1 + 4 + 1, 3
 MOMENTS = [
     *(("fsync", number) for number in range(1, FSYNCS + 1)),
     *(("replace", number) for number in range(1, REPLACES + 1)),
