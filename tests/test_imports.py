@@ -23,7 +23,7 @@ FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
 LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
 }
-JOINS = {"round"}
+JOINS = {"round", "slicing"}
 EXPERIMENT = {
     *("problem", "modes", "history", "run_folder", "accounts", "experiment"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["run_folder"] = FOUNDATION
 ALLOWED["modes"] = FOUNDATION | LEAVES
 ALLOWED["history"] = FOUNDATION | JOINS
+ALLOWED["round"] = FOUNDATION | LEAVES | {"slicing"}
 # The documents' module `utils` offers figures and checks under one name.
 ALLOWED["utils"] = {"report", "validation"}
 # FedNumServer has the interface of a run, and loads it lazily.

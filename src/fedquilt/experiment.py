@@ -27,6 +27,7 @@ from fedquilt.privacy.statement import Statement
 from fedquilt.problem import Problem, build_federation, build_problem, problem_from
 from fedquilt.round import Federation, run_round
 from fedquilt.run_folder import RunFolder, run_stem
+from fedquilt.subnet import slice_model
 
 CUSTOM = "custom"
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
@@ -344,7 +345,10 @@ def _finish(
     result["metadata"] |= {
         "input_shape": list(problem.input_shape),
         "num_classes": problem.num_classes,
+        "model_width": problem.model_width,
     }
+    if config.method != "full":
+        result["slices"] = problem.costs(config.method)
     problem.flat.write(federation.weights)
     module = copy.deepcopy(problem.flat.module).cpu()
     if folder is not None:
@@ -405,7 +409,11 @@ def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
     from fedquilt.models import make_model
 
     metadata = result["metadata"]
-    return make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
+    model = make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
+    width = metadata.get("model_width", "1")
+    if width == "1":
+        return model
+    return slice_model(model, width, sample=torch.zeros(2, *metadata["input_shape"]))
 
 
 def _load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:

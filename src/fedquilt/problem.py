@@ -16,7 +16,14 @@ from fedquilt.aggregation import make_server_optimizer
 from fedquilt.config import TARGET_ACCURACY, RunConfig
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import FlatModel, LocalSettings, Task, freeze_others, make_engine
+from fedquilt.learning import (
+    Engine,
+    FlatModel,
+    LocalSettings,
+    Task,
+    freeze_others,
+    make_engine,
+)
 from fedquilt.models import make_model
 from fedquilt.modes import check_mode, make_mechanism
 from fedquilt.population import (
@@ -28,22 +35,44 @@ from fedquilt.population import (
 from fedquilt.privacy.account import Account
 from fedquilt.randomness import generator, torch_seed
 from fedquilt.round import Federation
+from fedquilt.slicing import (
+    SlicedEngine,
+    Slicing,
+    cost_of_everybody,
+    cost_table,
+    make_slicing,
+    smallest_model,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Data on the device, the samples of each client, and the initial model."""
+    """Data on the device, the samples of each client, and the initial model.
+
+    `slicing` says who holds which part of it; `model_width` is what the model itself is
+    of the one that was asked for, below 1 when a run is about the smallest slice.
+    """
 
     task: Task
     test: tuple[torch.Tensor, torch.Tensor]
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
+    slicing: Slicing | None = None
+    model_width: str = "1"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.task.inputs.shape[1:])
+
+    def costs(self, method: str) -> dict[str, Any]:
+        """Return parameters, bytes and multiply-adds of a client of each width."""
+        if self.slicing is not None:
+            return cost_table(self.slicing)
+        count, flat = len(self.task.clients), self.flat
+        sample = self.task.inputs[:1]
+        return cost_of_everybody(method, self.model_width, count, flat.vector, flat.module, sample)
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -123,7 +152,6 @@ def build_federation(
     """Put the parts of the configured mode together at the start of round 0."""
     num_clients = len(problem.task.clients)
     selector = build_selector(config, num_clients)
-    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
     return Federation(
         select=selector.select,
         tracker=ParticipationTracker(num_clients, config.participation_ema),
@@ -131,11 +159,20 @@ def build_federation(
         server=make_server_optimizer(
             config.server_optimizer, config.server_lr, config.server_momentum
         ),
-        engine=make_engine(config.engine, problem.flat.module, problem.task, settings),
+        engine=build_engine(config, problem),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
+        slicing=problem.slicing,
     )
+
+
+def build_engine(config: RunConfig, problem: Problem) -> Engine:
+    """Build what trains the clients, each on its slice where there are slices."""
+    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
+    if problem.slicing is not None:
+        return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
+    return make_engine(config.engine, problem.flat.module, problem.task, settings)
 
 
 def pick_device(name: str) -> torch.device:
@@ -183,15 +220,22 @@ def _assemble(
     index = torch.from_numpy(held_out)
     model = copy.deepcopy(model)
     freeze_others(model, config.patterns("trainable"))
-    problem = Problem(
+    model_width = "1"
+    if config.method == "smallest":
+        sample = train.images[:2].to(next(model.parameters()).device)
+        model, width = smallest_model(config, model, sample, len(clients))
+        model_width = str(width)
+    flat = FlatModel(model, inputs[:2])
+    check_mode(config, flat)
+    return Problem(
         task=Task(inputs, targets, clients),
         test=(test.images.to(device), test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=FlatModel(model, inputs[:2]),
+        flat=flat,
         num_classes=train.num_classes,
+        slicing=make_slicing(config, flat.module, flat.buffer_names, inputs[:2], len(clients)),
+        model_width=model_width,
     )
-    check_mode(config, problem.flat)
-    return problem
 
 
 def _checked_clients(

@@ -25,6 +25,11 @@ SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
+METHODS = (
+    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
+    *("smallest", "largest"),
+)
+SLICED_MODES = ("fedavg", "certified")
 
 
 def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
@@ -36,7 +41,7 @@ def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
 
-_DATA, _POPULATION, _TRAINING = "Data", "Population", "Training"
+_DATA, _POPULATION, _TRAINING, _SLICES = "Data", "Population", "Training", "Slices"
 _PRIVACY, _CERTIFIED, _RUN = "Privacy", "Certified privacy and the ledger", "Run"
 
 
@@ -81,7 +86,9 @@ class RunConfig:
 
     mode: str = _option("quap_fl", _TRAINING, "The method.", choices=MODES)
     model: str = _option(
-        "auto", _TRAINING, "auto (made for the data set), digits, mnist, cifar10, mlp or linear."
+        "auto",
+        _TRAINING,
+        "auto (made for the data set), digits, mnist, cifar10, mlp, linear or exits.",
     )
     trainable: str = _option(
         "all",
@@ -106,6 +113,19 @@ class RunConfig:
     )
     server_momentum: float = _option(
         0.9, _TRAINING, "Momentum of --server-optimizer momentum.", at_least=0, below=1
+    )
+
+    method: str = _option(
+        "full",
+        _SLICES,
+        "Which part of the model a client trains; all but full need the mode fedavg, "
+        "which is then the default, or certified.",
+        choices=METHODS,
+    )
+    tiers: str = _option(
+        "1,1/2,1/4,1/8",
+        _SLICES,
+        "Widths that clients are dealt to, or a FILE.csv (client,width or client,memory_mb,flops).",
     )
 
     epsilon: float = _option(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
@@ -219,6 +239,11 @@ class RunConfig:
             object.__setattr__(self, item.name, value)
         self._check_cohort()
         self._check_certified()
+        if self.method != "full" and self.mode not in SLICED_MODES:
+            raise InvalidValueError(
+                f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
+                f"method={self.method!r}: its noise and clip are those of whole models"
+            )
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
         for name in ("noise_layers", "trainable"):

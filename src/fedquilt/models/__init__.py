@@ -3,8 +3,18 @@
 `make_model` builds one by name for a data set's shape.
 """
 
+from fedquilt.models.exits import ExitNet
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.models.registry import MODELS, make_model
 from fedquilt.models.simple import MLP, Linear
 
-__all__ = ["MLP", "MODELS", "CIFAR10Model", "DigitsModel", "Linear", "MNISTModel", "make_model"]
+__all__ = [
+    "MLP",
+    "MODELS",
+    "CIFAR10Model",
+    "DigitsModel",
+    "ExitNet",
+    "Linear",
+    "MNISTModel",
+    "make_model",
+]
