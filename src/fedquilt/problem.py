@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,17 +226,42 @@ def _assemble(
         sample = train.images[:2].to(next(model.parameters()).device)
         model, width = smallest_model(config, model, sample, len(clients))
         model_width = str(width)
-    flat = FlatModel(model, inputs[:2])
-    check_mode(config, flat)
-    return Problem(
+    problem = Problem(
         task=Task(inputs, targets, clients),
         test=(test.images.to(device), test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=flat,
+        flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
-        slicing=make_slicing(config, flat.module, flat.buffer_names, inputs[:2], len(clients)),
         model_width=model_width,
     )
+    check_mode(config, problem.flat)
+    _check_outputs(problem)
+    slicing = make_slicing(config, problem.flat, inputs[:2], len(clients))
+    return dataclasses.replace(problem, slicing=slicing)
+
+
+@torch.no_grad()
+def _check_outputs(problem: Problem) -> None:
+    """Try one input of each set, so that a misfit is an error here and not in round 0."""
+    module = problem.flat.module.eval()
+    for name, inputs, targets in (
+        ("training", problem.task.inputs, problem.task.targets),
+        ("test", *problem.test),
+    ):
+        if len(targets) == 0:
+            raise InvalidValueError(f"the {name} data must hold at least one sample")
+        shape = tuple(inputs.shape[1:])
+        try:
+            outputs = module(inputs[:1])
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InvalidValueError(
+                f"the model must take {name} inputs of shape {shape}; it does not: {error}"
+            ) from error
+        if outputs.ndim != 2 or int(targets.max()) >= outputs.shape[1]:
+            raise InvalidValueError(
+                f"the model must return one score for each of {int(targets.max()) + 1} classes of "
+                f"the {name} data; it returns a tensor of shape {tuple(outputs.shape)}"
+            )
 
 
 def _checked_clients(

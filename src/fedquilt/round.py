@@ -14,6 +14,7 @@ nothing of one another:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +134,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     if federation.account is not None:
         federation.account.settle(update)
     federation.weights = federation.server.step(federation.weights, update)
-    record.train_loss = float(np.mean(losses)) if losses else None
+    finite_losses = [loss for loss in losses if math.isfinite(loss)]
+    record.train_loss = float(np.mean(finite_losses)) if finite_losses else None
     return record
 
 

@@ -92,7 +92,7 @@ def test_fractions_where_whole_numbers_belong(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMERIC)
-def test_numbers_beyond_every_float(cli: Cli, here: Path, name: str) -> None:
+def test_numbers_beyond_every_float(name: str) -> None:
     """Whether too large is allowed is the option's business; a crash is not."""
     with contextlib.suppress(InvalidValueError):
         RunConfig(**{name: HUGE})  # type: ignore[arg-type]
@@ -162,6 +162,16 @@ def test_unknown_names(cli: Cli, here: Path, name: str) -> None:
         (["--partition", "writer"], "mnist-writers"),
         (["--partition", "shards", "--num-clients", "3"], "num_clients=3"),
         (["--early-stopping"], "target_accuracy"),
+        (["--mode", "certified", "--policy", "cap"], "policy='cap' needs max_joins"),
+        (
+            ["--mode", "certified", "--amplification"],
+            "amplification=True needs selection='poisson'",
+        ),
+        (
+            ["--mode=certified", "--amplification", "--selection=poisson"]
+            + ["--policy=worst_case", "--allowance=9"],
+            "amplification=True needs clients with an untouched account",
+        ),
         (
             ["--early-stopping", "--target-accuracy", ".5", "--validation-fraction", ".9999"],
             "0.9999",

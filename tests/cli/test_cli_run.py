@@ -181,7 +181,7 @@ def test_later_sources_win(cli: Cli, here: Path, configured: list[RunConfig]) ->
     cli("run", "--preset", "paper-cifar10", "--config", file, "--epsilon", "4")
     chosen = [(c.dataset, c.lr_decay, c.learning_rate, c.epsilon) for c in configured]
     assert chosen == [
-        ("digits", 0.99, 0.01, 3.0),
+        ("digits", option_fields()["lr_decay"].default, 0.01, 3.0),
         ("cifar10", 0.995, 0.005, 6.0),
         ("cifar10", 0.995, 0.5, 5.0),
         ("cifar10", 0.995, 0.5, 4.0),

@@ -254,9 +254,10 @@ def test_the_bound_is_the_exact_composition_over_the_rounds_joined() -> None:
         counts[cohort] += 1
     statement = what.statement(counts, None)
     per_join = (0.5 / K) ** 2
-    assert statement.epsilon_max == pytest.approx(exact_epsilon(4 * per_join, 1e-5), rel=1e-6)
-    # Half of the six clients never joined: the median lies between 0 and 2 joins.
-    assert statement.epsilon_median == pytest.approx(exact_epsilon(1 * per_join, 1e-5), rel=1e-6)
+    most, two = (exact_epsilon(joins * per_join, 1e-5) for joins in (4, 2))
+    assert most <= statement.epsilon_max <= most * 1.0001
+    # Joins are 4, 2, 2, 0, 0, 0: the median lies half-way between two and none.
+    assert two / 2 <= statement.epsilon_median <= two / 2 * 1.0001
     assert statement.delta == 1e-5
     assert any("at most 2" in note for note in statement.notes)
 

@@ -57,7 +57,9 @@ def _parameter(name: str) -> inspect.Parameter:
     common: dict[str, Any] = {
         "help": shown,
         "rich_help_panel": item.metadata["panel"],
-        "show_default": False if item.default in (None, False) else str(item.default),
+        "show_default": False
+        if item.default is None or item.default is False
+        else str(item.default),
     }
     if "int | float" in str(item.type):
         option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)

@@ -30,6 +30,7 @@ from torch import nn
 
 from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError
+from fedquilt.learning import FlatModel
 from fedquilt.randomness import generator
 from fedquilt.slicing.costs import multiply_adds
 from fedquilt.slicing.depth import DepthPlan
@@ -188,11 +189,7 @@ class Slicing:
 
 
 def make_slicing(
-    config: RunConfig,
-    model: nn.Module,
-    buffers: Sequence[str],
-    sample: torch.Tensor,
-    num_clients: int,
+    config: RunConfig, flat: FlatModel, sample: torch.Tensor, num_clients: int
 ) -> Slicing | None:
     """Return the slices that a configuration asks for, None where everybody holds everything."""
     if config.method in ("full", "smallest"):
@@ -202,8 +199,8 @@ def make_slicing(
             f"engine='processes' must be 'auto', 'sequential' or 'batched' with "
             f"method={config.method!r}: every width would start processes of its own"
         )
-    widths = tier_widths(config, model, sample, num_clients)
-    return Slicing(config.method, widths, config.seed, model, buffers, sample)
+    widths = tier_widths(config, flat.module, sample, num_clients)
+    return Slicing(config.method, widths, config.seed, flat.module, flat.buffer_names, sample)
 
 
 def smallest_model(

@@ -17,7 +17,7 @@ from fedquilt.models.features.shapes import image_shape
 KINDS = ("strokes", "leaves")
 
 _STROKES = 3
-_POINTS = 24
+_POINTS = 40
 _STROKE_BATCH = 256
 _FILLED = 0.6  # of the image's side
 _LEAVES = 40
