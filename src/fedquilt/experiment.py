@@ -59,6 +59,7 @@ class RunResult:
     def summary(self) -> dict[str, Any]:
         """Return the object that `fedquilt run --json` prints."""
         metadata = self.result["metadata"]
+        slices = {key: self.result[key] for key in ("slices",) if key in self.result}
         return {
             "mode": self.result["mode"],
             "dataset": metadata["dataset"],
@@ -68,6 +69,7 @@ class RunResult:
             "final_loss": metadata["final_loss"],
             "statement": self.result["statement"],
             "output": None if self.folder is None else str(self.folder),
+            **slices,
         }
 
 

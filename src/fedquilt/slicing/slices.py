@@ -42,6 +42,9 @@ _REMEMBERED = 128
 # MFL takes turns through its structures; more than these would not come round in a run.
 _STRUCTURES = 64
 
+OWN_LOSS = ("fjord", "depthfl")
+"""Methods whose local loss only the sequential engine can train."""
+
 Cut = Selection | Blocks
 """What a client holds: a rule for every axis, or blocks."""
 
@@ -198,6 +201,11 @@ def make_slicing(
         raise InvalidValueError(
             f"engine='processes' must be 'auto', 'sequential' or 'batched' with "
             f"method={config.method!r}: every width would start processes of its own"
+        )
+    if config.engine == "batched" and config.method in OWN_LOSS:
+        raise InvalidValueError(
+            f"engine='batched' must be 'auto' or 'sequential' with method={config.method!r}, "
+            "whose clients have a loss of their own"
         )
     widths = tier_widths(config, flat.module, sample, num_clients)
     return Slicing(config.method, widths, config.seed, flat.module, flat.buffer_names, sample)

@@ -58,7 +58,7 @@ def _width(text: str, where: str) -> Fraction:
 
 def _from_table(path: str, num_clients: int, needs: Needs) -> tuple[Fraction, ...]:
     found: dict[int, Fraction] = {}
-    costs: dict[Fraction, tuple[float, float]] = {}
+    costs = _Costs(needs)
     for line, row in _rows(path):
         where = f"tiers={path!r}, line {line}"
         client = _client(row["client"], num_clients, where)
@@ -67,7 +67,6 @@ def _from_table(path: str, num_clients: int, needs: Needs) -> tuple[Fraction, ..
         if "width" in row:
             found[client] = _width(row["width"], where)
         else:
-            costs = costs or {width: needs(width) for width in WIDTHS}
             found[client] = _fitting(row, costs, where)
     missing = [client for client in range(num_clients) if client not in found]
     if missing:
@@ -102,9 +101,27 @@ def _client(text: str, num_clients: int, where: str) -> int:
     return int(text)
 
 
-def _fitting(
-    row: dict[str, str], costs: dict[Fraction, tuple[float, float]], where: str
-) -> Fraction:
+class _Costs:
+    """What each of `WIDTHS` takes, found out once and when it is asked for."""
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._known: dict[Fraction, tuple[float, float]] = {}
+
+    def items(self) -> Iterator[tuple[Fraction, tuple[float, float]]]:
+        """Yield the widths, widest first, as far as the model can be cut."""
+        for width in WIDTHS:
+            if width not in self._known:
+                try:
+                    self._known[width] = self._needs(width)
+                except InvalidValueError:
+                    if width == 1:
+                        raise
+                    return
+            yield width, self._known[width]
+
+
+def _fitting(row: dict[str, str], costs: _Costs, where: str) -> Fraction:
     """Return the largest width whose memory and operations a device has."""
     try:
         memory, flops = float(row["memory_mb"]), float(row["flops"])
@@ -113,8 +130,7 @@ def _fitting(
     for width, (needed, operations) in costs.items():
         if needed <= memory and operations <= flops:
             return width
-    smallest = min(costs)
     raise InvalidValueError(
         f"{where}: memory_mb={memory:g} and flops={flops:g} must be at least "
-        f"{costs[smallest][0]:.3g} and {costs[smallest][1]:.3g}, what width {smallest} takes"
+        f"{needed:.3g} and {operations:.3g}, what width {width} takes"
     )
