@@ -105,8 +105,8 @@ def _note_releases(log: Path) -> None:
     """Write down each release between its settlement and its use."""
     build = experiment.build_federation
 
-    def build_noting(*given: Any) -> Federation:
-        federation = build(*given)
+    def build_noting(*given: Any, **named: Any) -> Federation:
+        federation = build(*given, **named)
         step = federation.server.step
 
         def note_and_step(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,8 @@ def below_released(ledger: Path, log: Path) -> list[int]:
     if not ledger.exists():
         return np.flatnonzero(released(log)).tolist()
     truth = released(log)  # first: a run that is alive may settle in between
-    with Ledger.open(ledger, read_only=True) as opened:
+    # Opened for writing: what a kill has left half written is rolled back then.
+    with Ledger.open(ledger) as opened:
         populations = opened.populations()
         counted = populations[0].spent() if populations else np.zeros(CLIENTS)
     size = len(counted)
@@ -183,7 +184,7 @@ def problems_of(ledger: Path, folder: Path | None) -> tuple[str, ...]:
         heads.append(checkpoint.ledger_head)
     if not ledger.exists():
         return tuple(heads)
-    with Ledger.open(ledger, read_only=True) as opened:
+    with Ledger.open(ledger) as opened:
         return opened.verify(known_heads=heads).problems
 
 
@@ -219,22 +220,29 @@ class Campaign:
     def run(self) -> None:
         """Keep two runs going until enough have been killed, then let them finish."""
         slots = [self._next_run(), self._next_run()]
-        while slots:
-            for slot in list(slots):
-                if not slot.pid:
-                    self._start(slot)
-                ended = self._ended(slot)
-                if ended is None:
-                    continue
-                slot.pid = 0
-                self._check(slot)
-                if ended != -signal.SIGKILL:
-                    self._note_end(ended, slot)
-                    slots.remove(slot)
-                    if self.counts["kills"] < self.kills:
-                        slots.append(self._next_run())
-            time.sleep(0.002)
+        try:
+            while slots:
+                slots = [kept for slot in slots for kept in self._attend(slot)]
+                time.sleep(0.002)
+        finally:
+            for slot in slots:
+                if slot.pid:
+                    os.kill(slot.pid, signal.SIGKILL)
         self._check_allowances()
+
+    def _attend(self, slot: Slot) -> list[Slot]:
+        """Start a process, or look after one that ended; return what goes on in its place."""
+        if not slot.pid:
+            self._start(slot)
+        ended = self._ended(slot)
+        if ended is None:
+            return [slot]
+        slot.pid = 0
+        self._check(slot)
+        if ended == -signal.SIGKILL:
+            return [slot]
+        self._note_end(ended, slot)
+        return [self._next_run()] if self.counts["kills"] < self.kills else []
 
     def _next_run(self) -> Slot:
         number = self.started
@@ -301,7 +309,7 @@ class Campaign:
         for ledger in sorted(self.folder.glob("*.sqlite")):
             truth = released(ledger.with_suffix(".log"))
             epsilons = [gaussian_epsilon(float(mu2) ** 0.5, DELTA) for mu2 in truth]
-            with Ledger.open(ledger, read_only=True) as opened:
+            with Ledger.open(ledger) as opened:
                 (population,) = opened.populations()
                 counted = population.spent()
                 open_reservations = population.summary().open_reservations

@@ -89,7 +89,10 @@ def main() -> None:
     print(f"{'':14}{'median s':>10}{'fastest s':>11}")
     print(f"{'bare loop':14}{statistics.median(bare):10.4f}{min(bare):11.4f}")
     print(f"{'fedquilt':14}{statistics.median(ours):10.4f}{min(ours):11.4f}")
-    print(f"ratio, median of pairs {statistics.median(ratios):.3f}, of the fastest {min(ours) / min(bare):.3f}")
+    print(
+        f"ratio, median of pairs {statistics.median(ratios):.3f}, "
+        f"of the fastest {min(ours) / min(bare):.3f}"
+    )
 
 
 if __name__ == "__main__":

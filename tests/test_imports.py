@@ -22,6 +22,7 @@ ROOT = Path(fedquilt.__file__).resolve().parent
 FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
 LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
+    *("log", "monitor"),
 }
 JOINS = {"round", "slicing"}
 EXPERIMENT = {
@@ -53,6 +54,8 @@ ALLOWED["history"] = FOUNDATION | JOINS
 ALLOWED["round"] = FOUNDATION | LEAVES | {"slicing"}
 # The documents' module `utils` offers figures and checks under one name.
 ALLOWED["utils"] = {"report", "validation"}
+# Monitors hand what they measure to the log.
+ALLOWED["monitor"] = FOUNDATION | {"log"}
 # FedNumServer has the interface of a run, and loads it lazily.
 ALLOWED["condense"] = FOUNDATION | {"experiment"}
 ALLOWED["framework"] |= {"config"}

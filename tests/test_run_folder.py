@@ -282,7 +282,8 @@ def save_foreign(folder: Path, metadata: dict[str, str] | None, **tensors: torch
         ({"schema_version": "1"}, "is not a checkpoint of fedquilt"),
         ({"schema_version": "1", "rounds": "two"}, "is not a checkpoint of fedquilt"),
         ({"schema_version": "1", "rounds": "-1"}, "is not a checkpoint of fedquilt"),
-        ({"schema_version": "1", "rounds": "2"}, "does not fit"),
+        ({"schema_version": "1", "rounds": "2"}, "is not a checkpoint of fedquilt: 'config'"),
+        ({"schema_version": "1", "rounds": "2", "config": "x"}, "is the checkpoint of another run"),
     ],
 )
 def test_a_foreign_checkpoint(half_run: Path, metadata: dict[str, str] | None, match: str) -> None:

@@ -18,15 +18,20 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, build_config, check_keys
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.history import as_line, build_history, split_private
-from fedquilt.learning import evaluate
-from fedquilt.privacy.account import Account
+from fedquilt.learning import Engine, evaluate
 from fedquilt.privacy.statement import Statement
-from fedquilt.problem import Problem, build_federation, build_problem, problem_from
+from fedquilt.problem import (
+    Problem,
+    build_engine,
+    build_federation,
+    build_problem,
+    problem_from,
+)
 from fedquilt.round import Federation, run_round
-from fedquilt.run_folder import RunFolder, run_stem
+from fedquilt.run_folder import RunFolder, finite, run_stem
 from fedquilt.subnet import slice_model
 
 CUSTOM = "custom"
@@ -109,7 +114,8 @@ def run(
         folder = RunFolder.open(resume)
         config = _resumed_config(folder, settings)
     else:
-        config = build_config({"dataset": CUSTOM, "model": CUSTOM, **settings})
+        place = {} if output_dir is None else {"output_dir": output_dir}
+        config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
     config, problem = problem_from(config, model, train, test, clients)
     return _run(config, problem, folder, output_dir, observer)
 
@@ -155,11 +161,14 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
     if checkpoint is None:
         raise RunFolderError(f"run folder {str(path)!r} has no checkpoint.safetensors")
     tensors = checkpoint.model
-    module = copy.deepcopy(model) if model is not None else _rebuild(folder.read_config(), result)
-    if module is not None:
-        _load_tensors(module, tensors, folder.path)
-    statement = Statement.from_json(result["statement"])
-    return RunResult(result, statement, tensors, module, folder.path)
+    try:
+        statement = Statement.from_json(result["statement"])
+        rebuilt = _rebuild(folder.read_config(), result) if model is None else copy.deepcopy(model)
+    except (KeyError, TypeError) as error:
+        raise RunFolderError(f"{folder.path / 'result.json'} lacks or spoils {error}") from error
+    if rebuilt is not None:
+        _load_tensors(rebuilt, tensors, folder.path)
+    return RunResult(result, statement, tensors, rebuilt, folder.path)
 
 
 def _run(
@@ -176,10 +185,10 @@ def _run(
             folder.acquire()
             stack.callback(folder.close)
             if folder.read_result() is not None:
-                return load(folder.path, problem.flat.module)
-        account, folder = _open(config, problem, folder, output_dir, stack)
-        federation = build_federation(config, problem, account)
-        stack.callback(federation.engine.close)
+                return load(folder.path, problem.whole_model())
+        engine = build_engine(config, problem)
+        stack.callback(engine.close)
+        federation, folder = _open(config, problem, engine, folder, output_dir, stack)
         lines = _pick_up(folder, federation, problem) if folder is not None and resumed else []
         try:
             stopped = train_rounds(config, problem, federation, lines, folder, observer)
@@ -191,35 +200,38 @@ def _run(
 def _open(
     config: RunConfig,
     problem: Problem,
+    engine: Engine,
     folder: RunFolder | None,
     output_dir: str | None,
     stack: contextlib.ExitStack,
-) -> tuple[Account | None, RunFolder | None]:
-    """Open the run's folder and, where it has one, its account.
+) -> tuple[Federation, RunFolder | None]:
+    """Open the run's account, where it has one, its folder, and build the federation.
 
-    A ledger that outlives runs is asked first: when it refuses, no folder is left
-    behind.  The ledger of a run on its own lies in the run's folder, or in a
-    temporary one when nothing is kept.
+    A ledger that outlives runs is asked first, and the federation is built: when
+    either refuses, no folder is left behind.  The ledger of a run on its own lies
+    in the run's folder, or in a temporary one when nothing is kept.
     """
     entered = folder.read_account() if folder is not None else None
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
+    own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
     if config.ledger is not None:
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id)
         stack.callback(account.close)
+    federation = None if own_ledger else build_federation(config, problem, account, engine)
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
-    if account is None and needs_account(config, problem):
+    if own_ledger:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if folder is not None:
-            place = folder.path
+        place = folder.path if folder is not None else place
         account = open_account(config, problem, place / "ledger.sqlite", run_id)
         stack.callback(account.close)
     if account is not None and folder is not None and entered is None:
-        folder.write_account({"run_id": run_id, "ledger": str(account.ledger.path.resolve())})
-    return account, folder
+        name = "ledger.sqlite" if own_ledger else str(account.ledger.path.resolve())
+        folder.write_account({"run_id": run_id, "ledger": name})
+    return federation or build_federation(config, problem, account, engine), folder
 
 
 def train_rounds(
@@ -352,7 +364,7 @@ def _finish(
     if config.method != "full":
         result["slices"] = problem.costs(config.method)
     problem.flat.write(federation.weights)
-    module = copy.deepcopy(problem.flat.module).cpu()
+    module = problem.whole_model()
     if folder is not None:
         _save(folder, problem, federation, len(lines))
     if account is not None:
@@ -371,7 +383,7 @@ def build_result(
     counts: NDArray[np.float64],
 ) -> dict[str, Any]:
     """Return the content of result.json."""
-    history = build_history(lines)
+    history = finite(build_history(lines))
     accuracy, loss = history["test_accuracy"], history["test_loss"]
     return {
         "mode": config.mode,
@@ -395,6 +407,7 @@ def build_result(
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     """Return the folder's configuration; other settings beside it must agree."""
     config = folder.read_config()
+    check_keys(settings, "configuration")
     for key, value in settings.items():
         if getattr(config, key, None) != value:
             raise InvalidValueError(
@@ -406,11 +419,11 @@ def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
 
 def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
     """Build the named model of a run anew, None for a model fedquilt does not know."""
-    if config.model == CUSTOM:
-        return None
     from fedquilt.models import make_model
 
     metadata = result["metadata"]
+    if config.model == CUSTOM:
+        return None
     model = make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
     width = metadata.get("model_width", "1")
     if width == "1":

@@ -25,7 +25,8 @@ from fedquilt.learning import (
     freeze_others,
     make_engine,
 )
-from fedquilt.models import make_model
+from fedquilt.models import FeatureModel, make_model
+from fedquilt.models.features import precompute
 from fedquilt.modes import check_mode, make_mechanism
 from fedquilt.population import (
     Availability,
@@ -59,13 +60,18 @@ class Problem:
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
+    selector: CohortSelector
+    input_shape: tuple[int, ...]
+    front: nn.Module | None = None
     slicing: Slicing | None = None
     model_width: str = "1"
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input."""
-        return tuple(self.task.inputs.shape[1:])
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model as it stands, on the CPU, its front included."""
+        module = copy.deepcopy(self.flat.module).cpu()
+        if self.front is not None:
+            module.front = copy.deepcopy(self.front).cpu()
+        return module
 
     def costs(self, method: str) -> dict[str, Any]:
         """Return parameters, bytes and multiply-adds of a client of each width."""
@@ -147,33 +153,34 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
     )
 
 
+def build_engine(config: RunConfig, problem: Problem) -> Engine:
+    """Build step 3: how clients are trained."""
+    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
+    if problem.slicing is not None:
+        return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
+    return make_engine(config.engine, problem.flat.module, problem.task, settings)
+
+
 def build_federation(
-    config: RunConfig, problem: Problem, account: Account | None = None
+    config: RunConfig,
+    problem: Problem,
+    account: Account | None = None,
+    engine: Engine | None = None,
 ) -> Federation:
     """Put the parts of the configured mode together at the start of round 0."""
-    num_clients = len(problem.task.clients)
-    selector = build_selector(config, num_clients)
     return Federation(
-        select=selector.select,
-        tracker=ParticipationTracker(num_clients, config.participation_ema),
-        mechanism=make_mechanism(config, problem.flat, selector, account),
+        select=problem.selector.select,
+        tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
+        mechanism=make_mechanism(config, problem.flat, problem.selector, account),
         server=make_server_optimizer(
             config.server_optimizer, config.server_lr, config.server_momentum
         ),
-        engine=build_engine(config, problem),
+        engine=engine if engine is not None else build_engine(config, problem),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
         slicing=problem.slicing,
     )
-
-
-def build_engine(config: RunConfig, problem: Problem) -> Engine:
-    """Build what trains the clients, each on its slice where there are slices."""
-    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
-    if problem.slicing is not None:
-        return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
-    return make_engine(config.engine, problem.flat.module, problem.task, settings)
 
 
 def pick_device(name: str) -> torch.device:
@@ -205,6 +212,11 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
         return np.zeros(0, dtype=np.int64), np.arange(size)
     order = generator(config.seed, "validation").permutation(size)
     count = max(1, round(config.validation_fraction * size))
+    if size - count < (config.num_clients or 1):
+        raise InvalidValueError(
+            f"validation_fraction={config.validation_fraction} must leave at least one of {size} "
+            f"samples to each of num_clients={config.num_clients or 1}"
+        )
     return np.sort(order[:count]), np.sort(order[count:])
 
 
@@ -219,20 +231,29 @@ def _assemble(
     device = pick_device(config.device)
     inputs, targets = train.images.to(device), train.targets.to(device)
     index = torch.from_numpy(held_out)
-    model = copy.deepcopy(model)
+    tests = test.images.to(device)
+    input_shape = tuple(inputs.shape[1:])
+    model, front = copy.deepcopy(model), None
+    if isinstance(model, FeatureModel):
+        # A frozen front says the same of a sample in every round: ask it once.
+        front = model.front.to(device)
+        inputs, tests = precompute(front, inputs), precompute(front, tests)
+        model.front = nn.Identity()
     freeze_others(model, config.patterns("trainable"))
     model_width = "1"
     if config.method == "smallest":
-        sample = train.images[:2].to(next(model.parameters()).device)
-        model, width = smallest_model(config, model, sample, len(clients))
+        model, width = smallest_model(config, model, inputs[:2], len(clients))
         model_width = str(width)
     problem = Problem(
         task=Task(inputs, targets, clients),
-        test=(test.images.to(device), test.targets.to(device)),
+        test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
         model_width=model_width,
+        selector=build_selector(config, len(clients)),
+        input_shape=input_shape,
+        front=front,
     )
     check_mode(config, problem.flat)
     _check_outputs(problem)

@@ -19,10 +19,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,10 +65,15 @@ class RunFolder:
         with storage_errors(output_dir):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             folder = cls(_make_fresh(Path(output_dir), stem))
-            folder.acquire()
-            text = io.StringIO()
-            write_config_file(config, text)
-            folder._replace("config.toml", text.getvalue().encode())
+            try:
+                folder.acquire()
+                text = io.StringIO()
+                write_config_file(config, text)
+                folder._replace("config.toml", text.getvalue().encode())
+            except BaseException:
+                folder.close()
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
         return folder
 
     @classmethod
@@ -122,26 +129,41 @@ class RunFolder:
             self._replace("ledger.json", text.encode())
 
     def read_account(self) -> dict[str, Any] | None:
-        """Return what ledger.json says, None for a run without a ledger."""
-        return self._read_json("ledger.json")
+        """Return what ledger.json says, None for a run without a ledger.
+
+        A ledger in the folder itself is written down by its name alone, so that
+        the folder may be moved.
+        """
+        account = self._read_json("ledger.json")
+        if account is not None:
+            try:
+                account["ledger"] = str(self.path / account["ledger"])
+                account["run_id"] = str(account["run_id"])
+            except (KeyError, TypeError) as error:
+                raise RunFolderError(f"{self.path / 'ledger.json'} lacks {error}") from error
+        return account
 
     def read_rounds(self, count: int) -> list[dict[str, Any]]:
         """Return the first `count` rounds and drop what comes after them."""
         path = self.path / "rounds.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if len(lines) < count:
-            raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(lines)}")
-        try:
-            records = [json.loads(line) for line in lines[:count]]
-        except json.JSONDecodeError as error:
-            raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
+        records = [_json_line(line, path) for line in self._keep_lines("rounds.jsonl", count)]
+        if len(records) < count:
+            raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(records)}")
         for number, record in enumerate(records):
             _check_schema(record, path)
-            if record.pop("schema_version") and record["round"] != number:
+            if record.pop("schema_version") and record.get("round") != number:
                 raise RunFolderError(f"{path}, line {number + 1}: expected round {number}")
-        if len(lines) > count:
-            self._replace("rounds.jsonl", "".join(f"{line}\n" for line in lines[:count]).encode())
+        self._keep_lines("private.jsonl", count)
         return records
+
+    def _keep_lines(self, name: str, count: int) -> list[bytes]:
+        """Return the first `count` lines of a file and cut the file down to them."""
+        path = self.path / name
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if len(lines) > count:
+            with storage_errors(path):
+                self._replace(name, b"".join(lines[:count]))
+        return lines[:count]
 
     def save_checkpoint(
         self,
@@ -159,6 +181,7 @@ class RunFolder:
             "schema_version": str(SCHEMA_VERSION),
             "rounds": str(rounds),
             "ledger_head": ledger_head,
+            "config": self._config_digest(),
         }
         with storage_errors(self.path):
             self._sync("rounds.jsonl")
@@ -177,6 +200,8 @@ class RunFolder:
                 _check_schema({"schema_version": int(metadata["schema_version"])}, path)
                 tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
                 rounds = int(metadata["rounds"])
+                if metadata["config"] != self._config_digest():
+                    raise RunFolderError(f"{path} is the checkpoint of another run")
         except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
             if isinstance(error, RunFolderError):
                 raise
@@ -213,11 +238,17 @@ class RunFolder:
         _check_schema(content, path)
         return content
 
+    def _config_digest(self) -> str:
+        """Return what ties a checkpoint to this run's configuration."""
+        return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
+
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file whole or not at all, and make it durable."""
         temporary = self.path / f".{name}.tmp"
         try:
-            with open(temporary, "wb") as stream:
+            mode = 0o600 if name == "private.jsonl" else 0o666
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(os.open(temporary, flags, mode), "wb") as stream:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -265,6 +296,14 @@ def run_stem(config: RunConfig) -> str:
     """Return the name of a run that starts now."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
     return f"{config.dataset}_{config.mode}_seed{config.seed}_{stamp}"
+
+
+def _json_line(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
+    return record
 
 
 def _portable(tensor: torch.Tensor) -> torch.Tensor:

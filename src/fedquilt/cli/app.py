@@ -15,7 +15,7 @@ from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
-from fedquilt.errors import FedquiltError, RunInterrupted
+from fedquilt.errors import FedquiltError
 
 app = typer.Typer(
     name="fedquilt",
@@ -65,14 +65,5 @@ def main() -> None:
     except FedquiltError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except RunInterrupted as stopped:
-        print(_how_to_go_on(stopped.folder), file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
-
-
-def _how_to_go_on(folder: str | None) -> str:
-    if folder is None:
-        return "interrupted: nothing was kept"
-    return f"interrupted: continue with  fedquilt run --resume {folder}"

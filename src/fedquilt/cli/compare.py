@@ -11,11 +11,13 @@ import typer
 
 from fedquilt import validate
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import watch
+from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, run_config
+from fedquilt.problem import build_problem
+from fedquilt.run_folder import finite
 
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
 SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
@@ -36,9 +38,14 @@ def compare(
     configs = [
         base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
     ]
+    for mode in dict.fromkeys(one.mode for one in configs):
+        build_problem(base.replace(mode=mode))  # a mistake in the last mode is found at once
     folder = Path(base.output_dir) / f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
-    finished = [_one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs]
-    _report(finished, folder, as_json)
+    with interruptible():
+        finished = [
+            _one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs
+        ]
+        _report(finished, folder, as_json)
 
 
 def _one(config: RunConfig, shown: bool) -> RunResult:
@@ -54,7 +61,7 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     figure = plot_comparison(runs, str(folder / "comparison.png"))
     record = {"runs": [one.summary() for one in finished], "table": rows, "figure": str(figure)}
     if as_json:
-        print(json.dumps(record))
+        print(json.dumps(finite(record), allow_nan=False))
         return
     print(render_comparison(rows))
     print(f"\nfigure: {figure}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,7 +85,8 @@ def verify(
     Only a head kept elsewhere can show that a ledger was rolled back: name the
     folders of runs that used it.
     """
-    heads = [head for run in [*(runs or []), path] for head in _kept_heads(run)]
+    folders = [*(runs or []), *([path] if Path(path).is_dir() else [])]
+    heads = [head for folder in folders for head in _kept_heads(folder)]
     with _open(path) as opened:
         report = opened.verify(known_heads=heads)
     if as_json:
@@ -109,7 +111,10 @@ def verify(
 def _open(path: str) -> Any:
     from fedquilt.privacy.ledger import Ledger
 
-    return Ledger.open(_ledger_file(Path(path)), read_only=True)
+    place = _ledger_file(Path(path))
+    # After a kill SQLite has to roll an unfinished entry back, which needs write access.
+    writable = os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)
+    return Ledger.open(place, read_only=not writable)
 
 
 def _ledger_file(path: Path) -> Path:
@@ -125,11 +130,9 @@ def _ledger_file(path: Path) -> Path:
 
 
 def _kept_heads(path: str) -> list[str]:
-    """Return the ledger heads that a run folder has kept; none for a plain file."""
+    """Return the ledger heads that a run folder has kept."""
     from fedquilt.run_folder import RunFolder
 
-    if not Path(path).is_dir():
-        return []
     folder = RunFolder.open(path)
     checkpoint, result = folder.load_checkpoint(), folder.read_result() or {}
     heads = [checkpoint.ledger_head if checkpoint else "", result.get("ledger", {}).get("head", "")]

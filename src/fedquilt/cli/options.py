@@ -16,7 +16,7 @@ import typer
 from fedquilt.config import option_fields
 from fedquilt.errors import InvalidValueError
 
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+_KINDS: dict[str, type] = {"str": str, "bool": bool}
 
 
 def takes_run_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -61,15 +61,37 @@ def _parameter(name: str) -> inspect.Parameter:
         if item.default is None or item.default is False
         else str(item.default),
     }
+    annotation: Any = Any
     if "int | float" in str(item.type):
         option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)
-        annotation: Any = Any
+    elif "int" in str(item.type):
+        option = typer.Option(None, flag, parser=_parser(name, int), metavar="NUMBER", **common)
+    elif "float" in str(item.type):
+        option = typer.Option(None, flag, parser=_parser(name, float), metavar="NUMBER", **common)
     else:
         option = typer.Option(None, flag, **common)
         annotation = _KINDS[str(item.type).split(" |")[0]] | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )
+
+
+def _parser(name: str, kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """Return a reader of numbers whose error names option and text."""
+    wanted = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise InvalidValueError(f"{name}={_short(text)} must be {wanted}") from None
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def parse_count(text: str) -> int | float:
@@ -86,5 +108,6 @@ def parse_count(text: str) -> int | float:
         return float(text)
     except ValueError:
         raise InvalidValueError(
-            f"clients_per_round={text!r} must be a whole number, or a fraction with a decimal point"
+            f"clients_per_round={_short(text)} must be a whole number, "
+            "or a fraction with a decimal point"
         ) from None

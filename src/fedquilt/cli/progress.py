@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
+
 from fedquilt.config import RunConfig
 from fedquilt.experiment import Observer
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End a command that Ctrl-C stops with one line that says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        folder = getattr(stopped, "folder", None)
+        said = f"continue with  fedquilt run --resume {folder}" if folder else "nothing was kept"
+        print(f"interrupted: {said}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @contextmanager

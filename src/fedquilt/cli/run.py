@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import watch
+from fedquilt.cli.progress import interruptible, watch
 from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, resume_run, run_config
@@ -33,22 +33,32 @@ def run(
 ) -> None:
     """Train a federated model, and say what may be claimed about it."""
     shown = not quiet and not as_json
-    if resume is not None:
-        if settings or config or preset:
-            raise InvalidValueError(
-                f"resume={resume!r} must stand alone: a run goes on with its own settings"
-            )
-        with watch(Path(resume).name, shown) as observer:
-            finished = resume_run(resume, observer)
-    else:
-        merged = build_config(settings, preset=preset, file=config)
-        with watch(f"{merged.dataset} {merged.mode}", shown) as observer:
-            finished = run_config(merged, observer)
-    draw_history(finished)
+    with interruptible():
+        finished = _run(settings, config, preset, resume, shown)
+        draw_history(finished)
     if as_json:
-        print(json.dumps(finished.summary()))
+        print(json.dumps(finished.summary(), allow_nan=False))
     else:
         _print(finished)
+
+
+def _run(
+    settings: dict[str, Any],
+    config: str | None,
+    preset: str | None,
+    resume: str | None,
+    shown: bool,
+) -> RunResult:
+    if resume is None:
+        merged = build_config(settings, preset=preset, file=config)
+        with watch(f"{merged.dataset} {merged.mode}", shown) as observer:
+            return run_config(merged, observer)
+    if settings or config or preset:
+        raise InvalidValueError(
+            f"resume={resume!r} must stand alone: a run goes on with its own settings"
+        )
+    with watch(Path(resume).name, shown) as observer:
+        return resume_run(resume, observer)
 
 
 def draw_history(finished: RunResult) -> Path | None:

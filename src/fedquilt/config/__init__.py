@@ -4,7 +4,7 @@ The seed documents' dictionaries (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...) are
 here too, under the names the documents give them.
 """
 
-from fedquilt.config.files import build_config, read_config_file, write_config_file
+from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
 from fedquilt.config.run import MODES, RunConfig, option_fields
 from fedquilt.config.seeds import (
     EXPECTED_MILESTONES,
@@ -27,6 +27,7 @@ __all__ = [
     "VISUALIZATION_CONFIG",
     "RunConfig",
     "build_config",
+    "check_keys",
     "option_fields",
     "read_config_file",
     "write_config_file",

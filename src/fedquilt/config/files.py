@@ -56,7 +56,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             content = tomllib.load(stream)
     except OSError as error:
         raise InvalidValueError(f"config={str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not text, or a number of thousands of digits
         raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error
     version = content.pop("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,11 @@ METHODS = (
     *("smallest", "largest"),
 )
 SLICED_MODES = ("fedavg", "certified")
+
+
+# Larger numbers are slips of the keyboard, and would overflow in float32 or in an index.
+LARGEST_NUMBER = 1e30
+LARGEST_COUNT = 2**31 - 1
 
 
 def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
@@ -88,7 +94,8 @@ class RunConfig:
     model: str = _option(
         "auto",
         _TRAINING,
-        "auto (made for the data set), digits, mnist, cifar10, mlp, linear or exits.",
+        "auto (made for the data set), digits, mnist, cifar10, mlp, linear, exits; hog-linear or "
+        "scatter-linear train a small head on a frozen, data-free front.",
     )
     trainable: str = _option(
         "all",
@@ -265,6 +272,11 @@ class RunConfig:
             raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
         if not self.amplification:
             return
+        if self.allowance not in (None, self.epsilon):
+            raise InvalidValueError(
+                f"amplification=True needs allowance={self.epsilon:g}, the run's epsilon, "
+                f"not {self.allowance:g}: such a run takes a client's whole allowance"
+            )
         if self.selection != "poisson":
             raise InvalidValueError(
                 f"amplification=True needs selection='poisson', not {self.selection!r}: "
@@ -274,6 +286,11 @@ class RunConfig:
             raise InvalidValueError(
                 f"amplification=True needs policy='worst_case' or 'cap', not {self.policy!r}: "
                 "its accounting holds for a schedule that is fixed in advance"
+            )
+        if self.noise_seed is not None:
+            raise InvalidValueError(
+                f"amplification=True needs secret noise, not noise_seed={self.noise_seed}: "
+                "a secret coin cannot be repeated"
             )
         if self.clipping != "fixed" or self.noise_bands != 1:
             raise InvalidValueError("amplification=True needs clipping='fixed' and noise_bands=1")
@@ -317,6 +334,15 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
+_CEILINGS: dict[str, float] = {
+    "seed": 2**63 - 1,
+    "noise_seed": 2**63 - 1,
+    "epsilon": 1e4,
+    "allowance": 1e4,
+    "server_lr": 1e300,
+}
+
+
 def option_fields() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of `RunConfig` by name."""
     return {item.name: item for item in dataclasses.fields(RunConfig)}
@@ -332,14 +358,30 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
             raise InvalidValueError(f"{name}={value!r} must be true or false")
         return value
     if kinds >= {"int", "float"}:
-        whole = isinstance(value, numbers.Integral)
-        return validate.integer(name, value) if whole else validate.number(name, value, **rule)
-    if "int" in kinds:
-        return validate.integer(name, value, **rule)
-    if "float" in kinds:
+        if isinstance(value, numbers.Integral):
+            return validate.integer(name, value)
         return validate.number(name, value, **rule)
+    if "int" in kinds:
+        whole = validate.integer(name, value, **rule)
+        return validate.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))
+    if "float" in kinds:
+        real = validate.number(name, value, **rule)
+        return validate.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if "choices" in rule:
         return validate.choice(name, value, rule["choices"])
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_text(value):
         raise InvalidValueError(f"{name}={value!r} must be a non-empty text")
+    if name == "dataset" and not re.fullmatch(r"[\w][\w.+-]*", value):
+        raise InvalidValueError(
+            f"dataset={value!r} must be letters, digits, '.', '_', '+' and '-': it names a folder"
+        )
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether a text can be written to a file; bytes that were no text cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value

@@ -17,7 +17,6 @@ logger = logging.getLogger("fedquilt")
 log = logger.log
 
 
-
 @dataclass
 class _Installed:
     """What `configure` put on the logger, and (level, propagate) as they were before."""

@@ -4,6 +4,7 @@
 """
 
 from fedquilt.models.exits import ExitNet
+from fedquilt.models.features import FeatureModel
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.models.registry import MODELS, make_model
 from fedquilt.models.simple import MLP, Linear
@@ -14,6 +15,7 @@ __all__ = [
     "CIFAR10Model",
     "DigitsModel",
     "ExitNet",
+    "FeatureModel",
     "Linear",
     "MNISTModel",
     "make_model",

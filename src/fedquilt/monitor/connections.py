@@ -38,6 +38,8 @@ ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
 TCP_BYTES = struct.Struct("=120xQQ")  # tcp_info: ..., bytes acked, bytes received
 ANSWER_SIZE = 1 << 18
 
+SCOPE = "TCP connections of the monitored processes"
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -56,11 +58,6 @@ class ConnectionTraffic:
             raise MonitorError("network_scope='process' must be used on Linux; 'namespace' works")
         self._tree = tree
         self._before = self._counters()
-
-    @property
-    def scope(self) -> str:
-        """Whose traffic this is, in words."""
-        return "TCP connections of the monitored processes"
 
     def read(self) -> Traffic:
         """Return the bytes since the last reading; a new connection counts whole."""

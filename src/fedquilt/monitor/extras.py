@@ -15,6 +15,8 @@ def psutil() -> Any:
 
 def prometheus_client() -> Any:
     """Return the module prometheus_client, or say which extra brings it."""
+    # Importing the part makes it an attribute of the whole.
+    _require("prometheus_client.core", "PrometheusMonitor")
     return _require("prometheus_client", "PrometheusMonitor")
 
 
@@ -23,6 +25,6 @@ def _require(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{purpose} needs the package {module}, which is not installed: "
+            f"{purpose} needs the package {module.split('.')[0]}, which is not installed: "
             "pip install 'fedquilt[monitor]'"
         ) from error

@@ -39,22 +39,12 @@ class NamespaceTraffic:
         self._proc = Path(proc)
         self._before = self._counters()
 
-    @property
-    def scope(self) -> str:
-        """Whose traffic this is, in words."""
-        kept = "loopback included" if self._loopback else "loopback left out"
-        if sys.platform != "linux":
-            return f"all processes of the machine, {kept}"
-        try:
-            namespace = os.readlink(self._proc / str(self._pid) / "ns" / "net")
-        except OSError:
-            namespace = "unknown"
-        return f"all processes of the network namespace {namespace}, {kept}"
-
     def read(self) -> Traffic:
         """Return the bytes since the last reading."""
         now = self._counters()
-        pairs = [(counter, self._before[name]) for name, counter in now.items() if name in self._before]
+        pairs = [
+            (counter, self._before[name]) for name, counter in now.items() if name in self._before
+        ]
         self._before = now
         return Traffic(
             sum(_grown(after.sent, before.sent) for after, before in pairs),
@@ -80,6 +70,15 @@ class NamespaceTraffic:
             numbers = fields.split()
             counters[name.strip()] = Traffic(sent=int(numbers[8]), received=int(numbers[0]))
         return counters
+
+
+def namespace_scope(pid: int, *, loopback: bool) -> str:
+    """Return in words whose traffic `NamespaceTraffic` measures."""
+    kept = "loopback included" if loopback else "loopback left out"
+    if sys.platform != "linux":
+        return f"all processes of the machine, {kept}"
+    namespace = os.readlink(f"/proc/{pid}/ns/net")
+    return f"all processes of the network namespace {namespace}, {kept}"
 
 
 def _from_psutil() -> dict[str, Traffic]:

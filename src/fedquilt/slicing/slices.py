@@ -231,6 +231,7 @@ def tier_widths(
             plan.append(SlicePlan(model, sample))
         small = plan[0].build(width)
         megabytes = sum(3 * p.numel() * p.element_size() for p in small.parameters()) / 2**20
-        return megabytes, 2.0 * multiply_adds(small, sample[:1])
+        device = next(small.parameters()).device
+        return megabytes, 2.0 * multiply_adds(small, sample[:1].to(device))
 
     return client_widths(config.tiers, num_clients, generator(config.seed, "tiers"), needs)

@@ -9,41 +9,48 @@ and whitening may not come from the clients' data either.
 
 from __future__ import annotations
 
-import functools
-from typing import Protocol
+import math
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.models.features.public import (
+    mean_and_whitening,
+    random_projection,
+    turned_towards,
+)
 
 _TINY = 1e-12
+_PUBLIC_BATCH = 256
 
 
+@runtime_checkable
 class Front(Protocol):
-    """What `FrozenFront` needs of a description of images."""
+    """A description of images: [N, channels, height, width] to [N, ...]."""
 
     @property
     def num_features(self) -> int:
         """The number of values that describe an image."""
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Describe images, [N, channels, height, width], by [N, ...] values."""
+    def __call__(self, images: torch.Tensor, /) -> torch.Tensor:
+        """Describe images."""
 
 
 class FrozenFront(nn.Module):
     """Features of length sqrt(k), centred and whitened by public images.
 
-    With u(v) = v / ||v|| and features f(x), flattened,
+    With u(v) = v / ||v||, features f(x), flattened, and r(v) = sign(v) |v|^power,
 
-        phi(x) = sqrt(k) * u( W (P u(f(x)) - m) )
+        phi(x) = sqrt(k) * u( W (P u(r(f(x))) - m) )
 
-    P is a random projection to k dimensions, or absent; m is the mean and C the covariance
-    of P u(f) over `public` images, and W = (C + shrink * mean eigenvalue of C)^(-1/2).
-    Without public images m = 0 and W = 1.  Everything is a fixed function of one sample.
+    P projects to k dimensions, or is absent; m is the mean over the public images and W the
+    shrunken inverse root of their covariance (`mean_and_whitening`).  Without public images
+    m = 0 and W = 1.  Everything is a fixed function of one sample.
 
-    Why: with a common mean the features of all classes point the same way, and the updates
+    Why: around a common mean, the features of all classes point the same way, and updates
     of clients with unequal class mixtures mostly disagree about that one direction.
     Whitening lets few rounds reach directions that vary little.  The length makes the mean
     square of a feature 1, so usual learning rates fit.
@@ -51,15 +58,16 @@ class FrozenFront(nn.Module):
     Parameters
     ----------
     front
-        `OrientedGradients`, `Scattering` or another module without trainable parameters.
+        `OrientedGradients`, `Scattering` or another module that trains nothing.
     public
-        Images that are nobody's data, for m and W; see `draw`.  They should look somewhat
-        like the inputs in structure; contrast and brightness matter only as far as `front`
-        depends on them.
+        Images that are nobody's data, at least two; see `draw`.
     projection
-        k, or None to keep all features.
+        k, or None to keep all features.  Random, and turned towards the directions in
+        which the public images differ, if there are any.
     seed
         Of the projection.
+    power
+        1 leaves the features as they are; 1/2 lets large ones dominate less.
     shrink
         How far W stays from full whitening.
     """
@@ -68,68 +76,54 @@ class FrozenFront(nn.Module):
         self,
         front: nn.Module,
         public: torch.Tensor | None = None,
+        *,
         projection: int | None = None,
         seed: int = 0,
+        power: float = 0.5,
         shrink: float = 1.0,
     ) -> None:
         super().__init__()
+        size = count_features(front)
+        validate.integer("seed", seed, at_least=0)
+        validate.number("shrink", shrink, above=0)
+        self.power = validate.number("power", power, above=0)
         self.front = front.requires_grad_(False)
-        size = _num_features(front)
         self.num_features = size
-        self.projection: torch.Tensor | None = None
+        self.projection: torch.Tensor | None
+        self.mean: torch.Tensor
+        self.whitening: torch.Tensor
+        matrix = None
         if projection is not None:
             self.num_features = validate.integer("projection", projection, at_least=1, at_most=size)
             matrix = random_projection(size, self.num_features, seed)
-        else:
-            matrix = None
-        validate.number("shrink", shrink, above=0)
         self.register_buffer("projection", matrix, persistent=False)
-        self.mean: torch.Tensor
-        self.whitening: torch.Tensor
         self.register_buffer("mean", torch.zeros(self.num_features), persistent=False)
         self.register_buffer("whitening", torch.eye(self.num_features), persistent=False)
         if public is not None:
-            rows = torch.cat([self._described(batch) for batch in public.split(_PUBLIC_BATCH)])
-            self.mean, self.whitening = mean_and_whitening(rows, shrink)
+            self._adapt(public, shrink)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, num_features]."""
-        whitened = (self._described(images) - self.mean) @ self.whitening
-        return _unit(whitened) * self.num_features**0.5
+        whitened = (self._project(self._describe(images)) - self.mean) @ self.whitening
+        return _unit(whitened).mul_(math.sqrt(self.num_features))
 
     @torch.no_grad()
-    def _described(self, images: torch.Tensor) -> torch.Tensor:
-        features = _unit(self.front(images).flatten(1))
+    def _adapt(self, public: torch.Tensor, shrink: float) -> None:
+        """Take projection, mean and whitening from public images."""
+        if len(public) < 2:
+            raise InvalidValueError(f"public holds {len(public)} images, must hold at least 2")
+        rows = torch.cat([self._describe(batch) for batch in torch.split(public, _PUBLIC_BATCH)])
+        if self.projection is not None:
+            self.projection = turned_towards(self.projection, rows)
+        self.mean, self.whitening = mean_and_whitening(self._project(rows), shrink)
+
+    def _describe(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.front(images).flatten(1)
+        return _unit(features.sign() * features.abs() ** self.power)
+
+    def _project(self, features: torch.Tensor) -> torch.Tensor:
         return features if self.projection is None else features @ self.projection
-
-
-_PUBLIC_BATCH = 256
-
-
-def random_projection(size: int, dimension: int, seed: int) -> torch.Tensor:
-    """Return a [size, dimension] matrix of N(0, 1 / dimension) entries drawn from a seed.
-
-    It keeps inner products in expectation (Johnson and Lindenstrauss 1984).
-    """
-    generator = torch.Generator().manual_seed(validate.integer("seed", seed, at_least=0))
-    return torch.randn(size, dimension, generator=generator) / dimension**0.5
-
-
-def mean_and_whitening(rows: torch.Tensor, shrink: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean m of rows and (C + shrink * mean eigenvalue)^(-1/2), C their covariance.
-
-    Of all matrices that whiten, this one is symmetric: unlike a basis of principal
-    components it does not depend on how a solver picks signs and orders equal eigenvalues,
-    so every machine computes the same one up to rounding.
-    """
-    wide = rows.double()
-    mean = wide.mean(0)
-    covariance = torch.cov(wide.T, correction=0).reshape(len(mean), len(mean))
-    level = covariance.diagonal().mean().clamp(min=_TINY)
-    values, vectors = torch.linalg.eigh(covariance / level)
-    whitening = (vectors * (values.clamp(min=0) + shrink).rsqrt()) @ vectors.T
-    return mean.float(), whitening.float()
 
 
 class SampleStandard(nn.Module):
@@ -141,20 +135,20 @@ class SampleStandard(nn.Module):
 
     def __init__(self, front: nn.Module) -> None:
         super().__init__()
+        self.num_features = count_features(front)
         self.front = front
-        self.num_features = _num_features(front)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the front makes of the standardised images."""
         axes = (1, 2, 3)
         centred = images - images.mean(axes, keepdim=True)
-        spread = centred.square().mean(axes, keepdim=True).sqrt().clamp(min=_TINY)
-        features: torch.Tensor = self.front(centred / spread)
+        spread = centred.square().mean(axes, keepdim=True).sqrt()
+        features: torch.Tensor = self.front(centred / spread.clamp(min=_TINY))
         return features
 
 
-def _num_features(front: nn.Module) -> int:
+def count_features(front: nn.Module) -> int:
     """Return the number of features a front announces, or raise."""
     if isinstance(front, Front) and isinstance(front.num_features, int):
         return front.num_features
@@ -165,4 +159,5 @@ def _num_features(front: nn.Module) -> int:
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
     """Scale each row to length 1; a row of zeros stays."""
-    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=_TINY)
+    lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows / lengths.clamp(min=_TINY)

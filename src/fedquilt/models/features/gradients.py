@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fedquilt import validate
-from fedquilt.errors import InvalidValueError
 from fedquilt.models.features.shapes import check_images, image_shape
 
 BLOCK_NORMS = ("none", "L1", "L2", "L2-Hys")
@@ -32,7 +31,7 @@ class OrientedGradients(nn.Module):
 
     and L2-Hys cuts the L2 result at 0.2 and divides once more.  `floor` keeps blocks with
     hardly any gradient from being blown up, and unlike `eps` it does not depend on the
-    contrast of the image.  Last, every value is raised to `power`.
+    contrast of the image.
 
     `interpolate=False` is the definition of scikit-image's `hog`: a pixel belongs to one
     cell and one bin.  A share that jumps at the edge of a bin makes a gradient that lies
@@ -58,7 +57,7 @@ class OrientedGradients(nn.Module):
         Whether a binomial filter, (1, 2, 1) / 4 along both axes, comes first.
     interpolate
         See above.
-    block, block_norm, eps, floor, power
+    block, block_norm, eps, floor
         See above; `floor` is for the L2 norms.
     """
 
@@ -75,7 +74,6 @@ class OrientedGradients(nn.Module):
         block_norm: str = "L2",
         eps: float = 1e-5,
         floor: float = 0.1,
-        power: float = 0.5,
     ) -> None:
         super().__init__()
         self.input_shape = image_shape(input_shape)
@@ -84,7 +82,6 @@ class OrientedGradients(nn.Module):
         self.block_norm = validate.choice("block_norm", block_norm, BLOCK_NORMS)
         self.eps = validate.number("eps", eps, above=0)
         self.floor = validate.number("floor", floor, at_least=0)
-        self.power = validate.number("power", power, above=0)
         _, height, width = self.input_shape
         side = validate.integer("cell", cell, at_least=1, at_most=min(height, width))
         self.cells = (height // side, width // side)
@@ -110,8 +107,7 @@ class OrientedGradients(nn.Module):
         pixels = self._shares(angle) * magnitude.unsqueeze(1)
         cells = torch.einsum("rh,nkhw,cw->nrck", self.rows, pixels, self.columns)
         blocks = cells.unfold(1, self.block, 1).unfold(2, self.block, 1).movedim(3, 5)
-        normed = self._normalise(blocks.flatten(3).flatten(1, 2))
-        return normed.flatten(1).clamp(min=0) ** self.power
+        return self._normalise(blocks.flatten(3).flatten(1, 2)).flatten(1)
 
     def _shares(self, angle: torch.Tensor) -> torch.Tensor:
         """Return the share of each pixel in each bin, [N, orientations, H, W]."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,12 +10,9 @@ from torch import nn
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.features.shapes import check_images, image_shape
-from fedquilt.models.features.wavelets import (
-    coarser,
-    gaussian_spectrum,
-    sample,
-    wavelet_spectra,
-)
+from fedquilt.models.features.wavelets import SampledFilters, gaussian_spectrum, wavelet_spectra
+
+_PLANES = 128  # worked on at a time; each becomes L^2 planes of a quarter of its size
 
 
 class Scattering(nn.Module):
@@ -30,8 +26,8 @@ class Scattering(nn.Module):
 
     sampled at every 2^J-th pixel.  The image is mirrored outwards first, to the next
     multiple of 2^J beyond one more step, and the samples inside the image are kept.
-    |x * psi[j, t]| varies slowly, so it is kept at every 2^j-th pixel only: the usual fast
-    algorithm, which computes the spectrum of the samples by folding the spectrum.
+    |x * psi[j, t]| varies slowly, so it is kept at every 2^j-th pixel only, the usual fast
+    algorithm.
 
     A channel has 1 + J L + L^2 J (J - 1) / 2 paths, in the order above; the paths of S2
     run through (j, t) first, then through (k, u).
@@ -58,12 +54,17 @@ class Scattering(nn.Module):
         self.max_order = validate.integer("max_order", max_order, at_least=1, at_most=2)
         self.padded = tuple(_padded(size, self.J) for size in self.input_shape[1:])
         height, width = self.padded
-        low_pass = gaussian_spectrum(height, width, self.J)
-        for j in range(self.J):
-            self.register_buffer(f"phi{j}", coarser(low_pass, 2**j), persistent=False)
-            spectra = wavelet_spectra(height, width, j, self.L)
-            for level in range(j + 1):
-                self.register_buffer(f"psi{j}_{level}", coarser(spectra, 2**level), persistent=False)
+        phi = gaussian_spectrum(height, width, self.J)
+        psi = [wavelet_spectra(height, width, j, self.L) for j in range(self.J)]
+        steps = range(self.J)
+        self.averages = nn.ModuleList(
+            SampledFilters(phi, level, 2 ** (self.J - level)) for level in steps
+        )
+        self.inner = nn.ModuleList(SampledFilters(psi[j], 0, 2**j) for j in steps)
+        self.outer = nn.ModuleList(
+            nn.ModuleList(SampledFilters(psi[k], j, 2 ** (k - j)) for k in steps[j + 1 :])
+            for j in (steps if self.max_order == 2 else ())
+        )
 
     @property
     def num_paths(self) -> int:
@@ -81,33 +82,32 @@ class Scattering(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, channels * paths, height / 2^J, width / 2^J]."""
         check_images(images, self.input_shape)
-        spectrum = torch.fft.fft2(self._mirror(images)).unsqueeze(2)
-        first: list[torch.Tensor] = [self._average(spectrum, 0)]
-        second: list[torch.Tensor] = []
-        for j in range(self.J):
-            inner = self._modulus(spectrum, j, 0)
-            first.append(self._average(inner, j))
-            if self.max_order == 2 and j + 1 < self.J:
-                second.append(torch.cat(list(self._second(inner, j)), dim=3).flatten(2, 3))
-        return torch.cat(first + second, dim=2).flatten(1, 2)
+        parts = torch.split(images, max(1, _PLANES // self.input_shape[0]))
+        return torch.cat([self._paths(self._mirror(part)).flatten(1, 2) for part in parts])
 
-    def _second(self, inner: torch.Tensor, level: int) -> Iterator[torch.Tensor]:
-        """Yield the coefficients behind the first-order spectra, [N, C, L, L, h, w] a scale."""
-        for j in range(level + 1, self.J):
-            outer = self._modulus(inner.unsqueeze(3), j, level)
-            yield self._average(outer, j)
+    def _paths(self, images: torch.Tensor) -> torch.Tensor:
+        """Return [N, channels, paths, h, w]."""
+        spectrum = torch.fft.fft2(images).unsqueeze(2)
+        first, second = [self._average(spectrum, 0)], []
+        for j, wavelets in enumerate(self.inner):
+            moduli = _modulus(wavelets(spectrum))
+            first.append(self._average(moduli, j))
+            for_each = moduli.unsqueeze(3)
+            behind = [
+                self._average(_modulus(filters(for_each)), k)
+                for k, filters in enumerate(self._outer(j), start=j + 1)
+            ]
+            if behind:
+                second.append(torch.cat(behind, dim=3).flatten(2, 3))
+        return torch.cat(first + second, dim=2)
 
-    def _modulus(self, spectrum: torch.Tensor, j: int, level: int) -> torch.Tensor:
-        """Return the spectra of |y * psi[j, t]| at every 2^j-th pixel, y at every 2^level-th."""
-        factor = 2 ** (j - level)
-        filtered = sample(spectrum * self._buffer(f"psi{j}_{level}"), factor)
-        return torch.fft.fft2(torch.fft.ifft2(filtered).abs())
+    def _outer(self, j: int) -> Sequence[nn.Module]:
+        """The wavelets that follow a wavelet of scale 2^j."""
+        return list(self.outer[j].children()) if self.max_order == 2 else []
 
     def _average(self, spectrum: torch.Tensor, level: int) -> torch.Tensor:
         """Return y * phi at every 2^J-th pixel inside the image, y at every 2^level-th."""
-        factor = 2 ** (self.J - level)
-        smooth = sample(spectrum * self._buffer(f"phi{level}"), factor)
-        return torch.fft.ifft2(smooth).real[..., 1:-1, 1:-1]
+        return torch.real(torch.fft.ifft2(self.averages[level](spectrum)))[..., 1:-1, 1:-1]
 
     def _mirror(self, images: torch.Tensor) -> torch.Tensor:
         """Continue the image by its mirror image, without repeating the border."""
@@ -117,13 +117,16 @@ class Scattering(nn.Module):
             sides += [before, padded - size - before]
         return nn.functional.pad(images, sides, mode="reflect")
 
-    def _buffer(self, name: str) -> torch.Tensor:
-        return cast(torch.Tensor, self.get_buffer(name))
+
+def _modulus(spectrum: torch.Tensor) -> torch.Tensor:
+    """Return the spectrum of |y| for the spectrum of y."""
+    result: torch.Tensor = torch.fft.fft2(torch.fft.ifft2(spectrum).abs())
+    return result
 
 
 def _padded(size: int, J: int) -> int:
     """Return the size after mirroring, or raise when the image is too small for it."""
-    step = 2**J
+    step: int = 2**J
     padded = ((size + step) // step + 1) * step
     after = padded - size - (padded - size) // 2
     if size < step or after >= size:

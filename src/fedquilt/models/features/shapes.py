@@ -15,9 +15,7 @@ _SMALLEST = 3
 def image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     """Return (channels, height, width), or raise."""
     if len(shape) != 3:
-        raise InvalidValueError(
-            f"input_shape={tuple(shape)!r} must be (channels, height, width)"
-        )
+        raise InvalidValueError(f"input_shape={tuple(shape)!r} must be (channels, height, width)")
     channels = validate.integer("channels of input_shape", shape[0], at_least=1)
     height = validate.integer("height of input_shape", shape[1], at_least=_SMALLEST)
     width = validate.integer("width of input_shape", shape[2], at_least=_SMALLEST)

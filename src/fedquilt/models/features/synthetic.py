@@ -56,7 +56,7 @@ def _strokes(shape: tuple[int, int, int], count: int, generator: torch.Generator
     pen = side * (0.03 + 0.04 * torch.rand(count, 1, generator=generator))
     pixels = torch.cartesian_prod(torch.arange(height).float(), torch.arange(width).float())
     images = torch.empty(count, 1, height, width)
-    for part in torch.arange(count).split(_STROKE_BATCH):
+    for part in torch.split(torch.arange(count), _STROKE_BATCH):
         distance = torch.cdist(pixels.expand(len(part), -1, -1), points[part])
         nearest = distance.masked_fill(~used[part].unsqueeze(1), math.inf).amin(2)
         images[part] = (pen[part] + 0.5 - nearest).clamp(0, 1).view(-1, 1, height, width)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 _SCALE = 0.8
 _FREQUENCY = 3 * math.pi / 4
 _SLANT = 4.0
 _PERIODS = 2  # copies of the grid on each side; the widest envelope has died out by then
+_NOTHING = 1e-7
 
 
 def wavelet_spectra(height: int, width: int, j: int, orientations: int) -> torch.Tensor:
@@ -41,39 +43,67 @@ def wavelet_spectra(height: int, width: int, j: int, orientations: int) -> torch
         )
         for index in range(orientations)
     ]
-    return torch.fft.fft2(torch.stack(filters)).real.to(torch.float32)
+    return torch.real(torch.fft.fft2(torch.stack(filters))).to(torch.float32)
 
 
-def gaussian_spectrum(height: int, width: int, scale_log2: int) -> torch.Tensor:
-    """Return the Fourier transform of the Gaussian that averages over 2^J, [H, W]."""
-    values = _gabor(height, width, _SCALE * 2 ** (scale_log2 - 1), 0.0, 0.0, 1.0)
-    return torch.fft.fft2(values).real.to(torch.float32)
+def gaussian_spectrum(height: int, width: int, J: int) -> torch.Tensor:
+    """Return the Fourier transform of the Gaussian that averages over 2^J, [1, H, W]."""
+    values = _gabor(height, width, _SCALE * 2 ** (J - 1), 0.0, 0.0, 1.0)
+    return torch.real(torch.fft.fft2(values)).to(torch.float32).unsqueeze(0)
 
 
-def coarser(spectrum: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return a filter's spectrum on the grid of every `factor`-th pixel.
+class SampledFilters(nn.Module):
+    """Filters whose output is wanted at every `factor`-th pixel only.
 
-    Of its last two axes the frequencies stay that the coarser grid can carry.
+    Parameters
+    ----------
+    spectra
+        The filters on the finest grid, [F, H, W].
+    level
+        Inputs have been sampled at every 2^level-th pixel already; of the filters stay the
+        frequencies that this grid can carry.
+    factor
+        See above; it divides the size at that level.
     """
-    for axis in (-2, -1):
-        size = spectrum.shape[axis]
+
+    def __init__(self, spectra: torch.Tensor, level: int, factor: int) -> None:
+        super().__init__()
+        coarse = _coarser(spectra, 2**level)
+        self.factor = factor
+        self.spectra: torch.Tensor
+        self.register_buffer("spectra", coarse, persistent=False)
+        height, width = coarse.shape[1] // factor, coarse.shape[2] // factor
+        tiles = [
+            (slice(top, top + height), slice(left, left + width))
+            for top in range(0, coarse.shape[1], height)
+            for left in range(0, coarse.shape[2], width)
+        ]
+        least = _NOTHING * float(coarse.abs().max())
+        self.tiles = [(r, c) for r, c in tiles if float(coarse[:, r, c].abs().max()) > least]
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        """Return the spectra of the filtered and sampled signals, [..., F, h, w].
+
+        `signal` is a spectrum, [..., 1, H, W] or [..., F, H, W].  Sampling folds the
+        frequencies: the result is the mean over factor x factor tiles of signal times
+        filter.  Tiles are added up one by one, so that the product never exists at full
+        size, and those that no filter lets pass were dropped.
+        """
+        total = torch.zeros((), dtype=signal.dtype, device=signal.device)
+        for rows, columns in self.tiles:
+            total = total + signal[..., rows, columns] * self.spectra[:, rows, columns]
+        return total / self.factor**2
+
+
+def _coarser(spectra: torch.Tensor, factor: int) -> torch.Tensor:
+    """Return filters on the grid of every `factor`-th pixel: its frequencies alone stay."""
+    for axis in (1, 2):
+        size = spectra.shape[axis]
         kept = size // factor
         below = torch.arange(kept // 2)
         above = torch.arange(size - (kept - kept // 2), size)
-        spectrum = spectrum.index_select(axis, torch.cat([below, above]))
-    return spectrum
-
-
-def sample(spectrum: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return the spectrum of every `factor`-th value of a signal.
-
-    Sampling folds the frequencies: the mean of the factor x factor tiles of the spectrum.
-    """
-    if factor == 1:
-        return spectrum
-    height, width = spectrum.shape[-2] // factor, spectrum.shape[-1] // factor
-    tiles = spectrum.unflatten(-1, (factor, width)).unflatten(-3, (factor, height))
-    return tiles.mean(dim=(-4, -2))
+        spectra = spectra.index_select(axis, torch.cat([below, above]))
+    return spectra
 
 
 def _morlet(

@@ -33,7 +33,7 @@ class Nvml:
         return f"NVML {len(self._cards)} GPU" + ("s" if len(self._cards) > 1 else "")
 
     def read(self) -> Mapping[str, float]:
-        """Return milliwatts: ΔmJ / Δs * 1000 mW, or the power now."""
+        """Return milliwatts: ΔmJ / Δs, or the power now."""
         try:
             energy = [_energy_mj(self._nvml, card) for card in self._cards]
             now = self._clock()
@@ -51,7 +51,7 @@ class Nvml:
     ) -> float:
         if before is None or after is None:
             return float(self._nvml.nvmlDeviceGetPowerUsage(card))
-        return 1000.0 * (after - before) / max(seconds, 1e-9) / 1000.0
+        return (after - before) / max(seconds, 1e-9)
 
     def close(self) -> None:
         """Give the library back."""
@@ -77,12 +77,13 @@ def find_nvml() -> Nvml:
         raise NotOfferedError(str(error)) from error
     try:
         cards = _cards_with_power(pynvml)
-        if not cards:
-            raise NotOfferedError("no GPU that tells its power")
-        return Nvml(pynvml, cards)
-    except BaseException:
-        pynvml.nvmlShutdown()
-        raise
+        if cards:
+            return Nvml(pynvml, cards)
+        reason = "no GPU that tells its power"
+    except pynvml.NVMLError as error:
+        reason = str(error)
+    pynvml.nvmlShutdown()
+    raise NotOfferedError(reason)
 
 
 def _cards_with_power(nvml: Any) -> list[Any]:

@@ -87,8 +87,10 @@ def find_rapl(sysfs: Path) -> Rapl:
         raise NotOfferedError(f"no package or dram zone in {folder}")
     try:
         return Rapl(zones)
-    except OSError as error:
-        raise NotOfferedError(f"the counters must be readable ({error}; by default root's)") from error
+    except (OSError, ValueError) as error:
+        raise NotOfferedError(
+            f"the counters must be readable ({error}; by default root's)"
+        ) from error
 
 
 def _text(path: Path) -> str:

@@ -1,0 +1,36 @@
+"""Small trainable models on a frozen front that needs no data.
+
+>>> import torch
+>>> from fedquilt.models.features import make_feature_model, precompute
+>>> model = make_feature_model("hog-linear", (1, 8, 8), num_classes=10)
+>>> [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+[('head.weight', (10, 128))]
+>>> features = precompute(model.front, torch.rand(5, 1, 8, 8))
+>>> tuple(features.shape)
+(5, 128)
+"""
+
+from fedquilt.models.features.frozen import FrozenFront, SampleStandard
+from fedquilt.models.features.gradients import OrientedGradients
+from fedquilt.models.features.model import (
+    FEATURE_MODELS,
+    FeatureModel,
+    make_feature_model,
+    precompute,
+    zero_head,
+)
+from fedquilt.models.features.scattering import Scattering
+from fedquilt.models.features.synthetic import draw
+
+__all__ = [
+    "FEATURE_MODELS",
+    "FeatureModel",
+    "FrozenFront",
+    "OrientedGradients",
+    "SampleStandard",
+    "Scattering",
+    "draw",
+    "make_feature_model",
+    "precompute",
+    "zero_head",
+]

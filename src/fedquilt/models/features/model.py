@@ -1,0 +1,122 @@
+"""Models that train a linear head on a frozen front."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from fedquilt import validate
+from fedquilt.models.features.frozen import FrozenFront, SampleStandard, count_features
+from fedquilt.models.features.gradients import OrientedGradients
+from fedquilt.models.features.scattering import Scattering
+from fedquilt.models.features.shapes import image_shape
+from fedquilt.models.features.synthetic import draw
+
+FEATURE_MODELS = ("hog-linear", "scatter-linear")
+
+_PUBLIC_IMAGES = 2000
+_CELLS_PER_SIDE = 28 / 6
+_SCATTERING_DIMENSION = 256
+
+
+class FeatureModel(nn.Module):
+    """A frozen front and a trainable linear head; ends in logits.
+
+    The trainable parameters are `head.weight` and, with `bias`, `head.bias`; the front has
+    none and nothing of it is in the state dict.  The head starts at zero: the problem is
+    convex, and a random start would be noise in the result.
+
+    A bias is off by default.  What a client with few classes says about it is mostly which
+    classes it has, and that takes its share of the bounded update.
+
+    Parameters
+    ----------
+    front
+        Usually a `FrozenFront`; anything with `num_features` that trains nothing.
+    num_classes
+        Number of logits.
+    bias
+        Whether the head has a bias.
+    """
+
+    def __init__(self, front: nn.Module, num_classes: int, bias: bool = False) -> None:
+        super().__init__()
+        self.front = front.requires_grad_(False)
+        self.head = zero_head(count_features(front), num_classes, bias)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return cast(torch.Tensor, self.head(self.front(images).flatten(1)))
+
+    def get_num_parameters(self) -> int:
+        """Return the number of trainable parameters."""
+        return sum(parameter.numel() for parameter in self.head.parameters())
+
+
+def zero_head(num_features: int, num_classes: int, bias: bool = False) -> nn.Linear:
+    """Return a linear layer whose weights are zero.
+
+    On what `precompute` returns it learns exactly what the whole model would.
+    """
+    validate.integer("num_features", num_features, at_least=1)
+    validate.integer("num_classes", num_classes, at_least=1)
+    with torch.random.fork_rng(devices=[]):  # the layer draws weights before they are cleared
+        head = nn.Linear(num_features, num_classes, bias=bias)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
+
+
+@torch.no_grad()
+def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 1024) -> torch.Tensor:
+    """Return the features of all images, [N, num_features], on the images' device.
+
+    A frozen front says the same of an image in every round, so a run may say it once and
+    train the head alone on the result.
+    """
+    validate.integer("batch_size", batch_size, at_least=1)
+    out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
+    for start in range(0, len(images), batch_size):
+        batch = images[start : start + batch_size]
+        out[start : start + batch_size] = front(batch).flatten(1)
+    return out
+
+
+def make_feature_model(
+    name: str, input_shape: Sequence[int], num_classes: int, bias: bool = False
+) -> FeatureModel:
+    """Build a feature model by name.
+
+    "hog-linear"
+        `OrientedGradients` with cells of 6/28 of the shorter side and 8 signed
+        orientations: 128 features for 8, 28 and 32 pixels.
+    "scatter-linear"
+        `Scattering` of two orders with 8 angles, averaged over about a quarter of the
+        shorter side, projected to 256 dimensions if it has more.
+
+    Both are centred and whitened by 2,000 images drawn from a fixed seed, strokes for one
+    channel and leaves for several.  Equal arguments give equal models.
+    """
+    validate.choice("model", name, FEATURE_MODELS)
+    front = copy.deepcopy(_front(name, image_shape(input_shape)))
+    return FeatureModel(front, num_classes, bias)
+
+
+@functools.lru_cache(maxsize=8)
+def _front(name: str, shape: tuple[int, int, int]) -> FrozenFront:
+    """Build a front; remembered, because drawing and describing takes seconds."""
+    side = min(shape[1:])
+    public = draw("strokes" if shape[0] == 1 else "leaves", shape, _PUBLIC_IMAGES)
+    if name == "hog-linear":
+        return FrozenFront(OrientedGradients(shape, max(1, round(side / _CELLS_PER_SIDE))), public)
+    scattering = Scattering(shape, J=max(1, round(math.log2(side / 4))))
+    wide = scattering.num_features > _SCATTERING_DIMENSION
+    return FrozenFront(
+        SampleStandard(scattering), public, projection=_SCATTERING_DIMENSION if wide else None
+    )

@@ -1,0 +1,34 @@
+"""Resource monitor: CPU, memory, network and power of a run, while it runs.
+
+`process_monitor` samples from a process of its own, `thread_monitor` in a thread; both
+have a `FileMonitor`, a `PrometheusMonitor` and a `RemoteMonitor`.
+
+    from fedquilt.monitor.process_monitor import FileMonitor
+
+    with FileMonitor("usage.txt", interval=5) as monitor:
+        train()
+    monitor.summary()["avg_cpu_usage"]
+"""
+
+from fedquilt.monitor import process_monitor, thread_monitor
+from fedquilt.monitor.errors import (
+    DeliveryError,
+    MetricTypeError,
+    MissingExtraError,
+    MonitorError,
+    PowerUnavailableError,
+)
+from fedquilt.monitor.power import power_sources
+from fedquilt.monitor.settings import Reach
+
+__all__ = [
+    "DeliveryError",
+    "MetricTypeError",
+    "MissingExtraError",
+    "MonitorError",
+    "PowerUnavailableError",
+    "Reach",
+    "power_sources",
+    "process_monitor",
+    "thread_monitor",
+]
