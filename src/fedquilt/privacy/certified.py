@@ -71,6 +71,8 @@ class CertifiedSettings:
         The public number that divides the noised sum.
     normalise : bool
         Scale every update to exactly its clip instead of only down to it.
+    sliced : bool
+        Clients hold parts of the model.
     """
 
     tensor_names: tuple[str, ...]
@@ -80,6 +82,7 @@ class CertifiedSettings:
     clip_cap: float
     divisor: float
     normalise: bool = False
+    sliced: bool = False
 
 
 class Certified:
@@ -259,6 +262,11 @@ class Certified:
             notes.append(
                 "frozen at their public initial values, never released: "
                 + ", ".join(self.settings.frozen_names)
+            )
+        if self.settings.sliced:
+            notes.append(
+                "clients hold slices of the model, each clipped once as a whole; who holds which "
+                "is chosen without looking at data, and public"
             )
         if self.quantile is not None:
             notes.append("the clip bound follows a private quantile, whose cost is included")

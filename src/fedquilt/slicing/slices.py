@@ -38,7 +38,7 @@ from fedquilt.slicing.tiers import client_widths
 from fedquilt.subnet import Blocks, ModelSlice, Prefix, Selection, SliceMap, SlicePlan
 from fedquilt.subnet.schedules import federated_dropout, fedrolex, mfl
 
-_REMEMBERED = 128
+_REMEMBERED = 512
 # MFL takes turns through its structures; more than these would not come round in a run.
 _STRUCTURES = 64
 
