@@ -39,13 +39,18 @@ RATE_SHARE = {"depthfl": 0.25}
 
 
 class DenseExits(nn.Module):
-    """Hidden layers of rectified units, each with a classifier; returns their mean logits."""
+    """Normalised hidden layers of rectified units, each with a classifier; their mean logits.
+
+    HeteroFL's scaler asks for the normalisation: without one it multiplies what a narrow
+    layer says by up to the inverse of its width, in every layer, and training diverges.
+    """
 
     def __init__(self, inputs: int = 784, hidden: int = 64, depth: int = 4) -> None:
         super().__init__()
         sizes = [inputs] + [hidden] * depth
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(sizes[i], hidden), nn.ReLU()) for i in range(depth)
+            nn.Sequential(nn.Linear(sizes[i], hidden), nn.GroupNorm(hidden // 8, hidden), nn.ReLU())
+            for i in range(depth)
         )
         self.heads = nn.ModuleList(nn.Linear(hidden, 10) for _ in range(depth))
 
