@@ -91,10 +91,10 @@ def forget_to_look_for_nan(vector: torch.Tensor) -> bool:
 
 
 def clip_the_mean_instead(
-    self: Certified, total: torch.Tensor, weight: float
+    self: Certified, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, NoiseReport]:
     factor = min(1.0, self.bound / max(norm(total), 1e-300))
-    return release(self, total * factor, weight)
+    return release(self, total * factor, weight, held)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_divisor_that_counts_the_finite_updates_is_found(
         return Contribution(client, received.vector, float(received.finite), received.finite)
 
     def divide_by_weight(
-        self: Certified, total: torch.Tensor, weight: float
+        self: Certified, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, NoiseReport]:
-        update, report = release(self, total, weight)
+        update, report = release(self, total, weight, held)
         return update * self.settings.divisor / weight, report
 
     monkeypatch.setattr(Certified, "receive", weigh_the_finite)

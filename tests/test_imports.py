@@ -24,7 +24,7 @@ LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
     *("log", "monitor"),
 }
-JOINS = {"round"}
+JOINS = {"round", "slicing"}
 EXPERIMENT = {
     *("problem", "modes", "history", "run_folder", "accounts", "experiment"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["run_folder"] = FOUNDATION
 ALLOWED["modes"] = FOUNDATION | LEAVES
 ALLOWED["history"] = FOUNDATION | JOINS
+ALLOWED["round"] = FOUNDATION | LEAVES | {"slicing"}
 # The documents' module `utils` offers figures and checks under one name.
 ALLOWED["utils"] = {"report", "validation"}
 # Monitors hand what they measure to the log.

@@ -276,7 +276,9 @@ class Watching:
         self.seen.append(f"noise {contribution.client}")
         return contribution
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
         self.seen.append(f"release {weight:g}")
         return total / weight, NoiseReport()
 

@@ -32,6 +32,7 @@ from fedquilt.problem import (
 )
 from fedquilt.round import Federation, run_round
 from fedquilt.run_folder import RunFolder, finite, run_stem
+from fedquilt.subnet import slice_model
 
 CUSTOM = "custom"
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
@@ -63,6 +64,7 @@ class RunResult:
     def summary(self) -> dict[str, Any]:
         """Return the object that `fedquilt run --json` prints."""
         metadata = self.result["metadata"]
+        slices = {key: self.result[key] for key in ("slices",) if key in self.result}
         return {
             "mode": self.result["mode"],
             "dataset": metadata["dataset"],
@@ -72,6 +74,7 @@ class RunResult:
             "final_loss": metadata["final_loss"],
             "statement": self.result["statement"],
             "output": None if self.folder is None else str(self.folder),
+            **slices,
         }
 
 
@@ -357,7 +360,10 @@ def _finish(
     result["metadata"] |= {
         "input_shape": list(problem.input_shape),
         "num_classes": problem.num_classes,
+        "model_width": problem.model_width,
     }
+    if config.method != "full":
+        result["slices"] = problem.costs(config.method)
     problem.flat.write(federation.weights)
     module = problem.whole_model()
     if folder is not None:
@@ -419,7 +425,11 @@ def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
     metadata = result["metadata"]
     if config.model == CUSTOM:
         return None
-    return make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
+    model = make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
+    width = metadata.get("model_width", "1")
+    if width == "1":
+        return model
+    return slice_model(model, width, sample=torch.zeros(2, *metadata["input_shape"]))
 
 
 def _load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:

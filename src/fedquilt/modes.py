@@ -86,6 +86,7 @@ def make_certified(
         clip_cap=config.clip_cap,
         divisor=selector.expected_cohort,
         normalise=config.normalise_updates,
+        sliced=config.method not in ("full", "smallest"),
     )
     noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
     if selector.secret:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,23 @@ from fedquilt.population import (
 from fedquilt.privacy.account import Account
 from fedquilt.randomness import generator, torch_seed
 from fedquilt.round import Federation
+from fedquilt.slicing import (
+    SlicedEngine,
+    Slicing,
+    cost_of_everybody,
+    cost_table,
+    make_slicing,
+    smallest_model,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Data on the device, the samples of each client, and the initial model."""
+    """Data on the device, the samples of each client, and the initial model.
+
+    `slicing` says who holds which part of it; `model_width` is what the model itself is
+    of the one that was asked for, below 1 when a run is about the smallest slice.
+    """
 
     task: Task
     test: tuple[torch.Tensor, torch.Tensor]
@@ -50,6 +63,8 @@ class Problem:
     selector: CohortSelector
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
+    slicing: Slicing | None = None
+    model_width: str = "1"
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -57,6 +72,14 @@ class Problem:
         if self.front is not None:
             module.front = copy.deepcopy(self.front).cpu()
         return module
+
+    def costs(self, method: str) -> dict[str, Any]:
+        """Return parameters, bytes and multiply-adds of a client of each width."""
+        if self.slicing is not None:
+            return cost_table(self.slicing)
+        count, flat = len(self.task.clients), self.flat
+        sample = self.task.inputs[:1]
+        return cost_of_everybody(method, self.model_width, count, flat.vector, flat.module, sample)
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -133,6 +156,8 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 def build_engine(config: RunConfig, problem: Problem) -> Engine:
     """Build step 3: how clients are trained."""
     settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
+    if problem.slicing is not None:
+        return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
     return make_engine(config.engine, problem.flat.module, problem.task, settings)
 
 
@@ -154,6 +179,7 @@ def build_federation(
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
+        slicing=problem.slicing,
     )
 
 
@@ -214,19 +240,25 @@ def _assemble(
         inputs, tests = precompute(front, inputs), precompute(front, tests)
         model.front = nn.Identity()
     freeze_others(model, config.patterns("trainable"))
+    model_width = "1"
+    if config.method == "smallest":
+        model, width = smallest_model(config, model, inputs[:2], len(clients))
+        model_width = str(width)
     problem = Problem(
         task=Task(inputs, targets, clients),
         test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, inputs[:2]),
         num_classes=train.num_classes,
+        model_width=model_width,
         selector=build_selector(config, len(clients)),
         input_shape=input_shape,
         front=front,
     )
     check_mode(config, problem.flat)
     _check_outputs(problem)
-    return problem
+    slicing = make_slicing(config, problem.flat, inputs[:2], len(clients))
+    return dataclasses.replace(problem, slicing=slicing)
 
 
 @torch.no_grad()

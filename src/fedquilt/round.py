@@ -6,6 +6,7 @@ seed's `QuAPFLServer` - goes through `run_round`.  The leaves it joins know
 nothing of one another:
 
     population   who takes part and how often they did
+    slicing      which part of the model each of them holds
     learning     what a client does with its data
     privacy      what happens to an update before anybody else sees it, and the ledger
     aggregation  how the mean update moves the model
@@ -28,6 +29,7 @@ from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.account import Account
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
+from fedquilt.slicing import Slicing
 
 Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
 # How often a round is planned anew when another run takes what it counted on.
@@ -46,6 +48,7 @@ class Federation:
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
     account: Account | None = None
+    slicing: Slicing | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what the next round needs beside the weights, as arrays; never noise."""
@@ -97,14 +100,12 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
         return record  # nobody was there: nothing is released, the model stays as it is
 
     learning_rate = federation.learning_rate_at(round_index)
-    mechanism = federation.mechanism
-    mechanism.open_round(
-        RoundFacts(
-            round_index, learning_rate, cohort.exposed, federation.tracker.rates(cohort.exposed)
-        )
-    )
+    mechanism, slicing = federation.mechanism, federation.slicing
+    rates = federation.tracker.rates(cohort.exposed)
+    coverage = None if slicing is None else slicing.coverage(cohort.exposed, round_index)
+    mechanism.open_round(RoundFacts(round_index, learning_rate, cohort.exposed, rates, coverage))
 
-    # 3 local training, one client at a time unless the clip bound needs them all
+    # 3 local training on the clients' slices, one at a time unless the clip bound needs them all
     losses: list[float] = []
     updates = federation.engine.train(
         federation.weights, cohort.clients, round_index, learning_rate
@@ -123,10 +124,11 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
             record.non_finite.append(contribution.client)
         noised = mechanism.noise_client(mechanism.clip(contribution))
         if noised.weight:
-            total.add(noised.vector, noised.weight)
+            place = None if slicing is None else slicing.place(noised.client, round_index)
+            total.add(noised.vector, noised.weight, place)
 
-    # 6, 7 noise on the sum, division by the number of clients
-    update, record.noise = mechanism.release(total.total, total.weight)
+    # 6, 7 noise on the sum, division by the number of clients, or of those who hold a coordinate
+    update, record.noise = mechanism.release(total.total, total.weight, total.held)
 
     # 8 update: the charge is on disk before the release is used
     if federation.account is not None:

@@ -14,6 +14,7 @@ import pytest
 import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, option_fields
+from fedquilt.config.run import METHODS
 from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
@@ -207,7 +208,8 @@ def test_every_field_is_an_option_and_a_key_of_the_file(
     cli("run", *typed)
     (here / "file.toml").write_text(f"{name} = {json.dumps(value)}\n")
     cli("run", "--config", "file.toml")
-    expected = RunConfig(**{name: value, **changes})
+    sliced = {"mode": "fedavg"} if name == "method" else {}  # the default of every method
+    expected = RunConfig(**{**sliced, name: value, **changes})
     assert [getattr(config, name) for config in configured] == [value, value]
     if not changes:
         assert configured == [expected, expected]
@@ -230,3 +232,39 @@ def test_one_key_in_the_written_file_for_every_set_option(cli: Cli, here: Path) 
     assert folder is not None
     written = tomllib.loads((folder / "config.toml").read_text())
     assert set(written) - {"schema_version"} <= set(option_fields())
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("mode", [None, "certified"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+def test_every_method_on_slices_runs(cli: Cli, here: Path, method: str, mode: str | None) -> None:
+    model = "exits" if method == "depthfl" else "digits"
+    options = flags(method=method, tiers="1,1/2,1/4,1/8", mode=mode, model=model, noise_seed=None)
+    record = cli("run", *options, "--json").json()
+    assert record["mode"] == (mode or "fedavg")
+    assert record["slices"]["method"] == method
+    widths = [tier["width"] for tier in record["slices"]["tiers"]]
+    assert widths == (["1/8"] if method == "smallest" else ["1", "1/2", "1/4", "1/8"])
+    notes = " ".join(record["statement"]["notes"])
+    assert ("clients hold slices" in notes) == (mode == "certified" and method != "smallest")
+    assert (record["statement"]["epsilon_max"] == "inf") == (mode is None)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_what_a_client_holds_is_printed(cli: Cli) -> None:
+    said = cli("run", *flags(method="fedrolex", mode=None, model="digits", noise_seed=None))
+    assert said.code == 0
+    assert "What a client holds (fedrolex)" in said.out
+    assert "8,714" in said.out  # the parameters of the whole model
+
+
+def test_a_seed_mode_refuses_slices(cli: Cli, here: Path) -> None:
+    said = cli("run", *flags(method="fedrolex", mode="quap_fl", model="digits"))
+    assert said.code == 2
+    assert "mode='quap_fl' must be one of 'fedavg', 'certified'" in said.err
+    assert not (here / "results").exists()
+
+
+def test_depthfl_brings_its_model(configured: list[RunConfig], cli: Cli) -> None:
+    cli("run", "--method", "depthfl")
+    assert (configured[0].mode, configured[0].model) == ("fedavg", "exits")

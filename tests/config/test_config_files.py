@@ -48,7 +48,7 @@ def unusual(name: str) -> Any:
 
 def test_every_field_survives_the_file(tmp_path: Path) -> None:
     for name in option_fields():
-        config = RunConfig(**{name: unusual(name)})
+        config = RunConfig(**{"mode": "fedavg", name: unusual(name)})
         path = tmp_path / "config.toml"
         path.write_text(written(config), encoding="utf-8")
         assert build_config(file=path) == config

@@ -81,6 +81,28 @@ CASES: dict[str, Case] = {
         },
         kept=((0, 1, 3), (), (3, 4), (0, 1)),
     ),
+    "prefix slices": Case({"method": "heterofl", "tiers": "1,1/2,1/4"}, present=_UNEVEN),
+    "rolling slices": Case({"method": "fedrolex", "tiers": "1/2,1/4"}, present=_UNEVEN),
+    "random slices": Case(
+        {"method": "dropout", "tiers": "1/2,1/4", "noise_bands": 2, "clipping": "quantile"},
+        norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2),
+    ),
+    "slices under a secret coin": Case(
+        {
+            "method": "fedrolex",
+            "tiers": "1/2,1/4",
+            "amplification": True,
+            "selection": "poisson",
+            "policy": "worst_case",
+            "clients_per_round": 3,
+            "epsilon": 20.0,
+        },
+        present=((0, 1, 3), (3, 4), (0, 1, 2, 3, 4, 5), (1, 3)),
+        kept=((0, 3), (), (0, 3, 4), (3,)),
+    ),
+    "slices, real training": Case(
+        {"method": "heterofl", "tiers": "1,1/2,1/4", "clip_norm": 0.01}, norms=()
+    ),
     "fixed_dp over everything": Case(
         {"mode": "fixed_dp", "noise_layers": "all"}, norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2)
     ),

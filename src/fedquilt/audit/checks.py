@@ -69,8 +69,8 @@ def compare_sum(base: World, neighbour: World) -> Iterator[Comparison]:
         same = ours is theirs
         yield Comparison("sum", declared, 0.0 if same else math.inf, same, where)
         return
-    moved = norm(ours - theirs) * _divisor(base)
-    slack = _ROUNDING * (declared + norm(ours) * _divisor(base))
+    moved = norm((ours - theirs) * _divisor(base))
+    slack = _ROUNDING * (declared + norm(ours * _divisor(base)))
     yield Comparison("sum", declared, moved, moved <= declared + slack, where)
 
 
@@ -81,10 +81,11 @@ def compare_noise(base: World, silent: World, expected: ExpectedNoise) -> Iterat
         return
     stated = _noise_std(base)
     row = torch.from_numpy(expected.of(base.record.round, ours.numel()))
+    row = torch.where(_shares(base) > 0, row, 0.0)
     noise = (ours - without) * _divisor(base)
     measured = float(noise @ row / (row @ row))
     apart = norm(noise - stated * row)
-    slack = _ROUNDING * (stated * norm(row) + norm(without) * _divisor(base))
+    slack = _ROUNDING * (stated * norm(row) + norm(without * _divisor(base)))
     yield Comparison("noise", stated, measured, apart <= slack, f"round {base.record.round}")
 
 
@@ -158,12 +159,30 @@ def _same(ours: object, theirs: object) -> bool:
     return repr(ours) == repr(theirs)  # NaN is the same as NaN
 
 
-def _divisor(world: World) -> float:
-    """Return what the sum was divided by, in the units of the clip."""
-    mechanism, record = world.federation.mechanism, world.record
-    if isinstance(mechanism, Certified):
-        return mechanism.settings.divisor
-    return len(record.cohort) / world.federation.learning_rate_at(record.round)
+def _divisor(world: World) -> torch.Tensor:
+    """Return what each coordinate of the sum was divided by, in the units of the clip.
+
+    With slices max(1, D k / m), where k of the m clients of the public cohort hold it.
+    """
+    mechanism, record, shares = world.federation.mechanism, world.record, _shares(world)
+    if not isinstance(mechanism, Certified):
+        rate = world.federation.learning_rate_at(record.round)
+        return torch.full_like(shares, len(record.cohort) / rate)
+    if world.federation.slicing is None:
+        return torch.full_like(shares, mechanism.settings.divisor)
+    return torch.clamp(mechanism.settings.divisor * shares, min=1.0)
+
+
+def _shares(world: World) -> torch.Tensor:
+    """Return the share of the public cohort that holds each coordinate, by counting them."""
+    slicing, record = world.federation.slicing, world.record
+    held = torch.zeros(world.federation.weights.numel(), dtype=torch.float64)
+    for client in record.cohort:
+        if slicing is None:
+            held += 1.0
+        else:
+            held[slicing.place(client, record.round).index()] += 1.0
+    return held / max(1, len(record.cohort))
 
 
 def _noise_std(world: World) -> float:

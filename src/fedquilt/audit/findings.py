@@ -14,7 +14,7 @@ from fedquilt import validate
 from fedquilt.audit import checks
 from fedquilt.audit.cases import CASES, Case
 from fedquilt.audit.checks import Comparison, ExpectedNoise
-from fedquilt.audit.worlds import known_noise, make_worlds, prescribed_update
+from fedquilt.audit.worlds import known_noise, make_worlds, prescribed
 from fedquilt.privacy.certified import Certified
 
 
@@ -99,9 +99,8 @@ def _comparisons(
         yield from checks.compare_noise(base, silent, expected)
         yield from checks.compare_bit_noise(base, silent, known)
         if case.norms:
-            yield from checks.compare_bits(
-                silent, lambda client, t: prescribed_update(case, seed, size, client, t)
-            )
+            sent = prescribed(case, seed, base.federation.slicing, size)
+            yield from checks.compare_bits(silent, sent)
         for neighbour in neighbours:
             where = f"client {neighbour.victim}, round {index}"
             yield from checks.compare_sum(base, neighbour)

@@ -22,16 +22,17 @@ from fedquilt.aggregation import ServerOptimizer
 from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.config import RunConfig, build_config
 from fedquilt.history import as_line, split_private
-from fedquilt.learning import ClientUpdate, Engine, LocalSettings, Task, make_engine
+from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.population import Cohort
 from fedquilt.privacy.account import Account
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
 from fedquilt.privacy.seed_mechanisms import LayerNoise
-from fedquilt.problem import Problem, build_federation, problem_from
+from fedquilt.problem import Problem, build_engine, build_federation, problem_from
 from fedquilt.randomness import generator, torch_seed
 from fedquilt.round import Federation, RoundRecord, run_round
+from fedquilt.slicing import Slicing
 
 _SAMPLES = 4  # of each client
 _VOLATILE = ("time", "digest", "hash")  # decided by the clock and the noise
@@ -119,10 +120,10 @@ class Prescribed:
     ) -> Iterator[ClientUpdate]:
         """Yield the prescribed updates; sizes and losses differ from client to client."""
         for client in map(int, cohort):
+            delta = self._update(client, round_index)
             if client == self._victim:
-                yield ClientUpdate(client, torch.zeros_like(start), 0, 0.0)
+                yield ClientUpdate(client, torch.zeros_like(delta), 0, 0.0)
             else:
-                delta = self._update(client, round_index)
                 yield ClientUpdate(client, delta, 5 + 7 * client, 0.3 * (1 + client))
 
     def close(self) -> None:
@@ -160,6 +161,18 @@ def prescribed_update(case: Case, seed: int, size: int, client: int, index: int)
         return torch.from_numpy(direction).to(torch.float32)
     vector = torch.from_numpy(direction * (length / np.linalg.norm(direction)))
     return vector.to(torch.float32 if 1e-30 < length <= 1e30 or length == 0 else torch.float64)
+
+
+def prescribed(
+    case: Case, seed: int, slicing: Slicing | None, size: int
+) -> Callable[[int, int], torch.Tensor]:
+    """Return the update of each client in each round, of the size of what it holds."""
+
+    def update(client: int, index: int) -> torch.Tensor:
+        held = size if slicing is None else slicing.place(client, index).size
+        return prescribed_update(case, seed, held, client, index)
+
+    return update
 
 
 def make_worlds(
@@ -260,12 +273,8 @@ def _engine(
     case: Case, seed: int, config: RunConfig, problem: Problem, victim: int | None
 ) -> Engine:
     if not case.norms:
-        settings = LocalSettings(config.local_epochs, config.batch_size, 0.0, config.seed)
-        return make_engine("sequential", problem.flat.module, problem.task, settings)
-    size = problem.flat.vector.numel()
-    return Prescribed(
-        lambda client, index: prescribed_update(case, seed, size, client, index), victim
-    )
+        return build_engine(config, problem)
+    return Prescribed(prescribed(case, seed, problem.slicing, problem.flat.vector.numel()), victim)
 
 
 def _keep(

@@ -82,7 +82,7 @@ def draw_history(finished: RunResult) -> Path | None:
 
 
 def _print(finished: RunResult) -> None:
-    from fedquilt.report import generate_summary_table
+    from fedquilt.report import generate_summary_table, slices_table
 
     metadata = finished.result["metadata"]
     print(
@@ -96,6 +96,8 @@ def _print(finished: RunResult) -> None:
             method=finished.result["mode"],
         )
     )
+    if "slices" in finished.result:
+        print(f"\n{slices_table(finished.result['slices'])}")
     print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
     print(f"\n{finished.folder}")
     sys.stdout.flush()

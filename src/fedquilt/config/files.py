@@ -1,6 +1,8 @@
 """Configuration from files, presets and keywords, and back to a file.
 
-Later sources win: defaults, then the preset, then the file, then keywords.
+Later sources win: defaults, then the preset, then the file, then keywords.  Where
+nobody named a mode or a model, a method on slices has defaults of its own: `fedavg`,
+and for `depthfl` the model `exits`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ def build_config(
     merged.update(from_file)
     merged.update(settings or {})
     check_keys(merged, "configuration")
+    if merged.get("method", "full") != "full":
+        merged.setdefault("mode", "fedavg")
+    if merged.get("method") == "depthfl":
+        merged.setdefault("model", "exits")
     try:
         return RunConfig(**merged)
     except InvalidValueError as error:

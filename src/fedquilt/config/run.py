@@ -26,6 +26,11 @@ SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
+METHODS = (
+    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
+    *("smallest", "largest"),
+)
+SLICED_MODES = ("fedavg", "certified")
 
 
 # Larger numbers are slips of the keyboard, and would overflow in float32 or in an index.
@@ -42,7 +47,7 @@ def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
 
-_DATA, _POPULATION, _TRAINING = "Data", "Population", "Training"
+_DATA, _POPULATION, _TRAINING, _SLICES = "Data", "Population", "Training", "Slices"
 _PRIVACY, _CERTIFIED, _RUN = "Privacy", "Certified privacy and the ledger", "Run"
 
 
@@ -89,7 +94,7 @@ class RunConfig:
     model: str = _option(
         "auto",
         _TRAINING,
-        "auto (made for the data set), digits, mnist, cifar10, mlp, linear; hog-linear or "
+        "auto (made for the data set), digits, mnist, cifar10, mlp, linear, exits; hog-linear or "
         "scatter-linear train a small head on a frozen, data-free front.",
     )
     trainable: str = _option(
@@ -115,6 +120,19 @@ class RunConfig:
     )
     server_momentum: float = _option(
         0.9, _TRAINING, "Momentum of --server-optimizer momentum.", at_least=0, below=1
+    )
+
+    method: str = _option(
+        "full",
+        _SLICES,
+        "Which part of the model a client trains; all but full need the mode fedavg, "
+        "which is then the default, or certified.",
+        choices=METHODS,
+    )
+    tiers: str = _option(
+        "1,1/2,1/4,1/8",
+        _SLICES,
+        "Widths that clients are dealt to, or a FILE.csv (client,width or client,memory_mb,flops).",
     )
 
     epsilon: float = _option(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
@@ -228,6 +246,11 @@ class RunConfig:
             object.__setattr__(self, item.name, value)
         self._check_cohort()
         self._check_certified()
+        if self.method != "full" and self.mode not in SLICED_MODES:
+            raise InvalidValueError(
+                f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
+                f"method={self.method!r}: its noise and clip are those of whole models"
+            )
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
         for name in ("noise_layers", "trainable"):

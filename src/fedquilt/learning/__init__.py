@@ -1,14 +1,26 @@
 """Local training: the flat view of a model, the local steps, the engines."""
 
-from fedquilt.learning.engine import ClientUpdate, Engine, LocalSettings, Task, make_engine
+from fedquilt.learning.engine import (
+    ClassMask,
+    ClientUpdate,
+    Engine,
+    LocalSettings,
+    Loss,
+    LossOf,
+    Task,
+    make_engine,
+)
 from fedquilt.learning.evaluate import evaluate
 from fedquilt.learning.flat import FlatModel, freeze_others
 
 __all__ = [
+    "ClassMask",
     "ClientUpdate",
     "Engine",
     "FlatModel",
     "LocalSettings",
+    "Loss",
+    "LossOf",
     "Task",
     "evaluate",
     "freeze_others",

@@ -116,7 +116,8 @@ class BatchedEngine:
         for samples, shares, sizes in plan.steps():
             if not leaves or len(leaves[0]) != len(samples):
                 leaves = [tensor[: len(samples)].detach().requires_grad_() for tensor in weights]
-            losses = (stack.losses(leaves, samples) * shares).sum(1)
+            hidden = None if plan.hidden is None else plan.hidden[: len(samples)]
+            losses = (stack.losses(leaves, samples, hidden) * shares).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
             _move(leaves, gradients, anchors, learning_rate, pull)
             loss_sum[: len(samples)].addcmul_(losses.detach(), sizes)
@@ -150,7 +151,8 @@ class _Plan:
     `active[t]` rows, for the first so many clients of the group in the plan's
     order, and uses `widths[t]` columns of them.  `shares` is 1/(batch size) for a
     sample of the batch and 0 for padding.  Padding repeats the last sample of the
-    batch, so it cannot bring in a value that the client does not have.
+    batch, so it cannot bring in a value that the client does not have.  `hidden` are
+    the clients' rows of the class mask, in the plan's order.
     """
 
     row_of: list[int]
@@ -160,6 +162,7 @@ class _Plan:
     shares: torch.Tensor
     sizes: torch.Tensor
     seen: torch.Tensor
+    hidden: torch.Tensor | None
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield the samples and shares [active, width] and the sizes [active] of each step."""
@@ -177,7 +180,8 @@ def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: 
     lengths = sizes[step, row][:, None]
     column = np.arange(sizes.max(initial=0))
     place = begins[step, row][:, None] + np.minimum(column, lengths - 1)
-    shuffled = _shuffled(task, [clients[member] for member in order], settings, round_index)
+    in_order = [clients[member] for member in order]
+    shuffled = _shuffled(task, in_order, settings, round_index)
     device = task.inputs.device
     lengths_there = torch.from_numpy(lengths).to(device)
     inside = torch.arange(len(column), device=device) < lengths_there
@@ -189,6 +193,7 @@ def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: 
         shares=inside / lengths_there,
         sizes=lengths_there[:, 0].float(),
         seen=torch.from_numpy(sizes.sum(axis=0)).to(device).clamp(min=1),
+        hidden=None if task.class_mask is None else task.class_mask.hidden[in_order],
     )
 
 

@@ -6,7 +6,7 @@ per-client seeds, so engines differ in speed and floating-point rounding only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,25 @@ class LocalSettings:
     seed: int
 
 
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The loss of a model in training on a batch: (model, inputs, targets) -> a number."""
+
+LossOf = Callable[[int, int], Loss]
+"""The loss that a client minimises in a round: (client, round) -> loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMask:
+    """Which outputs a client's loss leaves alone: `hidden[client, class]` have this value."""
+
+    hidden: torch.Tensor
+    value: float
+
+    def apply(self, outputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return outputs with the hidden classes set; `hidden` are rows of the mask."""
+        return outputs.masked_fill(hidden, self.value)
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """The training data of all clients: one tensor, and an index array a client."""
@@ -38,6 +57,7 @@ class Task:
     inputs: torch.Tensor
     targets: torch.Tensor
     clients: Sequence[NDArray[np.int64]] = field(repr=False)
+    class_mask: ClassMask | None = None
 
     def index(self, client: int) -> torch.Tensor:
         """Return the sample numbers of a client, on the data's device."""
@@ -70,10 +90,25 @@ class Engine(Protocol):
         """Give back what the engine holds: processes, memory."""
 
 
-def make_engine(name: str, model: nn.Module, task: Task, settings: LocalSettings) -> Engine:
-    """Return the engine of a name; `auto` is batched on a GPU, else sequential."""
+def make_engine(
+    name: str,
+    model: nn.Module,
+    task: Task,
+    settings: LocalSettings,
+    loss_of: LossOf | None = None,
+) -> Engine:
+    """Return the engine of a name; `auto` is batched on a GPU, else sequential.
+
+    A loss of its own for each client can only be trained by the sequential engine.
+    """
     from fedquilt.learning.sequential import SequentialEngine
 
+    if loss_of is not None:
+        if name not in ("auto", "sequential"):
+            raise InvalidValueError(
+                f"engine={name!r} must be 'auto' or 'sequential' where clients have their own loss"
+            )
+        return SequentialEngine(model, task, settings, loss_of)
     if name == "auto":
         on_gpu = task.inputs.device.type == "cuda"
         if on_gpu:

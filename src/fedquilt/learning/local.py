@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.nn import functional
 
-from fedquilt.learning.engine import LocalSettings
+from fedquilt.learning.engine import LocalSettings, Loss
 from fedquilt.learning.flat import FlatModel
 from fedquilt.randomness import torch_seed
 
@@ -30,6 +31,11 @@ def epoch_batches(
     return batches if len(batches[-1]) >= smallest else batches[:-1]
 
 
+def cross_entropy(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of a model's outputs."""
+    return functional.cross_entropy(module(inputs), targets)
+
+
 def train_client(
     flat: FlatModel,
     start: torch.Tensor,
@@ -39,10 +45,11 @@ def train_client(
     learning_rate: float,
     settings: LocalSettings,
     seed: int,
+    loss_of_batch: Loss = cross_entropy,
 ) -> float:
     """Train from `start` on the samples in `index`; return the mean loss.
 
-    Plain SGD on the cross-entropy, w <- w - lr * (grad + mu * (w - w_start)).
+    Plain SGD on a loss, w <- w - lr * (grad + mu * (w - w_start)).
     Cross-entropy of log-probabilities equals their negative log-likelihood, so
     models may end in logits or in log-probabilities.
     """
@@ -57,7 +64,7 @@ def train_client(
     with seeded_layers(inputs.device, seed):
         for _ in range(settings.epochs):
             for batch in epoch_batches(index, settings.batch_size, shuffle, smallest):
-                loss = functional.cross_entropy(flat.module(inputs[batch]), targets[batch])
+                loss = loss_of_batch(flat.module, inputs[batch], targets[batch])
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
                 _step(parameters, gradients, anchors, learning_rate, settings.fedprox_mu)
                 loss_sum += loss.detach() * len(batch)

@@ -8,18 +8,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 
-from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
+from fedquilt.learning.engine import ClientUpdate, LocalSettings, Loss, LossOf, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed, train_client
+from fedquilt.learning.local import client_seed, cross_entropy, train_client
 
 
 class SequentialEngine:
     """Train clients one by one; memory is one model beside the updates."""
 
-    def __init__(self, model: nn.Module, task: Task, settings: LocalSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        settings: LocalSettings,
+        loss_of: LossOf | None = None,
+    ) -> None:
         self.task = task
         self.settings = settings
+        self._loss_of = loss_of or self._default_loss
         self._flat = FlatModel(model, task.inputs[:2])
 
     def train(
@@ -47,8 +55,21 @@ class SequentialEngine:
             learning_rate,
             self.settings,
             client_seed(self.settings, round_index, client),
+            self._loss_of(client, round_index),
         )
         return ClientUpdate(client, self._flat.read() - start, len(index), loss)
+
+    def _default_loss(self, client: int, round_index: int) -> Loss:
+        """Return the cross-entropy, with the client's hidden classes where there are any."""
+        mask = self.task.class_mask
+        if mask is None:
+            return cross_entropy
+        hidden = mask.hidden[client]
+
+        def masked(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(mask.apply(module(inputs), hidden), targets)
+
+        return masked
 
     def close(self) -> None:
         """Hold nothing, give nothing back."""

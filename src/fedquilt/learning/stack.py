@@ -32,9 +32,19 @@ class ModelStack:
         outputs: torch.Tensor = functional_call(self.flat.module, named, (inputs,))
         return outputs
 
-    def losses(self, weights: list[torch.Tensor], samples: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, [K, B], under its client's weights."""
+    def losses(
+        self,
+        weights: list[torch.Tensor],
+        samples: torch.Tensor,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of each sample, [K, B], under its client's weights.
+
+        `hidden` are the rows of the task's class mask, [K, classes].
+        """
         outputs = self._forward(weights, self.task.inputs[samples])
+        if hidden is not None and self.task.class_mask is not None:
+            outputs = self.task.class_mask.apply(outputs, hidden[:, None, :])
         targets = self.task.targets[samples]
         losses = functional.cross_entropy(
             outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none"

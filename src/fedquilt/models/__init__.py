@@ -3,6 +3,7 @@
 `make_model` builds one by name for a data set's shape.
 """
 
+from fedquilt.models.exits import ExitNet
 from fedquilt.models.features import FeatureModel
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.models.registry import MODELS, make_model
@@ -13,6 +14,7 @@ __all__ = [
     "MODELS",
     "CIFAR10Model",
     "DigitsModel",
+    "ExitNet",
     "FeatureModel",
     "Linear",
     "MNISTModel",

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.models.exits import ExitNet
 from fedquilt.models.features import make_feature_model
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.models.simple import MLP, Linear
@@ -19,6 +20,7 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cifar10": lambda shape, classes: CIFAR10Model(classes),
     "mlp": lambda shape, classes: MLP(shape, classes),
     "linear": lambda shape, classes: Linear(shape, classes),
+    "exits": lambda shape, classes: ExitNet(classes, shape[0]),
     "hog-linear": lambda shape, classes: make_feature_model("hog-linear", shape, classes),
     "scatter-linear": lambda shape, classes: make_feature_model("scatter-linear", shape, classes),
 }

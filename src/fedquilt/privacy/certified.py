@@ -13,6 +13,19 @@ arXiv:2209.15596).  The ledger refuses whatever would pass it.
 
 A client's clip is a public function of the participation history; what its data
 are decides neither whether it is counted nor what divides the sum.
+
+Where clients hold slices of the model, u_i is the vector of client i's slice and has
+one clip over all of it.  Laying it into the whole vector, zero elsewhere, keeps its
+norm, so the sum still moves by at most c_i when a client's data are taken away.  Which
+coordinates a client holds is chosen by the server without looking at data; so is the
+set S_t that somebody of the round's public roster holds.  Outside S_t every client's
+part is zero whatever its data are: nothing is released there, and no noise is needed.
+Inside, every coordinate has the noise s_t and is divided by
+
+    n_j = max(1, D k_j / m),
+
+where k_j of the m clients of the roster hold j and D divides whole models: a public
+number again, so this is post-processing and the cost of a round is the same.
 """
 
 from __future__ import annotations
@@ -58,6 +71,8 @@ class CertifiedSettings:
         The public number that divides the noised sum.
     normalise : bool
         Scale every update to exactly its clip instead of only down to it.
+    sliced : bool
+        Clients hold parts of the model.
     """
 
     tensor_names: tuple[str, ...]
@@ -67,6 +82,7 @@ class CertifiedSettings:
     clip_cap: float
     divisor: float
     normalise: bool = False
+    sliced: bool = False
 
 
 class Certified:
@@ -185,22 +201,31 @@ class Certified:
         """Noise comes once, on the sum."""
         return contribution
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
-        """Noise the sum in float64 and divide it by the public number."""
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
+        """Noise the sum in float64 and divide it by the public number.
+
+        What divides is public coverage, never `held`, the weight of who really sent.
+        """
         if self._facts is None:
             raise RuntimeError("open_round must be called before release")
         index = self._facts.round_index
         drawn = torch.from_numpy(self.noise.draw(index, total.numel())).to(total.device)
         noise = self._noise_std * drawn
+        divisor: float | torch.Tensor = self.settings.divisor
+        if self._facts.coverage is not None:
+            noise = torch.where(self._facts.coverage > 0, noise, 0.0)
+            divisor = coverage_divisor(self.settings.divisor, self._facts.coverage)
         report = NoiseReport(
             noise_std=self._noise_std / self.settings.divisor,
-            noise_norm=norm(noise) / self.settings.divisor,
-            signal_norm=norm(total) / self.settings.divisor,
+            noise_norm=norm(noise / divisor),
+            signal_norm=norm(total / divisor),
             clipped_fraction=self._clipped / max(weight, 1.0),
         )
         if self.quantile is not None:
             self.quantile.close_round(self.noise.source.stream(index, 1))
-        return (total + noise) / self.settings.divisor, report
+        return (total + noise) / divisor, report
 
     def statement(
         self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
@@ -238,6 +263,11 @@ class Certified:
                 "frozen at their public initial values, never released: "
                 + ", ".join(self.settings.frozen_names)
             )
+        if self.settings.sliced:
+            notes.append(
+                "clients hold slices of the model, each clipped once as a whole; who holds which "
+                "is chosen without looking at data, and public"
+            )
         if self.quantile is not None:
             notes.append("the clip bound follows a private quantile, whose cost is included")
         if self.noise.bands > 1:
@@ -257,3 +287,8 @@ class Certified:
         self._last_join = np.array(state["last_join"], dtype=np.int64)
         if self.quantile is not None:
             self.quantile.load_state(state)
+
+
+def coverage_divisor(divisor: float, coverage: torch.Tensor) -> torch.Tensor:
+    """Return n_j = max(1, D k_j / m) from the shares k_j / m; D itself where everybody holds j."""
+    return (divisor * coverage).clamp(min=min(1.0, divisor))

@@ -21,12 +21,17 @@ from fedquilt.privacy.statement import Statement
 
 @dataclass(frozen=True, eq=False)
 class RoundFacts:
-    """What is known about a round before anybody trains; all of it is public."""
+    """What is known about a round before anybody trains; all of it is public.
+
+    `coverage` says, for each coordinate of the model, which share of `clients` hold
+    it in this round; None: everybody holds everything.
+    """
 
     round_index: int
     learning_rate: float
     clients: NDArray[np.int64]
     rates: NDArray[np.float64]
+    coverage: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +115,13 @@ class Mechanism(Protocol):
     def noise_client(self, contribution: Contribution) -> Contribution:
         """Noise one contribution, for mechanisms that noise before the sum (step 6)."""
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
-        """Noise the sum and divide it (steps 6 and 7); return the mean update."""
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
+        """Noise the sum and divide it (steps 6 and 7); return the mean update.
+
+        `held` is the weight on each coordinate, where clients hold parts of the model.
+        """
 
     def statement(
         self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
@@ -200,8 +210,13 @@ class NoPrivacy(Unbounded):
         """Noise nothing."""
         return contribution
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
-        """Return the weighted mean."""
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
+        """Return the weighted mean over who holds each coordinate, zero where nobody does."""
+        if held is not None:
+            someone = held > 0
+            return torch.where(someone, total / held.masked_fill(~someone, 1.0), 0.0), NoiseReport()
         mean = total / weight if weight else total
         return mean, NoiseReport()
 

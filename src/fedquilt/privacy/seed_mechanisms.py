@@ -279,7 +279,9 @@ class LayerNoise(SeedMechanism):
         """Noise comes once, on the mean."""
         return contribution
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
         """Average, noise the covered slice, and return to the units of the weights."""
         mean = total / weight
         epsilon = self.budget(float(self.facts.rates.mean()))
@@ -331,7 +333,9 @@ class ClientNoise(SeedMechanism):
         self.nominal_epsilon[contribution.client] += epsilon
         return Contribution(contribution.client, noised, 1.0, contribution.finite)
 
-    def release(self, total: torch.Tensor, weight: float) -> tuple[torch.Tensor, NoiseReport]:
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
         """Average the noised vectors."""
         mean = total / weight
         self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance

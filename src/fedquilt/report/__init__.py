@@ -9,6 +9,7 @@ from fedquilt.report.compare_figure import plot_comparison
 from fedquilt.report.groups import plot_paper_figures, plot_privacy_consumption_by_group
 from fedquilt.report.history import plot_training_history
 from fedquilt.report.seeds import plot_multi_seed_comparison
+from fedquilt.report.slices import slices_table
 from fedquilt.report.style import FigureSettings, figure_settings
 from fedquilt.report.summary import generate_summary_table
 
@@ -23,4 +24,5 @@ __all__ = [
     "plot_privacy_consumption_by_group",
     "plot_training_history",
     "render_comparison",
+    "slices_table",
 ]
