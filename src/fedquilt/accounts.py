@@ -23,6 +23,11 @@ def open_account(config: RunConfig, problem: Problem, path: Path, run_id: str) -
     A run that may claim a bound gets a budget of `epsilon`; any other is entered
     without one, and each of its releases puts its clients at infinity.
     """
+    if config.population is None and config.ledger is not None and config.dataset == "custom":
+        raise InvalidValueError(
+            "population must be named when your own data meet a ledger that outlives the run: "
+            "a name is how the same clients are known again"
+        )
     ledger = Ledger.open(path, create=True)
     try:
         population = _population(ledger, config, problem)
@@ -60,11 +65,6 @@ def is_bounded(config: RunConfig, problem: Problem) -> bool:
 def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
     """Find the clients in the ledger, or enter them with their lifetime allowance."""
     count = len(problem.task.clients)
-    if config.population is None and config.ledger is not None and config.dataset == "custom":
-        raise InvalidValueError(
-            "population must be named when your own data meet a ledger that outlives the run: "
-            "a name is how the same clients are known again"
-        )
     name = config.population or _default_name(config, count)
     known = {population.info.name for population in ledger.populations()}
     allowance = config.allowance

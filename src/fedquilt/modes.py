@@ -18,7 +18,7 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.learning import FlatModel
 from fedquilt.population import CohortSelector
 from fedquilt.privacy.account import Account
-from fedquilt.privacy.accounting import calibrate
+from fedquilt.privacy.accounting import calibrate, gaussian_mu
 from fedquilt.privacy.allotment import make_policy
 from fedquilt.privacy.amplified import AmplifiedCertified
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
@@ -40,6 +40,24 @@ def check_mode(config: RunConfig, flat: FlatModel) -> None:
         refuse_buffers(flat, config.mode)
     if config.mode in _LAYERED:
         flat.matching(config.patterns("noise_layers"))
+    if config.mode == "fixed_dp":
+        _check_fixed_cost(config)
+
+
+def _check_fixed_cost(config: RunConfig) -> None:
+    """Refuse a fixed budget of which not even one round keeps to epsilon.
+
+    The classic noise formula is too weak for large epsilon, so that a release at
+    epsilon / rounds may cost more than the whole of epsilon.
+    """
+    multiplier = make_allocator(config).compute_noise_multiplier(
+        config.epsilon / config.num_rounds, 1.0
+    )
+    if 1.0 / multiplier > gaussian_mu(config.epsilon, config.delta):
+        raise InvalidValueError(
+            f"epsilon={config.epsilon:g} in num_rounds={config.num_rounds} must leave a round less "
+            "than all of it; the classic noise formula does not hold there: use more rounds"
+        )
 
 
 def make_mechanism(
@@ -123,7 +141,8 @@ def make_amplified(
     """Build `certified` under the selector's secret coin; accounts must be untouched."""
     elsewhere = account.population.spent() - account.spent()
     whole = account.population.info.epsilon
-    if elsewhere.max() > 0 or account.run.info.epsilon != whole:
+    begins = not account.joins().any()  # later on, whoever was touched simply takes no part
+    if (begins and elsewhere.max() > 0) or account.run.info.epsilon != whole:
         raise InvalidValueError(
             "amplification=True needs clients with an untouched account and takes their whole "
             f"allowance, epsilon {whole:g}: subsampled releases cannot share an account with others"

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.features import FrozenFront, OrientedGradients, SampleStandard, draw
+from fedquilt.models.features import (
+    FrozenFront,
+    OrientedGradients,
+    SampleStandard,
+    Scattering,
+    draw,
+)
 from fedquilt.models.features.public import mean_and_whitening, turned_towards
 
 
@@ -125,6 +131,27 @@ def test_sample_standard_hides_brightness_and_contrast():
     front = FrozenFront(SampleStandard(Pixels(9)), pictures(50, 11))
     torch.testing.assert_close(front(images), front(images * 0.2 + 5), atol=1e-3, rtol=0)
     assert torch.isfinite(front(torch.ones(1, 1, 3, 3))).all()
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        OrientedGradients((3, 12, 12), 4),
+        OrientedGradients((3, 12, 12), 4, interpolate=False, block=2, block_norm="L2-Hys"),
+        SampleStandard(Scattering((3, 12, 12), J=1, L=4)),
+    ],
+)
+def test_constants_follow_the_module_to_another_device(front):
+    """The meta device computes nothing, and refuses a tensor left on the CPU."""
+    moved = FrozenFront(front, projection=10).to("meta")
+    assert moved(torch.empty(4, 3, 12, 12, device="meta")).shape == (4, 10)
+
+
+def test_double_inputs_give_single_features():
+    front = FrozenFront(OrientedGradients((1, 12, 12), 4))
+    images = pictures(3, 12, side=12)
+    assert front(images.double()).dtype == torch.float32
+    torch.testing.assert_close(front(images.double()), front(images))
 
 
 def test_bad_arguments():

@@ -23,7 +23,6 @@ from fedquilt.models.features import (
     Scattering,
     make_feature_model,
     precompute,
-    zero_head,
 )
 
 SMALL = (1, 8, 8)
@@ -121,11 +120,24 @@ def test_precompute_flattens_places_and_takes_an_empty_set():
 def test_training_a_head_on_features_is_training_the_model():
     model = make_feature_model("hog-linear", SMALL, 10, bias=True)
     images, targets = sample()
-    head = zero_head(model.front.num_features, 10, bias=True)
+    head = copy.deepcopy(model.on_features())
     train(model, images, targets)
     train(head, precompute(model.front, images), targets)
-    torch.testing.assert_close(head.weight, model.head.weight, atol=1e-5, rtol=0)
-    torch.testing.assert_close(head.bias, model.head.bias, atol=1e-5, rtol=0)
+    assert head.head.weight.abs().sum() > 0
+    for name, values in model.state_dict().items():
+        torch.testing.assert_close(head.state_dict()[name], values, atol=1e-5, rtol=0)
+
+
+def test_a_model_on_features_shares_the_head():
+    model = make_feature_model("hog-linear", SMALL, 10)
+    images, targets = sample()
+    features = precompute(model.front, images)
+    train(model.on_features(), features, targets)
+    assert model.head.weight.abs().sum() > 0
+    torch.testing.assert_close(model(images), model.on_features()(features), atol=1e-5, rtol=0)
+    assert FlatModel(model.on_features(), features[:2]).names == ["head.weight"]
+    with pytest.raises(InvalidValueError, match=r"\(20, 1, 8, 8\) must have shape \(N, 128\)"):
+        model.on_features()(images)
 
 
 @pytest.mark.parametrize(

@@ -249,12 +249,14 @@ class Certified:
             covered=self.settings.tensor_names,
             uncovered=(),
             noise_source=self.noise.source.description,
-            notes=notes,
+            notes=(
+                "the claim covers every released version of the model, all rounds together",
+                *notes,
+            ),
         )
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
-            "the claim covers every released version of the model, all rounds together",
             f"public by this adjacency: {self.public_facts}",
             "not covered: the private file of the run, and what is tuned by looking at results",
         ]

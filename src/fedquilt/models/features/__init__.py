@@ -8,6 +8,8 @@
 >>> features = precompute(model.front, torch.rand(5, 1, 8, 8))
 >>> tuple(features.shape)
 (5, 128)
+>>> torch.equal(model.on_features()(features), model(torch.zeros(5, 1, 8, 8)))  # untrained
+True
 """
 
 from fedquilt.models.features.frozen import FrozenFront, SampleStandard
@@ -15,9 +17,9 @@ from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.model import (
     FEATURE_MODELS,
     FeatureModel,
+    GivenFeatures,
     make_feature_model,
     precompute,
-    zero_head,
 )
 from fedquilt.models.features.scattering import Scattering
 from fedquilt.models.features.synthetic import draw
@@ -26,11 +28,11 @@ __all__ = [
     "FEATURE_MODELS",
     "FeatureModel",
     "FrozenFront",
+    "GivenFeatures",
     "OrientedGradients",
     "SampleStandard",
     "Scattering",
     "draw",
     "make_feature_model",
     "precompute",
-    "zero_head",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedquilt import validate
+from fedquilt.errors import InvalidValueError
 from fedquilt.models.features.frozen import FrozenFront, SampleStandard, count_features
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.scattering import Scattering
@@ -48,23 +49,45 @@ class FeatureModel(nn.Module):
     def __init__(self, front: nn.Module, num_classes: int, bias: bool = False) -> None:
         super().__init__()
         self.front = front.requires_grad_(False)
-        self.head = zero_head(count_features(front), num_classes, bias)
+        self.head = _zero_head(count_features(front), num_classes, bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits."""
         return cast(torch.Tensor, self.head(self.front(images).flatten(1)))
+
+    def on_features(self) -> FeatureModel:
+        """Return a model that shares this head and takes what `precompute` returns.
+
+        It learns what this model would, and its state dict fits both.
+        """
+        other = copy.copy(self)
+        other._modules = {"front": GivenFeatures(count_features(self.front)), "head": self.head}
+        return other
 
     def get_num_parameters(self) -> int:
         """Return the number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.head.parameters())
 
 
-def zero_head(num_features: int, num_classes: int, bias: bool = False) -> nn.Linear:
-    """Return a linear layer whose weights are zero.
+class GivenFeatures(nn.Module):
+    """The front of a model whose inputs are features already."""
 
-    On what `precompute` returns it learns exactly what the whole model would.
-    """
-    validate.integer("num_features", num_features, at_least=1)
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = validate.integer("num_features", num_features, at_least=1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the features."""
+        if features.dim() != 2 or features.shape[1] != self.num_features:
+            raise InvalidValueError(
+                f"features of shape {tuple(features.shape)} must have shape "
+                f"(N, {self.num_features})"
+            )
+        return features
+
+
+def _zero_head(num_features: int, num_classes: int, bias: bool) -> nn.Linear:
+    """Return a linear layer whose weights are zero."""
     validate.integer("num_classes", num_classes, at_least=1)
     with torch.random.fork_rng(devices=[]):  # the layer draws weights before they are cleared
         head = nn.Linear(num_features, num_classes, bias=bias)
@@ -75,10 +98,10 @@ def zero_head(num_features: int, num_classes: int, bias: bool = False) -> nn.Lin
 
 @torch.no_grad()
 def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 1024) -> torch.Tensor:
-    """Return the features of all images, [N, num_features], on the images' device.
+    """Return the features of all images, [N, num_features], on their common device.
 
     A frozen front says the same of an image in every round, so a run may say it once and
-    train the head alone on the result.
+    train `model.on_features()` on the result.
     """
     validate.integer("batch_size", batch_size, at_least=1)
     out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
