@@ -42,7 +42,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "cap 40": {"policy": "cap", "max_joins": 40},
     "paper": {"policy": "paper"},
     "adaptive": {"policy": "adaptive"},
-    "adaptive, 3 bands": {"policy": "adaptive", "noise_bands": 3},
+    "adaptive 3 bands": {"policy": "adaptive", "noise_bands": 3},
     "everybody joins": {"policy": "worst_case", "availability": "always", "num_rounds": 50},
 }
 GRID: dict[str, list[Any]] = {
