@@ -24,7 +24,7 @@ import torch
 
 import fedquilt
 from fedquilt.data import load_dataset, split_clients
-from fedquilt.models.features import make_feature_model, precompute, zero_head
+from fedquilt.models.features import make_feature_model, precompute
 
 EPSILON, DELTA, CLIENTS, HELD_OUT = 6.0, 1e-5, 100, 10_000
 SETTINGS: dict[str, Any] = {
@@ -57,7 +57,8 @@ class Data:
 
     def __init__(self, front: str, data_dir: str | None) -> None:
         train, test = load_dataset("mnist", data_dir, download=False)
-        module = make_feature_model(front, train.images.shape[1:], 10).front
+        model = make_feature_model(front, train.images.shape[1:], 10)
+        module, self.head = model.front, model.on_features()
         features = precompute(module, train.images)
         kept = len(train) - HELD_OUT
         self.train = (features[:kept], train.targets[:kept])
@@ -69,7 +70,7 @@ class Data:
         labels = self.train[1]
         clients = split_clients("dirichlet", labels, CLIENTS, np.random.default_rng(seed))
         done = fedquilt.run(
-            zero_head(self.train[0].shape[1], 10),
+            self.head,
             self.train,
             getattr(self, scored),
             clients,

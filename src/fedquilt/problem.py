@@ -238,7 +238,7 @@ def _assemble(
         # A frozen front says the same of a sample in every round: ask it once.
         front = model.front.to(device)
         inputs, tests = precompute(front, inputs), precompute(front, tests)
-        model.front = nn.Identity()
+        model = model.on_features()
     freeze_others(model, config.patterns("trainable"))
     model_width = "1"
     if config.method == "smallest":

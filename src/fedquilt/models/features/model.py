@@ -60,8 +60,9 @@ class FeatureModel(nn.Module):
 
         It learns what this model would, and its state dict fits both.
         """
-        other = copy.copy(self)
-        other._modules = {"front": GivenFeatures(count_features(self.front)), "head": self.head}
+        given = GivenFeatures(self.head.in_features)
+        other = FeatureModel(given, self.head.out_features)
+        other.head = self.head
         return other
 
     def get_num_parameters(self) -> int:
