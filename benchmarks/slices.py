@@ -104,7 +104,7 @@ def one_run(
     done = fedquilt.run(
         seeded(ResNet18 if arguments.cifar else DenseExits, seed),
         train,
-        test,
+        (test.images[:limit], test.targets[:limit]),
         clients,
         output_dir=None,
         observer=tell,
@@ -191,7 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=None)
     parser.add_argument("--lr-decay", type=float, default=None)
     parser.add_argument("--engine", default="sequential", help="sequential or batched")
-    parser.add_argument("--samples", type=int, default=0, help="use so many training images only")
+    parser.add_argument("--samples", type=int, default=0, help="use so many images only")
     arguments = parser.parse_args()
     mnist = (ARMS, "iid,dirichlet", "0,1,2", 60, 1, 32, 0.3, 1.0)
     cifar = (CIFAR_ARMS, "iid", "0", 100, 2, 50, 0.1, 0.99)

@@ -55,3 +55,30 @@ def test_a_vector_of_another_shape_is_refused_not_broadcast(shape: tuple[int, ..
     with pytest.raises(InvalidValueError, match="shape"):
         mean.add(torch.ones(shape))
     assert mean.total.tolist() == [0.0, 0.0]
+
+
+class Some:
+    """A place: listed elements of the whole vector."""
+
+    def __init__(self, *index: int) -> None:
+        self.index = torch.tensor(index)
+
+    def scatter_add_(self, total: torch.Tensor, part: torch.Tensor, alpha: float = 1.0) -> None:
+        total.index_add_(0, self.index, part, alpha=alpha)
+
+    def cover_(self, coverage: torch.Tensor, weight: float = 1.0) -> None:
+        coverage[self.index] += weight
+
+
+def test_shorter_vectors_count_where_they_lie() -> None:
+    mean, ends = RunningMean(4), Some(3, 0)
+    assert mean.held is None
+    mean.add(torch.tensor([2.0, 4.0]), 1.0, ends)
+    mean.add(torch.tensor([8.0, 1.0]), 3.0, ends)
+    mean.add(torch.tensor([5.0, 6.0]), 4.0, Some(0, 1))
+    assert mean.weight == 8.0
+    assert mean.held is not None
+    assert mean.held.tolist() == [8.0, 4.0, 0.0, 4.0]
+    assert mean.mean().tolist() == [(4 + 3 + 20) / 8, 6.0, 0.0, (2 + 24) / 4]
+    mean.add(torch.ones(4), 1.0)
+    assert mean.held.tolist() == [9.0, 5.0, 1.0, 5.0]
