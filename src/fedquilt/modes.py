@@ -39,9 +39,10 @@ def check_mode(config: RunConfig, flat: FlatModel) -> None:
     if config.mode != "fedavg":
         refuse_buffers(flat, config.mode)
     if config.mode in _LAYERED:
-        flat.matching(config.patterns("noise_layers"))
-    if config.mode == "fixed_dp":
-        _check_fixed_cost(config)
+        covered = flat.matching(config.patterns("noise_layers"))
+        whole = len(covered) == len(flat.segments)
+        if config.mode == "fixed_dp" and whole and config.noise_seed is None:
+            _check_fixed_cost(config)
 
 
 def _check_fixed_cost(config: RunConfig) -> None:

@@ -48,7 +48,8 @@ class FrozenFront(nn.Module):
 
     P projects to k dimensions, or is absent; m is the mean over the public images and W the
     shrunken inverse root of their covariance (`mean_and_whitening`).  Without public images
-    m = 0 and W = 1.  Everything is a fixed function of one sample.
+    m = 0 and W = 1.  Everything is a fixed function of one sample.  Build it on the CPU and
+    move it afterwards.
 
     Why: around a common mean, the features of all classes point the same way, and updates
     of clients with unequal class mixtures mostly disagree about that one direction.

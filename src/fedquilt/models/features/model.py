@@ -22,7 +22,7 @@ from fedquilt.models.features.synthetic import draw
 _PUBLIC_IMAGES = {"hog-linear": 2000, "scatter-linear": 1000}  # scattering takes long
 FEATURE_MODELS = tuple(_PUBLIC_IMAGES)
 
-_CELLS_PER_SIDE = 28 / 6
+_CELLS_PER_SIDE = 28 / 6  # the grid that served best on MNIST
 _SCATTERING_DIMENSION = 256
 
 
@@ -124,8 +124,8 @@ def make_feature_model(
         `Scattering` of two orders with 8 angles, averaged over about a quarter of the
         shorter side, projected to 256 dimensions if it has more.
 
-    Both are centred and whitened by 1,000 or 2,000 images drawn from a fixed seed, strokes for one
-    channel and leaves for several.  Equal arguments give equal models.
+    Both are centred and whitened by images drawn from a fixed seed, strokes for one channel
+    and leaves for several.  Equal arguments give equal models.
     """
     validate.choice("model", name, FEATURE_MODELS)
     front = copy.deepcopy(_front(name, image_shape(input_shape)))
