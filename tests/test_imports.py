@@ -26,7 +26,7 @@ LEAVES = {
 }
 JOINS = {"round", "slicing"}
 EXPERIMENT = {
-    *("problem", "modes", "history", "run_folder", "accounts", "experiment"),
+    *("problem", "modes", "history", "run_folder", "accounts", "results", "experiment"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
 }
 OPTIONAL = (
@@ -36,7 +36,7 @@ OPTIONAL = (
 
 # What each part may import beside itself.
 ALLOWED: dict[str, set[str]] = {
-    "": {*FOUNDATION, "experiment", "privacy"},  # fedquilt/__init__.py, which loads lazily
+    "": {*FOUNDATION, "experiment", "results", "privacy"},  # fedquilt/__init__.py loads lazily
     **{part: set() for part in ("errors", "_version", "randomness")},
     "validate": {"errors"},
     "config": {"errors", "validate"},

@@ -13,16 +13,17 @@ from fedquilt._version import __version__
 
 if TYPE_CHECKING:
     from fedquilt.config import RunConfig
-    from fedquilt.experiment import RunResult, load, run
+    from fedquilt.experiment import run
     from fedquilt.privacy.statement import Statement
+    from fedquilt.results import RunResult, load
 
 __all__ = ["RunConfig", "RunResult", "Statement", "__version__", "load", "run"]
 
 _HOME = {
     "RunConfig": "fedquilt.config",
-    "RunResult": "fedquilt.experiment",
+    "RunResult": "fedquilt.results",
     "Statement": "fedquilt.privacy.statement",
-    "load": "fedquilt.experiment",
+    "load": "fedquilt.results",
     "run": "fedquilt.experiment",
 }
 

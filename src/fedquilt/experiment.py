@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -20,9 +17,8 @@ from torch import nn
 from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
 from fedquilt.config import RunConfig, build_config, check_keys
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.history import as_line, build_history, split_private
+from fedquilt.history import as_line, split_private
 from fedquilt.learning import Engine, evaluate
-from fedquilt.privacy.statement import Statement
 from fedquilt.problem import (
     Problem,
     build_engine,
@@ -30,52 +26,14 @@ from fedquilt.problem import (
     build_problem,
     problem_from,
 )
+from fedquilt.results import CUSTOM, RunResult, build_result, load, load_tensors
 from fedquilt.round import Federation, run_round
-from fedquilt.run_folder import RunFolder, finite, run_stem
-from fedquilt.subnet import slice_model
+from fedquilt.run_folder import RunFolder, run_stem
 
-CUSTOM = "custom"
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
 
 Observer = Callable[[RunConfig, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, eq=False)
-class RunResult:
-    """A finished run: its record, its trained model, its statement, its folder.
-
-    `model` is None only when a run of somebody's own model is loaded without
-    passing that model; `state_dict` holds the trained tensors in any case.
-    """
-
-    result: dict[str, Any] = field(repr=False)
-    statement: Statement
-    state_dict: dict[str, torch.Tensor] = field(repr=False)
-    model: nn.Module | None = field(repr=False)
-    folder: Path | None
-
-    @property
-    def final_accuracy(self) -> float | None:
-        """Accuracy on the test set after the last round."""
-        accuracy: float | None = self.result["metadata"]["final_accuracy"]
-        return accuracy
-
-    def summary(self) -> dict[str, Any]:
-        """Return the object that `fedquilt run --json` prints."""
-        metadata = self.result["metadata"]
-        slices = {key: self.result[key] for key in ("slices",) if key in self.result}
-        return {
-            "mode": self.result["mode"],
-            "dataset": metadata["dataset"],
-            "seed": metadata["seed"],
-            "rounds": self.result["rounds"],
-            "final_accuracy": metadata["final_accuracy"],
-            "final_loss": metadata["final_loss"],
-            "statement": self.result["statement"],
-            "output": None if self.folder is None else str(self.folder),
-            **slices,
-        }
 
 
 def run(
@@ -145,30 +103,6 @@ def resume_run(path: str | Path, observer: Observer | None = None) -> RunResult:
         )
     config, problem = build_problem(config, progress=observer is not None)
     return _run(config, problem, folder, None, observer)
-
-
-def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
-    """Give back a finished run: record, statement and trained model.
-
-    Models that fedquilt knows by name are rebuilt; for a model of your own pass
-    it as `model`, and a copy with the trained weights comes back.
-    """
-    folder = RunFolder.open(path)
-    result = folder.read_result()
-    if result is None:
-        raise RunFolderError(f"run folder {str(path)!r} is not finished: resume it first")
-    checkpoint = folder.load_checkpoint()
-    if checkpoint is None:
-        raise RunFolderError(f"run folder {str(path)!r} has no checkpoint.safetensors")
-    tensors = checkpoint.model
-    try:
-        statement = Statement.from_json(result["statement"])
-        rebuilt = _rebuild(folder.read_config(), result) if model is None else copy.deepcopy(model)
-    except (KeyError, TypeError) as error:
-        raise RunFolderError(f"{folder.path / 'result.json'} lacks or spoils {error}") from error
-    if rebuilt is not None:
-        _load_tensors(rebuilt, tensors, folder.path)
-    return RunResult(result, statement, tensors, rebuilt, folder.path)
 
 
 def _run(
@@ -331,7 +265,7 @@ def _pick_up(folder: RunFolder, federation: Federation, problem: Problem) -> lis
         return []
     if federation.account is not None:
         check_not_rolled_back(federation.account, saved.ledger_head)
-    _load_tensors(problem.flat.module, saved.model, folder.path)
+    load_tensors(problem.flat.module, saved.model, folder.path)
     weights = saved.state.get("weights")
     try:
         federation.load_state(saved.state)
@@ -377,34 +311,6 @@ def _finish(
     return RunResult(result, statement, dict(module.state_dict()), module, path)
 
 
-def build_result(
-    config: RunConfig,
-    lines: list[dict[str, Any]],
-    statement: Statement,
-    counts: NDArray[np.float64],
-) -> dict[str, Any]:
-    """Return the content of result.json."""
-    history = finite(build_history(lines))
-    accuracy, loss = history["test_accuracy"], history["test_loss"]
-    return {
-        "mode": config.mode,
-        "rounds": len(lines),
-        "metadata": {
-            "dataset": config.dataset,
-            "seed": config.seed,
-            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "target_accuracy": config.target_accuracy,
-            "final_accuracy": accuracy[-1] if accuracy else None,
-            "final_loss": loss[-1] if loss else None,
-            "hyperparameters": config.as_dict(),
-        },
-        "history": history,
-        "cohorts": history["client_participation"],
-        "joins": [int(count) for count in counts],
-        "statement": statement.as_json(),
-    }
-
-
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     """Return the folder's configuration; other settings beside it must agree."""
     config = folder.read_config()
@@ -416,26 +322,3 @@ def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
                 f"that is resumed ({folder.path})"
             )
     return config
-
-
-def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
-    """Build the named model of a run anew, None for a model fedquilt does not know."""
-    from fedquilt.models import make_model
-
-    metadata = result["metadata"]
-    if config.model == CUSTOM:
-        return None
-    model = make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
-    width = metadata.get("model_width", "1")
-    if width == "1":
-        return model
-    return slice_model(model, width, sample=torch.zeros(2, *metadata["input_shape"]))
-
-
-def _load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        module.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise RunFolderError(
-            f"{path}: the model does not fit the saved weights: {error}"
-        ) from error

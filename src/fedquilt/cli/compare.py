@@ -15,8 +15,9 @@ from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import RunResult, run_config
+from fedquilt.experiment import run_config
 from fedquilt.problem import build_problem
+from fedquilt.results import RunResult
 from fedquilt.run_folder import finite, make_fresh, storage_errors
 
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")

@@ -13,7 +13,8 @@ from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment import resume_run, run_config
+from fedquilt.results import RunResult
 
 CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from a TOML file.")
 PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.")
