@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ from fedquilt.config import RunConfig
 from fedquilt.experiment import RunResult, run_config
 from run_processes import Nursery
 from run_samples import tiny
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that; the tests
+# that interrupt children need it back.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
