@@ -61,6 +61,17 @@ def test_the_total_line_is_the_run_s_own_budget_when_it_is_known(
     assert "total budget of the run 6.5" in words(own)
 
 
+def test_noise_without_nominal_budgets_is_not_called_no_noise(
+    saved: list[Figure], tmp_path: Path
+) -> None:
+    history = make_history()
+    certified = history | {"privacy_budgets": [None] * len(history["privacy_budgets"])}
+    said = words(draw(saved, tmp_path, certified)[2])
+    assert "no noise" not in said
+    assert "no nominal budgets in this mode" in said
+    assert "ledger" in said
+
+
 def test_a_mode_without_noise_says_so_in_words(saved: list[Figure], tmp_path: Path) -> None:
     _, _, budget, clip = draw(saved, tmp_path, make_history(noised=False))
     assert "no noise in this mode" in words(budget)

@@ -15,7 +15,15 @@ from fedquilt import validate
 from fedquilt.errors import InvalidValueError
 from fedquilt.report.history import draw_accuracy
 from fedquilt.report.panels import head, in_words, whole_rounds
-from fedquilt.report.series import ROUND, Array, column, entries, is_absent, target_accuracy
+from fedquilt.report.series import (
+    ROUND,
+    Array,
+    column,
+    entries,
+    is_absent,
+    no_budget_in_words,
+    target_accuracy,
+)
 from fedquilt.report.style import (
     BLUE,
     VERMILION,
@@ -133,7 +141,7 @@ def plot_privacy_consumption_by_group(
 
 def _missing(history: Mapping[str, Any]) -> str:
     if is_absent(history, "privacy_budgets"):
-        return "no noise in this mode"
+        return no_budget_in_words(history)
     return "the history does not say who took part in which round"
 
 

@@ -23,6 +23,7 @@ from fedquilt.report.series import (
     Series,
     as_number,
     is_absent,
+    no_budget_in_words,
     per_evaluation,
     per_round,
     running_sum,
@@ -133,7 +134,7 @@ def _draw_budget(axes: Axes, history: Mapping[str, Any], config: Mapping[str, An
     if not series.finite.any():
         head(axes, title)
         absent = is_absent(history, "privacy_budgets")
-        in_words(axes, "no noise in this mode" if absent else _why_empty(series, ""))
+        in_words(axes, no_budget_in_words(history) if absent else _why_empty(series, ""))
         return
     total, origin = _total_budget(config)
     line(axes, Series(series.positions, running_sum(series.values), series.axis), GREEN)

@@ -25,6 +25,7 @@ from fedquilt.report.series import (
     aligned,
     column,
     is_absent,
+    no_budget_in_words,
     per_evaluation,
     target_accuracy,
 )
@@ -188,7 +189,8 @@ def _draw_budgets(axes: Axes, histories: Histories) -> None:
     if not values.size:
         head(axes, title)
         absent = all(is_absent(history, "privacy_budgets") for history in histories)
-        in_words(axes, "no noise in this mode" if absent else "no finite value was recorded")
+        why = no_budget_in_words(histories[0]) if absent else "no finite value was recorded"
+        in_words(axes, why)
         return
     axes.hist(values, bins=_bins(values, most=30), color=GREEN, alpha=0.8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))

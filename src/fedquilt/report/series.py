@@ -69,6 +69,13 @@ def is_absent(history: Mapping[str, Any], key: str) -> bool:
     return all(value is None for value in entries(history, key))
 
 
+def no_budget_in_words(history: Mapping[str, Any]) -> str:
+    """Say why a history has no nominal budgets; a mode may have noise without them."""
+    if is_absent(history, "noise_levels"):
+        return "no noise in this mode"
+    return "no nominal budgets in this mode:\nwhat was spent is in the ledger and the statement"
+
+
 def per_round(history: Mapping[str, Any], key: str) -> Series:
     """Return a column with one entry per round, at rounds 1, 2, ..."""
     values = column(history, key)
