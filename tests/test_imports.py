@@ -22,16 +22,16 @@ ROOT = Path(fedquilt.__file__).resolve().parent
 FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
 LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
-    *("log", "monitor"),
+    *("log", "monitor", "trackers"),
 }
-JOINS = {"round", "slicing"}
+JOINS = {"round", "slicing", "condensing"}
 EXPERIMENT = {
     *("problem", "modes", "history", "run_folder", "accounts", "results", "experiment"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
 }
 OPTIONAL = (
     *("scipy", "sklearn", "dp_accounting", "matplotlib", "rich", "typer", "tabulate"),
-    *("pooch", "safetensors", "flwr"),
+    *("pooch", "safetensors", "flwr", "wandb", "tensorboard"),
 )
 
 # What each part may import beside itself.
@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # What reads a run's folder stands below what makes a run.
 ALLOWED["run_folder"] = FOUNDATION
-ALLOWED["modes"] = FOUNDATION | LEAVES
+ALLOWED["modes"] = FOUNDATION | LEAVES | {"condensing"}
 ALLOWED["history"] = FOUNDATION | JOINS
 ALLOWED["round"] = FOUNDATION | LEAVES | {"slicing"}
 # The documents' module `utils` offers figures and checks under one name.
@@ -57,7 +57,7 @@ ALLOWED["utils"] = {"report", "validation"}
 # Monitors hand what they measure to the log.
 ALLOWED["monitor"] = FOUNDATION | {"log"}
 # FedNumServer has the interface of a run, and loads it lazily.
-ALLOWED["condense"] = FOUNDATION | {"experiment"}
+ALLOWED["condense"] = FOUNDATION | {"condensing", "experiment"}
 ALLOWED["framework"] |= {"config"}
 
 

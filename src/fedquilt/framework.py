@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt import validate
-from fedquilt.aggregation import ServerOptimizer
 from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, build_config
 from fedquilt.config.translate import settings_from_seed
 from fedquilt.errors import InvalidValueError
@@ -290,13 +289,14 @@ class _OwnTraining:
         self._server._engine.close()
 
 
-class _OwnUpdate(ServerOptimizer):
+class _OwnUpdate:
     """A server step that asks a subclass's `update_global_model`."""
 
     def __init__(self, server: QuAPFLServer) -> None:
-        own = server._optimizer
-        super().__init__(own.name, own.lr, own.momentum)
         self._server = server
+        self.report = server._optimizer.report
+        self.state = server._optimizer.state
+        self.load_state = server._optimizer.load_state
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         server = self._server

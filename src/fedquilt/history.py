@@ -41,6 +41,7 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
         "non_finite": record.non_finite,
         "without_allowance": record.without_allowance,
         "seconds": round(seconds, 6),
+        **record.server,
     }
 
 

@@ -7,12 +7,14 @@
 | quap_fl | raw percentile, covered slice | once on the mean, cohort's budget | equal | nothing |
 | quap_fl_client | raw percentile, whole vector | on each client, its own budget | equal | nothing |
 | certified | per client, from its allowance | once on the sum, everything | equal | a bound |
+| fednum | none | none | none: tables laid end to end | nothing |
 """
 
 from __future__ import annotations
 
 import math
 
+from fedquilt.condensing import Condensing
 from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import FlatModel
@@ -32,11 +34,12 @@ from fedquilt.privacy.quantile import PrivateQuantile
 from fedquilt.privacy.seed_mechanisms import ClientNoise, LayerNoise
 
 _LAYERED = ("fixed_dp", "quap_fl")
+_PLAIN = ("fedavg", "fednum")
 
 
 def check_mode(config: RunConfig, flat: FlatModel) -> None:
     """Refuse a model that the mode cannot take, before anything is written."""
-    if config.mode != "fedavg":
+    if config.mode not in _PLAIN:
         refuse_buffers(flat, config.mode)
     if config.mode in _LAYERED:
         covered = flat.matching(config.patterns("noise_layers"))
@@ -62,11 +65,17 @@ def _check_fixed_cost(config: RunConfig) -> None:
 
 
 def make_mechanism(
-    config: RunConfig, flat: FlatModel, selector: CohortSelector, account: Account | None
+    config: RunConfig,
+    flat: FlatModel,
+    selector: CohortSelector,
+    account: Account | None,
+    condensing: Condensing | None = None,
 ) -> Mechanism:
     """Build the mechanism of `config.mode` for a model's layout."""
     if config.mode == "fedavg":
         return NoPrivacy(flat.names, config.delta)
+    if config.mode == "fednum" and condensing is not None:
+        return NoPrivacy((*condensing.names, *flat.names), config.delta, condensing.notes)
     refuse_buffers(flat, config.mode)
     if config.mode == "certified":
         if account is None:

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.aggregation import make_server_optimizer
-from fedquilt.config import TARGET_ACCURACY, RunConfig
+from fedquilt.aggregation import ServerStep, make_server_optimizer
+from fedquilt.condensing import Condensing, make_condensing
+from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import (
@@ -51,7 +52,8 @@ from fedquilt.slicing import (
 class Problem:
     """Data on the device, the samples of each client, and the initial model.
 
-    `slicing` says who holds which part of it; `model_width` is what the model itself is
+    `slicing` says who holds which part of it, `condensing` what happens where nobody
+    trains it; `model_width` is what the model itself is
     of the one that was asked for, below 1 when a run is about the smallest slice.
     """
 
@@ -64,6 +66,7 @@ class Problem:
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
     slicing: Slicing | None = None
+    condensing: Condensing | None = None
     model_width: str = "1"
 
     def whole_model(self) -> nn.Module:
@@ -154,7 +157,9 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 
 
 def build_engine(config: RunConfig, problem: Problem) -> Engine:
-    """Build step 3: how clients are trained."""
+    """Build step 3: how clients are trained, or what they send instead."""
+    if problem.condensing is not None:
+        return problem.condensing.engine
     settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
     if problem.slicing is not None:
         return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
@@ -168,18 +173,23 @@ def build_federation(
     engine: Engine | None = None,
 ) -> Federation:
     """Put the parts of the configured mode together at the start of round 0."""
+    condensing = problem.condensing
+    server: ServerStep = make_server_optimizer(
+        config.server_optimizer, config.server_lr, config.server_momentum
+    )
+    if condensing is not None:
+        server = condensing.server
     return Federation(
         select=problem.selector.select,
         tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
-        mechanism=make_mechanism(config, problem.flat, problem.selector, account),
-        server=make_server_optimizer(
-            config.server_optimizer, config.server_lr, config.server_momentum
-        ),
+        mechanism=make_mechanism(config, problem.flat, problem.selector, account, condensing),
+        server=server,
         engine=engine if engine is not None else build_engine(config, problem),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
         slicing=problem.slicing,
+        gather=None if condensing is None else condensing.gather,
     )
 
 
@@ -234,7 +244,7 @@ def _assemble(
     tests = test.images.to(device)
     input_shape = tuple(inputs.shape[1:])
     model, front = copy.deepcopy(model), None
-    if isinstance(model, FeatureModel):
+    if isinstance(model, FeatureModel) and config.method != "condense":
         # A frozen front says the same of a sample in every round: ask it once.
         front = model.front.to(device)
         inputs, tests = precompute(front, inputs), precompute(front, tests)
@@ -257,6 +267,9 @@ def _assemble(
     )
     check_mode(config, problem.flat)
     _check_outputs(problem)
+    if isinstance(config, CondenseConfig):
+        condensing = make_condensing(config, problem.flat.module, problem.task)
+        return dataclasses.replace(problem, condensing=condensing)
     slicing = make_slicing(config, problem.flat, inputs[:2], len(clients))
     return dataclasses.replace(problem, slicing=slicing)
 

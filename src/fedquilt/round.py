@@ -7,7 +7,7 @@ nothing of one another:
 
     population   who takes part and how often they did
     slicing      which part of the model each of them holds
-    learning     what a client does with its data
+    learning     what a client does with its data (condensing: when it never trains)
     privacy      what happens to an update before anybody else sees it, and the ledger
     aggregation  how the mean update moves the model
 """
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.aggregation import RunningMean, ServerOptimizer
+from fedquilt.aggregation import RunningMean, ServerStep, Total
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.account import Account
@@ -38,17 +38,29 @@ _ATTEMPTS = 20
 
 @dataclass
 class Federation:
-    """The parts of a federation and its state between two rounds."""
+    """The parts of a federation and its state between two rounds.
+
+    `gather` makes what the vectors of a round are put into; None: a sum as long as the
+    model.  Where clients send something else than updates of the model (class
+    statistics), it is what fits that, and `server` knows what to make of it.
+    """
 
     select: Select
     tracker: ParticipationTracker
     engine: Engine
     mechanism: Mechanism
-    server: ServerOptimizer
+    server: ServerStep
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
     account: Account | None = None
     slicing: Slicing | None = None
+    gather: Callable[[], Total] | None = None
+
+    def total(self) -> Total:
+        """Return an empty total for a round."""
+        if self.gather is not None:
+            return self.gather()
+        return RunningMean(self.weights.numel(), self.weights.device)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what the next round needs beside the weights, as arrays; never noise."""
@@ -85,6 +97,7 @@ class RoundRecord:
     noise: NoiseReport = field(default_factory=NoiseReport)
     non_finite: list[int] = field(default_factory=list)
     without_allowance: int = 0
+    server: dict[str, float] = field(default_factory=dict)
 
 
 def run_round(federation: Federation, round_index: int) -> RoundRecord:
@@ -118,7 +131,7 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     record.clip_value = mechanism.clip_bound(received)
 
     # 5 clip, 6 noise (where a mode noises each client), 7 sum
-    total = RunningMean(federation.weights.numel(), federation.weights.device)
+    total = federation.total()
     for contribution in received:
         if not contribution.finite:
             record.non_finite.append(contribution.client)
@@ -134,6 +147,7 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     if federation.account is not None:
         federation.account.settle(update)
     federation.weights = federation.server.step(federation.weights, update)
+    record.server = federation.server.report()
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     record.train_loss = float(np.mean(finite_losses)) if finite_losses else None
     return record

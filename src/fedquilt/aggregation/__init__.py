@@ -1,6 +1,13 @@
 """From the clients' updates to the next global model."""
 
-from fedquilt.aggregation.mean import RunningMean
-from fedquilt.aggregation.server import ServerOptimizer, make_server_optimizer
+from fedquilt.aggregation.mean import EndToEnd, RunningMean, Total
+from fedquilt.aggregation.server import ServerOptimizer, ServerStep, make_server_optimizer
 
-__all__ = ["RunningMean", "ServerOptimizer", "make_server_optimizer"]
+__all__ = [
+    "EndToEnd",
+    "RunningMean",
+    "ServerOptimizer",
+    "ServerStep",
+    "Total",
+    "make_server_optimizer",
+]

@@ -21,6 +21,45 @@ class Place(Protocol):
     def __hash__(self) -> int: ...
 
 
+class Total(Protocol):
+    """What the vectors of a cohort are gathered in, before anything is released.
+
+    `total` is what is released, noised or not; `weight` what divides it; `held` the
+    weight on each element where clients send parts.
+    """
+
+    @property
+    def total(self) -> torch.Tensor: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def held(self) -> torch.Tensor | None: ...
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: Place | None = None) -> None:
+        """Add one client's vector."""
+
+
+class EndToEnd:
+    """Vectors laid end to end: tables whose rows stay apart, and which no noise can cover."""
+
+    weight = 1.0
+    held = None
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._parts = [torch.zeros(0, device=device)]
+
+    @property
+    def total(self) -> torch.Tensor:
+        """All vectors so far as one."""
+        return torch.cat(self._parts)
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: Place | None = None) -> None:
+        """Add one client's vector; it has no weight but its length."""
+        self._parts.append(vector)
+
+
 class RunningMean:
     """Sum of w_k x_k and of w_k; the mean is their quotient.
 

@@ -16,7 +16,7 @@ correction, as in that paper (its Algorithm 2 asks for v >= tau^2).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,22 @@ from fedquilt import validate
 
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
 DEFAULT_LR = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01}
+
+
+class ServerStep(Protocol):
+    """What a server makes of a release."""
+
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Return the weights after the release `update`, in the type of the old ones."""
+
+    def report(self) -> dict[str, float]:
+        """Return what there is to say of the newest step, computed from releases alone."""
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what the next step needs, as arrays."""
+
+    def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
+        """Take over what `state` returned."""
 
 
 class ServerOptimizer:
@@ -58,6 +74,10 @@ class ServerOptimizer:
         else:
             self._second = second - (1 - BETA_2) * square * torch.sign(second - square)
         return self._first / (self._second.sqrt() + TAU)
+
+    def report(self) -> dict[str, float]:
+        """Say nothing."""
+        return {}
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return the moments as arrays, for a checkpoint."""

@@ -4,6 +4,7 @@ The seed documents' dictionaries (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...) are
 here too, under the names the documents give them.
 """
 
+from fedquilt.config.condense import CondenseConfig
 from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
 from fedquilt.config.run import MODES, RunConfig, option_fields
 from fedquilt.config.seeds import (
@@ -25,6 +26,7 @@ __all__ = [
     "PRIVACY_CONFIG",
     "TARGET_ACCURACY",
     "VISUALIZATION_CONFIG",
+    "CondenseConfig",
     "RunConfig",
     "build_config",
     "check_keys",

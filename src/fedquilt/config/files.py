@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import validate
+from fedquilt.config.condense import CondenseConfig, with_package_names
 from fedquilt.config.run import RunConfig, option_fields
 from fedquilt.config.seeds import PRESETS
 from fedquilt.errors import FedquiltError, InvalidValueError
@@ -34,17 +35,34 @@ def build_config(
     preset = named_in_file if preset is None else preset
     if preset is not None:
         merged.update(PRESETS[validate.choice("preset", preset, PRESETS)])
+    method = (settings or {}).get("method", from_file.get("method", merged.get("method")))
+    if method == CondenseConfig.method:
+        return _build(CondenseConfig, merged, from_file, settings or {}, file)
+    return _build(RunConfig, merged, from_file, settings or {}, file)
+
+
+def _build(
+    kind: type[RunConfig],
+    merged: dict[str, Any],
+    from_file: dict[str, Any],
+    settings: Mapping[str, Any],
+    file: str | Path | None,
+) -> RunConfig:
+    """Lay one source over the other and make the configuration of a kind."""
+    if kind is CondenseConfig:
+        from_file, settings = with_package_names(from_file), with_package_names(settings)
+    check_keys(from_file, str(file), kind)
     merged.update(from_file)
-    merged.update(settings or {})
-    check_keys(merged, "configuration")
-    if merged.get("method", "full") != "full":
+    merged.update(settings)
+    check_keys(merged, "configuration", kind)
+    if kind is RunConfig and merged.get("method", "full") != "full":
         merged.setdefault("mode", "fedavg")
     if merged.get("method") == "depthfl":
         merged.setdefault("model", "exits")
     try:
-        return RunConfig(**merged)
+        return kind(**merged)
     except InvalidValueError as error:
-        if file is None or not _comes_from_file(str(error), from_file, settings or {}):
+        if file is None or not _comes_from_file(str(error), from_file, settings):
             raise
         raise InvalidValueError(f"{error} (in {file})") from error
 
@@ -64,13 +82,19 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             f"schema_version={version!r} must be {SCHEMA_VERSION} (in {path}); "
             "it was written by another version of fedquilt"
         )
-    check_keys(content, str(path), extra=("preset",))
+    if content.get("method") != CondenseConfig.method:
+        check_keys(content, str(path), extra=("preset",))
     return content
 
 
-def check_keys(settings: Mapping[str, Any], where: str, extra: tuple[str, ...] = ()) -> None:
+def check_keys(
+    settings: Mapping[str, Any],
+    where: str,
+    kind: type[RunConfig] = RunConfig,
+    extra: tuple[str, ...] = (),
+) -> None:
     """Raise for a key that no option has, naming the nearest one."""
-    known = [*option_fields(), *extra]
+    known = [*option_fields(kind), *extra]
     for key in settings:
         if key not in known:
             hint = validate.did_you_mean(key, known)

@@ -38,7 +38,7 @@ LARGEST_NUMBER = 1e30
 LARGEST_COUNT = 2**31 - 1
 
 
-def _option(default: Any, panel: str, help: str, **rule: Any) -> Any:
+def declare(default: Any, panel: str, help: str, **rule: Any) -> Any:
     """Declare a field: its help, the panel it is listed under, and its rule.
 
     `rule` is either `choices=...`, or bounds for `validate.number` and
@@ -55,189 +55,189 @@ _PRIVACY, _CERTIFIED, _RUN = "Privacy", "Certified privacy and the ledger", "Run
 class RunConfig:
     """One run of one mode on one data set."""
 
-    dataset: str = _option(
+    dataset: str = declare(
         "digits", _DATA, "digits, mnist, fashion-mnist, cifar10 or mnist-writers."
     )
-    data_dir: str | None = _option(
+    data_dir: str | None = declare(
         None, _DATA, "Data folders, several joined by ':'; also read from FEDQUILT_DATA."
     )
-    no_download: bool = _option(False, _DATA, "Refuse to download missing data.")
-    partition: str = _option(
+    no_download: bool = declare(False, _DATA, "Refuse to download missing data.")
+    partition: str = declare(
         "dirichlet", _DATA, "How the samples are dealt to clients.", choices=PARTITIONS
     )
-    dirichlet_alpha: float = _option(
+    dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
     )
-    classes_per_client: int = _option(
+    classes_per_client: int = declare(
         2, _DATA, "Classes a client holds with --partition shards.", at_least=1
     )
 
-    num_clients: int | None = _option(
+    num_clients: int | None = declare(
         None, _POPULATION, "Number of clients; 100, or all writers of the writer split.", at_least=1
     )
-    clients_per_round: int | float = _option(
+    clients_per_round: int | float = declare(
         0.3,
         _POPULATION,
         "Largest cohort: a whole number of clients, or a fraction written with a decimal point.",
     )
-    availability: str = _option(
+    availability: str = declare(
         "beta", _POPULATION, "Who is there: beta, uniform, always, or a FILE.csv (round,client)."
     )
-    selection: str = _option(
+    selection: str = declare(
         "uniform",
         _POPULATION,
         "Who is picked among them: uniform or weighted without replacement, or a poisson coin.",
         choices=SELECTIONS,
     )
 
-    mode: str = _option("quap_fl", _TRAINING, "The method.", choices=MODES)
-    model: str = _option(
+    mode: str = declare("quap_fl", _TRAINING, "The method.", choices=MODES)
+    model: str = declare(
         "auto",
         _TRAINING,
         "auto (made for the data set), digits, mnist, cifar10, mlp, linear, exits; hog-linear or "
         "scatter-linear train a small head on a frozen, data-free front.",
     )
-    trainable: str = _option(
+    trainable: str = declare(
         "all",
         _TRAINING,
         "Trained tensors: comma-separated patterns of parameter names, or all; the rest is frozen.",
     )
-    num_rounds: int = _option(200, _TRAINING, "Communication rounds.", at_least=1)
-    local_epochs: int = _option(5, _TRAINING, "Epochs a client trains in a round.", at_least=1)
-    batch_size: int = _option(32, _TRAINING, "Batch size of local training.", at_least=1)
-    learning_rate: float = _option(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
-    lr_decay: float = _option(
+    num_rounds: int = declare(200, _TRAINING, "Communication rounds.", at_least=1)
+    local_epochs: int = declare(5, _TRAINING, "Epochs a client trains in a round.", at_least=1)
+    batch_size: int = declare(32, _TRAINING, "Batch size of local training.", at_least=1)
+    learning_rate: float = declare(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
+    lr_decay: float = declare(
         1.0, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
     )
-    fedprox_mu: float = _option(
+    fedprox_mu: float = declare(
         0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0
     )
-    server_optimizer: str = _option(
+    server_optimizer: str = declare(
         "sgd", _TRAINING, "How the server applies the mean update.", choices=SERVER_OPTIMIZERS
     )
-    server_lr: float | None = _option(
+    server_lr: float | None = declare(
         None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.", above=0
     )
-    server_momentum: float = _option(
+    server_momentum: float = declare(
         0.9, _TRAINING, "Momentum of --server-optimizer momentum.", at_least=0, below=1
     )
 
-    method: str = _option(
+    method: str = declare(
         "full",
         _SLICES,
         "Which part of the model a client trains; all but full need the mode fedavg, "
         "which is then the default, or certified.",
         choices=METHODS,
     )
-    tiers: str = _option(
+    tiers: str = declare(
         "1,1/2,1/4,1/8",
         _SLICES,
         "Widths that clients are dealt to, or a FILE.csv (client,width or client,memory_mb,flops).",
     )
 
-    epsilon: float = _option(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
-    delta: float = _option(1e-5, _PRIVACY, "Delta of the privacy budget.", above=0, below=1)
-    budget_alpha: float = _option(
+    epsilon: float = declare(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
+    delta: float = declare(1e-5, _PRIVACY, "Delta of the privacy budget.", above=0, below=1)
+    budget_alpha: float = declare(
         0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", at_least=0
     )
-    budget_beta: float = _option(
+    budget_beta: float = declare(
         2.0, _PRIVACY, "Decay of the participation-adaptive budget (beta).", above=0
     )
-    warmup_rounds: int = _option(
+    warmup_rounds: int = declare(
         0, _PRIVACY, "Rounds at the start with the fixed base budget.", at_least=0
     )
-    participation_ema: float | None = _option(
+    participation_ema: float | None = declare(
         None,
         _PRIVACY,
         "Rate of the moving average of participation (eq. 3); absent is the cumulative mean.",
         above=0,
         at_most=1,
     )
-    clip_norm: float = _option(1.0, _PRIVACY, "Clip bound of fixed_dp and certified.", above=0)
-    clip_quantile: float = _option(
+    clip_norm: float = declare(1.0, _PRIVACY, "Clip bound of fixed_dp and certified.", above=0)
+    clip_quantile: float = declare(
         0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", above=0, below=1
     )
-    clip_momentum: float = _option(
+    clip_momentum: float = declare(
         0.95, _PRIVACY, "Momentum of the clip bound.", at_least=0, below=1
     )
-    min_clip: float = _option(0.1, _PRIVACY, "Smallest clip bound.", above=0)
-    max_clip: float = _option(10.0, _PRIVACY, "Largest clip bound.", above=0)
-    max_agg_norm: float = _option(
+    min_clip: float = declare(0.1, _PRIVACY, "Smallest clip bound.", above=0)
+    max_clip: float = declare(10.0, _PRIVACY, "Largest clip bound.", above=0)
+    max_agg_norm: float = declare(
         10000.0, _PRIVACY, "Largest norm of the noised mean update; not used by fedavg.", above=0
     )
-    noise_layers: str = _option(
+    noise_layers: str = declare(
         "fc*", _PRIVACY, "Noised tensors: comma-separated patterns of parameter names, or all."
     )
-    noise_seed: int | None = _option(
+    noise_seed: int | None = declare(
         None, _PRIVACY, "Reproducible noise, which protects nobody; absent is secret.", at_least=0
     )
 
-    policy: str = _option(
+    policy: str = declare(
         "adaptive",
         _CERTIFIED,
         "How a client's budget is spread over its joins.",
         choices=POLICIES,
     )
-    max_joins: int | None = _option(
+    max_joins: int | None = declare(
         None, _CERTIFIED, "Most joins of a client, for --policy cap and amplification.", at_least=1
     )
-    clipping: str = _option(
+    clipping: str = declare(
         "fixed",
         _CERTIFIED,
         "The clip bound: fixed at clip_norm, or a private quantile that starts there.",
         choices=CLIPPINGS,
     )
-    private_quantile: float = _option(
+    private_quantile: float = declare(
         0.5, _CERTIFIED, "Quantile that --clipping quantile follows.", above=0, below=1
     )
-    private_quantile_lr: float = _option(
+    private_quantile_lr: float = declare(
         0.2, _CERTIFIED, "How fast it follows.", above=0, at_most=2
     )
-    clip_cap: float = _option(
+    clip_cap: float = declare(
         4.0, _CERTIFIED, "No client is clipped above this multiple of the bound.", at_least=1
     )
-    normalise_updates: bool = _option(
+    normalise_updates: bool = declare(
         False, _CERTIFIED, "Scale every update to exactly its clip, not only down to it."
     )
-    noise_bands: int = _option(
+    noise_bands: int = declare(
         1,
         _CERTIFIED,
         "Correlate noise over so many rounds; nobody joins twice within them.",
         at_least=1,
     )
-    amplification: bool = _option(
+    amplification: bool = declare(
         False, _CERTIFIED, "Claim amplification by a secret coin (needs --selection poisson)."
     )
-    ledger: str | None = _option(
+    ledger: str | None = declare(
         None, _CERTIFIED, "Ledger file that outlives runs; certified runs have one in any case."
     )
-    population: str | None = _option(
+    population: str | None = declare(
         None, _CERTIFIED, "Name of the clients in the ledger; absent is a digest of the split."
     )
-    allowance: float | None = _option(
+    allowance: float | None = declare(
         None, _CERTIFIED, "Lifetime epsilon of a new population; absent is epsilon.", above=0
     )
-    on_short: str = _option(
+    on_short: str = declare(
         "refuse",
         _CERTIFIED,
         "When clients have less left than epsilon: refuse the run, or let them sit out.",
         choices=ON_SHORT,
     )
 
-    eval_every: int = _option(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
-    target_accuracy: float | None = _option(
+    eval_every: int = declare(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
+    target_accuracy: float | None = declare(
         None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
     )
-    early_stopping: bool = _option(
+    early_stopping: bool = declare(
         False, _RUN, "Stop at the target accuracy on a validation split that no client holds."
     )
-    validation_fraction: float = _option(
+    validation_fraction: float = declare(
         0.1, _RUN, "Share of the training data in that split.", above=0, below=1
     )
-    seed: int = _option(0, _RUN, "Seed of everything except secret noise.", at_least=0)
-    device: str = _option("auto", _RUN, "Where to train.", choices=DEVICES)
-    engine: str = _option("auto", _RUN, "How clients are trained.", choices=ENGINES)
-    output_dir: str = _option("./results", _RUN, "Folder that receives the run's folder.")
+    seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
+    device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
+    engine: str = declare("auto", _RUN, "How clients are trained.", choices=ENGINES)
+    output_dir: str = declare("./results", _RUN, "Folder that receives the run's folder.")
 
     def __post_init__(self) -> None:
         """Check every field, then the rules that join two of them."""
@@ -246,11 +246,7 @@ class RunConfig:
             object.__setattr__(self, item.name, value)
         self._check_cohort()
         self._check_certified()
-        if self.method != "full" and self.mode not in SLICED_MODES:
-            raise InvalidValueError(
-                f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
-                f"method={self.method!r}: its noise and clip are those of whole models"
-            )
+        self._check_method()
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
         for name in ("noise_layers", "trainable"):
@@ -258,6 +254,13 @@ class RunConfig:
                 raise InvalidValueError(
                     f"{name}={getattr(self, name)!r} must name at least one pattern, or be 'all'"
                 )
+
+    def _check_method(self) -> None:
+        if self.method != "full" and self.mode not in SLICED_MODES:
+            raise InvalidValueError(
+                f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
+                f"method={self.method!r}: its noise and clip are those of whole models"
+            )
 
     def _check_certified(self) -> None:
         """Check what the certified mode's options ask of one another."""
@@ -343,9 +346,9 @@ _CEILINGS: dict[str, float] = {
 }
 
 
-def option_fields() -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of `RunConfig` by name."""
-    return {item.name: item for item in dataclasses.fields(RunConfig)}
+def option_fields(kind: type[RunConfig] = RunConfig) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a configuration by name."""
+    return {item.name: item for item in dataclasses.fields(kind)}
 
 
 def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> Any:

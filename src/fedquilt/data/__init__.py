@@ -17,6 +17,7 @@ from fedquilt.data.clients import (
     create_client_dataloaders,
     prepare_non_iid_data,
 )
+from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
 from fedquilt.data.dataset import ImageDataset, as_dataset
 from fedquilt.data.dirichlet import dirichlet_split
 from fedquilt.data.load import load_dataset
@@ -35,11 +36,14 @@ __all__ = [
     "ImageDataset",
     "analyze_data_distribution",
     "as_dataset",
+    "condensed_info",
     "create_client_dataloaders",
     "data_folders",
     "dataset_status",
     "dirichlet_split",
+    "load_condensed",
     "load_dataset",
     "prepare_non_iid_data",
+    "save_condensed",
     "split_clients",
 ]

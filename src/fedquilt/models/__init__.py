@@ -3,6 +3,7 @@
 `make_model` builds one by name for a data set's shape.
 """
 
+from fedquilt.models.convnet import ConvNet
 from fedquilt.models.exits import ExitNet
 from fedquilt.models.features import FeatureModel
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
@@ -13,6 +14,7 @@ __all__ = [
     "MLP",
     "MODELS",
     "CIFAR10Model",
+    "ConvNet",
     "DigitsModel",
     "ExitNet",
     "FeatureModel",

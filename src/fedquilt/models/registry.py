@@ -9,6 +9,7 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.models.convnet import ConvNet
 from fedquilt.models.exits import ExitNet
 from fedquilt.models.features import make_feature_model
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
@@ -21,6 +22,9 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "mlp": lambda shape, classes: MLP(shape, classes),
     "linear": lambda shape, classes: Linear(shape, classes),
     "exits": lambda shape, classes: ExitNet(classes, shape[0]),
+    "convnet": lambda shape, classes: ConvNet(shape, classes),
+    "convnet-64": lambda shape, classes: ConvNet(shape, classes, width=64),
+    "convnet-32": lambda shape, classes: ConvNet(shape, classes, width=32),
     "hog-linear": lambda shape, classes: make_feature_model("hog-linear", shape, classes),
     "scatter-linear": lambda shape, classes: make_feature_model("scatter-linear", shape, classes),
 }

@@ -185,9 +185,12 @@ class NoPrivacy(Unbounded):
 
     needs_whole_cohort = False
 
-    def __init__(self, tensor_names: Sequence[str], delta: float) -> None:
+    def __init__(
+        self, tensor_names: Sequence[str], delta: float, notes: Sequence[str] = ()
+    ) -> None:
         self._names = tuple(tensor_names)
         self._delta = delta
+        self._notes = tuple(notes)
 
     def open_round(self, facts: RoundFacts) -> None:
         """Nothing depends on the round."""
@@ -229,7 +232,7 @@ class NoPrivacy(Unbounded):
             covered=(),
             uncovered=self._names,
             noise_source="none",
-            notes=("no noise: nothing may be claimed about any client",),
+            notes=("no noise: nothing may be claimed about any client", *self._notes),
         )
 
     def state(self) -> dict[str, NDArray[Any]]:

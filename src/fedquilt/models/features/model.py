@@ -51,9 +51,13 @@ class FeatureModel(nn.Module):
         self.front = front.requires_grad_(False)
         self.head = _zero_head(count_features(front), num_classes, bias)
 
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """Return what the front says of each image, one row an image."""
+        return cast(torch.Tensor, self.front(images)).flatten(1)
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits."""
-        return cast(torch.Tensor, self.head(self.front(images).flatten(1)))
+        return cast(torch.Tensor, self.head(self.embed(images)))
 
     def on_features(self) -> FeatureModel:
         """Return a model that shares this head and takes what `precompute` returns.

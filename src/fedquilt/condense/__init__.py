@@ -1,0 +1,1 @@
+"""Server-side condensation from class statistics."""

@@ -1,0 +1,155 @@
+"""`CondenseConfig`: a run in which clients never train.
+
+Clients send class statistics, the server grows a synthetic data set from them and
+trains the model on it.  The names are those of the FedNum document and its code; where
+the package has another word for the same thing, both are understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedquilt.config.run import RunConfig, declare
+from fedquilt.errors import InvalidValueError
+
+CONDENSE_MODES = ("fednum", "certified")
+FEATURE_MODELS = ("random_pool", "global", "perturbed")
+INIT_METHODS = ("random", "real_sample")
+LOGIT_LOSSES = ("auto", "l2", "kl", "wasserstein", "wasserstein_sorted", "none")
+LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
+
+# The document's word on the left, the package's on the right.
+ALIASES = {
+    "communication_rounds": "num_rounds",
+    "join_ratio": "clients_per_round",
+    "eval_gap": "eval_every",
+}
+# Options of a run that say nothing here: clients do not train, and hold no slices.
+FOREIGN = (
+    *("trainable", "local_epochs", "learning_rate", "lr_decay", "fedprox_mu"),
+    *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
+    *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
+    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),
+    *("target_accuracy", "early_stopping", "validation_fraction"),
+)
+
+_STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CondenseConfig(RunConfig):
+    """One condensation on one data set."""
+
+    method: str = declare("condense", _MODEL, "Fixed.", choices=("condense",))
+    mode: str = declare(
+        "fednum",
+        _MODEL,
+        "fednum sends means over groups and claims nothing; certified sends one bounded vector.",
+        choices=CONDENSE_MODES,
+    )
+    model: str = declare(
+        "convnet-64", _MODEL, "The model: convnet (width 128), convnet-64, or any of `run`."
+    )
+    embed_layer: str | None = declare(
+        None, _MODEL, "Layer whose output is the embedding, for models without embed()."
+    )
+    num_rounds: int = declare(6, _MODEL, "Communication rounds.", at_least=1)
+    clients_per_round: int | float = declare(
+        1.0, _MODEL, "Share of the clients that join a round, or their number."
+    )
+    availability: str = declare(
+        "always", "Population", "Who is there: always, beta, uniform, or a FILE.csv."
+    )
+    batch_size: int = declare(256, _MODEL, "Batch size of training on the images.", at_least=1)
+    model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
+    model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
+    eval_every: int = declare(3, "Run", "Evaluate after every so many rounds.", at_least=1)
+
+    avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
+    min_group: int = declare(
+        8, _STATISTICS, "A class with fewer samples is not sent at all.", at_least=1
+    )
+    max_samples: int = declare(
+        64, _STATISTICS, "Samples of a class a client looks at with one model; 0: all.", at_least=0
+    )
+    feature_model: str = declare(
+        "random_pool",
+        _STATISTICS,
+        "What clients look at samples with.",
+        choices=FEATURE_MODELS,
+    )
+    model_n: int | None = declare(
+        None, _STATISTICS, "Feature models a round; 8, or 1 for global.", at_least=1
+    )
+    rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
+    augmentation: str = declare(
+        "auto",
+        _STATISTICS,
+        "Families joined by '_' (color, crop, cutout, flip, scale, rotate), none, or auto.",
+    )
+
+    ipc: int = declare(10, _MATCHING, "Synthetic images per class.", at_least=1)
+    init_method: str = declare(
+        "random",
+        _MATCHING,
+        "First images; real_sample takes the clients' own, for comparison only.",
+        choices=INIT_METHODS,
+    )
+    dc_iterations: int = declare(400, _MATCHING, "Matching steps a round.", at_least=1)
+    batch_num: int | None = declare(
+        None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1
+    )
+    image_lr: float | None = declare(
+        None, _MATCHING, "Step of the images; absent: half of ipc.", above=0
+    )
+    image_momentum: float = declare(0.5, _MATCHING, "Momentum of the images.", at_least=0, below=1)
+    logit_loss_type: str = declare(
+        "auto",
+        _MATCHING,
+        "Distance of mean logits; auto: none for random_pool, else l2.",
+        choices=LOGIT_LOSSES,
+    )
+    loss_computation: str = declare(
+        "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
+    )
+
+    def _check_method(self) -> None:
+        if self.feature_model == "global" and self.model_n not in (None, 1):
+            raise InvalidValueError(
+                f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
+            )
+
+    @property
+    def feature_models(self) -> int:
+        """Feature models of a round."""
+        return self.model_n or (1 if self.feature_model == "global" else 8)
+
+    @property
+    def image_step(self) -> float:
+        """The step of the images.
+
+        A class's mean is over ipc images, so the gradient of one image falls with
+        ipc; a step that grows with it moves the mean alike at any ipc.
+        """
+        return 0.5 * self.ipc if self.image_lr is None else self.image_lr
+
+    @property
+    def logit_loss(self) -> str:
+        """The distance of logits; a random model's say nothing that its embedding does not."""
+        if self.logit_loss_type != "auto":
+            return self.logit_loss_type
+        return "none" if self.feature_model == "random_pool" else "l2"
+
+
+def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the document's words replaced by the package's."""
+    renamed: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = ALIASES.get(key, key)
+        if name in renamed:
+            raise InvalidValueError(f"{key}={value!r} must not be given beside {name}: it is one")
+        # A share of 1 is everybody; as a whole number it would be one client.
+        renamed[name] = float(value) if key == "join_ratio" else value
+    return renamed

@@ -1,0 +1,237 @@
+"""A condensed data set on disk: one safetensors file that holds all there is to know.
+
+>>> import tempfile, torch
+>>> from pathlib import Path
+>>> from fedquilt.data import ImageDataset, condensed_info, load_condensed, save_condensed
+>>> made = ImageDataset(torch.zeros(6, 1, 8, 8), torch.tensor([0, 0, 4, 4, 7, 7]), "digits", 10)
+>>> folder = tempfile.TemporaryDirectory()
+>>> path = save_condensed(
+...     Path(folder.name) / "digits.safetensors", made, mean=[0.3051], std=[0.3762],
+...     about={"ipc": 2, "method": "statistics"},
+... )
+>>> load_condensed(path)
+ImageDataset('digits', 6 samples 1x8x8, 10 classes)
+>>> condensed_info(path)["about"]
+{'ipc': 2, 'method': 'statistics'}
+>>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fedquilt import validate
+from fedquilt.data.dataset import ImageDataset
+from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
+
+SCHEMA_VERSION = 1
+KIND = "fedquilt condensed data set"
+_DTYPES = {"images": "F32", "labels": "I64"}
+
+About = Mapping[str, str | int | float]
+
+
+def save_condensed(
+    path: str | os.PathLike[str],
+    dataset: ImageDataset,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    about: About = MappingProxyType({}),
+) -> Path:
+    """Write a condensed set as one file, whole or not at all, and return its path.
+
+    Parameters
+    ----------
+    path
+        The file, replaced when it is there; folders are made.
+    dataset
+        Normalised images [N, C, H, W] and their labels.  `groups` are not kept:
+        nobody wrote a synthetic image.
+    mean, std
+        What the images are normalised with, one value a channel: pixel = x * std + mean.
+    about
+        Anything else worth knowing of how the set was made.
+    """
+    import safetensors.torch
+
+    images = dataset.images.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if images.ndim != 4 or 0 in images.shape:
+        raise InvalidValueError(
+            f"images of {dataset.name!r} must have shape [N, C, H, W], got {list(images.shape)}"
+        )
+    _check_finite(images, f"images of {dataset.name!r}", InvalidValueError)
+    metadata = {
+        "kind": KIND,
+        "schema_version": str(SCHEMA_VERSION),
+        "name": dataset.name,
+        "num_classes": str(dataset.num_classes),
+        "mean": json.dumps(_channels("mean", mean, images.shape[1])),
+        "std": json.dumps(_channels("std", std, images.shape[1], above=0)),
+        "about": json.dumps(_checked_about(about)),
+    }
+    tensors = {"images": images, "labels": dataset.targets.detach().cpu().clone()}
+    return _write(Path(path), safetensors.torch.save(tensors, metadata))
+
+
+def load_condensed(path: str | os.PathLike[str]) -> ImageDataset:
+    """Return the condensed set in the file, or raise `DataError` when it is none."""
+    with _opened(Path(path)) as stream:
+        info = _info(stream, Path(path))
+        images, labels = (stream.get_tensor(name).clone() for name in _DTYPES)
+    _check_finite(images, f"images of {path}", DataError)
+    try:
+        return ImageDataset(images, labels, info["name"], info["num_classes"])
+    except InvalidValueError as error:
+        raise DataError(f"{path} does not hold what a condensed set must: {error}") from error
+
+
+def condensed_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the file says of itself, without reading the images.
+
+    The keys are schema_version, name, num_classes, mean and std (a list each), about
+    (a dictionary) and shape (N, C, H, W).
+    """
+    with _opened(Path(path)) as stream:
+        return _info(stream, Path(path))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; whatever is wrong with it becomes a `DataError`."""
+    import safetensors
+
+    if not path.exists():
+        raise DataNotFoundError(f"there is no condensed data set {str(path)!r}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as stream:
+            yield stream
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path} must be a whole safetensors file; it is torn or of another kind: {error}"
+        ) from error
+
+
+def _info(stream: Any, path: Path) -> dict[str, Any]:
+    metadata = stream.metadata() or {}
+    if metadata.get("kind") != KIND:
+        raise DataError(
+            f"{path} must be a file of save_condensed, its kind {KIND!r}; "
+            f"its kind is {metadata.get('kind')!r}"
+        )
+    if metadata.get("schema_version") != str(SCHEMA_VERSION):
+        raise DataError(
+            f"{path}: schema_version={metadata.get('schema_version')!r} must be "
+            f"{str(SCHEMA_VERSION)!r}; it was written by another version of fedquilt"
+        )
+    shape = _shape(stream, path)
+    try:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": metadata["name"],
+            "num_classes": validate.integer(
+                "num_classes", int(metadata["num_classes"]), at_least=1
+            ),
+            "mean": _channels("mean", json.loads(metadata["mean"]), shape[1]),
+            "std": _channels("std", json.loads(metadata["std"]), shape[1], above=0),
+            "about": _checked_about(json.loads(metadata["about"])),
+            "shape": shape,
+        }
+    except KeyError as error:
+        raise DataError(f"{path} must state {error} in its metadata and does not") from error
+    except ValueError as error:
+        raise DataError(f"the metadata of {path} cannot be used: {error}") from error
+
+
+def _shape(stream: Any, path: Path) -> tuple[int, int, int, int]:
+    """Return the shape of the images after comparing both tensors with what they must be."""
+    held = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118
+    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in held.items()}
+    dtypes = {name: dtype for name, (dtype, _) in found.items()}
+    shape = found["images"][1] if "images" in found else ()
+    whole = dtypes == _DTYPES and len(shape) == 4 and 0 not in shape
+    if not whole or found["labels"][1] != shape[:1]:
+        raise DataError(
+            f"{path} must hold images F32 [N, C, H, W] and labels I64 [N]; it holds "
+            + (", ".join(f"{n} {d} {list(s)}" for n, (d, s) in sorted(found.items())) or "nothing")
+        )
+    count, channels, height, width = shape
+    return count, channels, height, width
+
+
+def _channels(name: str, values: object, channels: int, above: float | None = None) -> list[float]:
+    """Return one finite number a channel, as plain floats."""
+    given = list(values) if hasattr(values, "__iter__") else []
+    if isinstance(values, str) or len(given) != channels:
+        raise InvalidValueError(f"{name}={values!r} must have {channels} numbers, one a channel")
+    return [validate.number(name, value, above=above) for value in given]
+
+
+def _checked_about(about: object) -> dict[str, str | int | float]:
+    if not isinstance(about, Mapping):
+        raise InvalidValueError(f"about={about!r} must be a mapping of names to values")
+    return {_name(key): _plain(key, value) for key, value in about.items()}
+
+
+def _name(key: object) -> str:
+    if not isinstance(key, str):
+        raise InvalidValueError(f"about has the key {key!r}, keys must be text")
+    return key
+
+
+def _plain(key: str, value: object) -> str | int | float:
+    """Return a value that JSON keeps as it is."""
+    if isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    raise InvalidValueError(f"about[{key!r}]={value!r} must be text or a finite number")
+
+
+def _check_finite(images: torch.Tensor, what: str, error: type[ValueError]) -> None:
+    finite = torch.isfinite(images).flatten(1).all(dim=1)
+    if not bool(finite.all()):
+        first = int(torch.nonzero(~finite)[0])
+        raise error(f"{what} must be finite; image {first} is not")
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file whole or not at all, and make it durable."""
+    if not path.name:
+        raise InvalidValueError(f"path={str(path)!r} must name a file")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable: it is the folder that has changed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
