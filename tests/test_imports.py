@@ -27,6 +27,7 @@ LEAVES = {
 JOINS = {"round", "slicing", "condensing"}
 EXPERIMENT = {
     *("problem", "modes", "history", "run_folder", "accounts", "results", "experiment"),
+    *("condensation", "baselines"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
 }
 OPTIONAL = (

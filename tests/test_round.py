@@ -324,6 +324,9 @@ def watched(
             seen.append("step")
             return weights + update
 
+        def report(self) -> dict[str, float]:
+            return {"norm": 1.0}
+
     def select(round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
         seen.append("select" if allowed is None else f"select {allowed.tolist()}")
         return cohort_of([0, 2])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
+from fedquilt.condensation import condensation_record, grown_set, keep_images, report_progress
 from fedquilt.config import RunConfig, build_config, check_keys
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.history import as_line, split_private
@@ -34,6 +35,12 @@ from fedquilt.run_folder import RunFolder, run_stem
 CHECKPOINT_SECONDS = 1.0
 
 Observer = Callable[[RunConfig, dict[str, Any]], None]
+"""Called with the configuration and the line of each finished round.
+
+An observer may also have `opened(config, folder)`, called once before the first round,
+`working(what, share)`, called within a round of a condensation, and `kept(path)`, called
+when its images were written.
+"""
 
 
 def run(
@@ -123,12 +130,22 @@ def _run(
         engine = build_engine(config, problem)
         stack.callback(engine.close)
         federation, folder = _open(config, problem, engine, folder, output_dir, stack)
+        if folder is not None:
+            _tell(observer, "opened", config, folder.path)
+        report_progress(problem, observer)
         lines = _pick_up(folder, federation, problem) if folder is not None and resumed else []
         try:
             stopped = train_rounds(config, problem, federation, lines, folder, observer)
             return _finish(config, problem, federation, lines, folder, stopped)
         except KeyboardInterrupt:
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
+
+
+def _tell(observer: Observer | None, what: str, *arguments: Any) -> None:
+    """Call an observer's method if it has it."""
+    method = getattr(observer, what, None)
+    if method is not None:
+        method(*arguments)
 
 
 def _open(
@@ -181,6 +198,8 @@ def train_rounds(
     Returns why the run ended before its last round, None when it did not.
     """
     saved_at = time.monotonic()
+    if not lines:
+        keep_images(config, problem, folder, 0, observer)
     if lines and (stopped := _reason_to_stop(config, federation, lines[-1])) is not None:
         return stopped  # the run had ended when it was killed
     for round_index in range(len(lines), config.num_rounds):
@@ -193,6 +212,7 @@ def train_rounds(
         last = round_index + 1 == config.num_rounds
         if (round_index + 1) % config.eval_every == 0 or last:
             line |= measure(problem, federation)
+            keep_images(config, problem, folder, round_index + 1, observer)
         stopped = None if last else _reason_to_stop(config, federation, line)
         if stopped is not None and "test_accuracy" not in line:
             line |= measure(problem, federation)
@@ -296,8 +316,12 @@ def _finish(
         "num_classes": problem.num_classes,
         "model_width": problem.model_width,
     }
-    if config.method != "full":
+    if config.method not in ("full", "condense"):
         result["slices"] = problem.costs(config.method)
+    synthetic = grown_set(config, problem)
+    if synthetic is not None:
+        result["condensation"] = condensation_record(config, lines, synthetic)
+        keep_images(config, problem, folder)
     problem.flat.write(federation.weights)
     module = problem.whole_model()
     if folder is not None:
@@ -308,13 +332,13 @@ def _finish(
     if folder is not None:
         folder.write_result(result)
     path = None if folder is None else folder.path
-    return RunResult(result, statement, dict(module.state_dict()), module, path)
+    return RunResult(result, statement, dict(module.state_dict()), module, path, synthetic)
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     """Return the folder's configuration; other settings beside it must agree."""
     config = folder.read_config()
-    check_keys(settings, "configuration")
+    check_keys(settings, "configuration", type(config))
     for key, value in settings.items():
         if getattr(config, key, None) != value:
             raise InvalidValueError(

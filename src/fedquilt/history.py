@@ -15,6 +15,9 @@ _PER_ROUND = {
 }
 
 
+# What a condensing server says of its rounds.
+_SERVER = ("bytes_up", "bytes_down", "groups", "matching_loss", "epoch_avg_loss")
+
 # Statistics of the clients' data: public only where nothing is claimed.
 PRIVATE = (
     "train_loss",
@@ -56,12 +59,16 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
     Lists per round: train_loss, clip_values, noise_levels, noise_stats,
     privacy_budgets, client_participation; entries are None where a mode has no
-    such thing.  Lists per evaluation: test_accuracy, test_loss,
+    such thing; a condensation has bytes_up, bytes_down, groups, matching_loss and
+    epoch_avg_loss beside them.  Lists per evaluation: test_accuracy, test_loss,
     evaluation_rounds (finished rounds, from 1), participation_stats.
     """
     history: dict[str, list[Any]] = {
         name: [line[key] for line in lines] for name, key in _PER_ROUND.items()
     }
+    for name in _SERVER:
+        if any(name in line for line in lines):
+            history[name] = [line.get(name) for line in lines]
     history["noise_stats"] = [
         {
             "sigma": line["noise_std"],

@@ -75,12 +75,12 @@ def make_mechanism(
     if config.mode == "fedavg":
         return NoPrivacy(flat.names, config.delta)
     if config.mode == "fednum" and condensing is not None:
-        return NoPrivacy((*condensing.names, *flat.names), config.delta, condensing.notes)
+        return NoPrivacy((*condensing.released, *flat.names), config.delta, condensing.notes)
     refuse_buffers(flat, config.mode)
     if config.mode == "certified":
         if account is None:
             raise InvalidValueError("mode='certified' needs a ledger")
-        return make_certified(config, flat, selector, account)
+        return make_certified(config, flat, selector, account, condensing)
     return make_seed_mechanism(config, flat, selector.availability.num_clients)
 
 
@@ -102,19 +102,24 @@ def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) ->
 
 
 def make_certified(
-    config: RunConfig, flat: FlatModel, selector: CohortSelector, account: Account
+    config: RunConfig,
+    flat: FlatModel,
+    selector: CohortSelector,
+    account: Account,
+    condensing: Condensing | None = None,
 ) -> Certified:
     """Build `certified` for the budget that the ledger gives this run."""
     num_clients = selector.availability.num_clients
     settings = CertifiedSettings(
-        tensor_names=tuple(flat.names),
-        frozen_names=tuple(flat.frozen_names),
+        tensor_names=tuple(flat.names) if condensing is None else condensing.released,
+        frozen_names=tuple(flat.frozen_names) if condensing is None else (),
         delta=account.population.info.delta,
         clip_norm=config.clip_norm,
         clip_cap=config.clip_cap,
         divisor=selector.expected_cohort,
         normalise=config.normalise_updates,
-        sliced=config.method not in ("full", "smallest"),
+        sliced=config.method not in ("full", "smallest", "condense"),
+        notes=() if condensing is None else condensing.notes,
     )
     noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
     if selector.secret:

@@ -268,7 +268,7 @@ def _assemble(
     check_mode(config, problem.flat)
     _check_outputs(problem)
     if isinstance(config, CondenseConfig):
-        condensing = make_condensing(config, problem.flat.module, problem.task)
+        condensing = make_condensing(config, problem.flat.module, problem.task, problem.num_classes)
         return dataclasses.replace(problem, condensing=condensing)
     slicing = make_slicing(config, problem.flat, inputs[:2], len(clients))
     return dataclasses.replace(problem, slicing=slicing)

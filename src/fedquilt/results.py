@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.config import RunConfig
+from fedquilt.data import ImageDataset, load_condensed
 from fedquilt.errors import RunFolderError
 from fedquilt.history import build_history
 from fedquilt.privacy.statement import Statement
@@ -29,6 +30,7 @@ class RunResult:
 
     `model` is None only when a run of somebody's own model is loaded without
     passing that model; `state_dict` holds the trained tensors in any case.
+    `synthetic` is the synthetic set that a condensation has grown.
     """
 
     result: dict[str, Any] = field(repr=False)
@@ -36,6 +38,7 @@ class RunResult:
     state_dict: dict[str, torch.Tensor] = field(repr=False)
     model: nn.Module | None = field(repr=False)
     folder: Path | None
+    synthetic: ImageDataset | None = field(default=None, repr=False)
 
     @property
     def final_accuracy(self) -> float | None:
@@ -46,7 +49,9 @@ class RunResult:
     def summary(self) -> dict[str, Any]:
         """Return the object that `fedquilt run --json` prints."""
         metadata = self.result["metadata"]
-        slices = {key: self.result[key] for key in ("slices",) if key in self.result}
+        own: dict[str, Any] = {
+            k: self.result[k] for k in ("slices", "condensation") if k in self.result
+        }
         return {
             "mode": self.result["mode"],
             "dataset": metadata["dataset"],
@@ -56,7 +61,7 @@ class RunResult:
             "final_loss": metadata["final_loss"],
             "statement": self.result["statement"],
             "output": None if self.folder is None else str(self.folder),
-            **slices,
+            **own,
         }
 
 
@@ -81,7 +86,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
         raise RunFolderError(f"{folder.path / 'result.json'} lacks or spoils {error}") from error
     if rebuilt is not None:
         load_tensors(rebuilt, tensors, folder.path)
-    return RunResult(result, statement, tensors, rebuilt, folder.path)
+    grown = folder.synthetic_path()
+    synthetic = load_condensed(grown) if grown.exists() else None
+    return RunResult(result, statement, tensors, rebuilt, folder.path, synthetic)
 
 
 def build_result(

@@ -8,6 +8,9 @@
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is | once, at the start |
+| synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
+| condensed.safetensors | its final images | once, at the end |
+| baselines.json | what stands beside a condensation | after each baseline |
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
@@ -122,6 +125,12 @@ class RunFolder:
             with open(os.open(self.path / name, flags, mode), "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
 
+    def synthetic_path(self, rounds: int | None = None) -> Path:
+        """Return where the synthetic set after so many rounds is; None: the final one."""
+        if rounds is None:
+            return self.path / "condensed.safetensors"
+        return self.path / "synthetic" / f"round_{rounds:04d}.safetensors"
+
     def write_account(self, account: dict[str, Any]) -> None:
         """Write ledger.json: where the account of this run is."""
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
@@ -222,6 +231,18 @@ class RunFolder:
         text = json.dumps({"schema_version": SCHEMA_VERSION, **finite(result)}, indent=1)
         with storage_errors(self.path):
             self._replace("result.json", text.encode())
+
+    def write_baselines(self, rows: dict[str, Any]) -> None:
+        """Write baselines.json: what stands beside a condensation, by name."""
+        text = json.dumps({"schema_version": SCHEMA_VERSION, "rows": finite(rows)}, indent=1)
+        with storage_errors(self.path):
+            self._replace("baselines.json", text.encode())
+
+    def read_baselines(self) -> dict[str, Any]:
+        """Return the baselines computed so far."""
+        content = self._read_json("baselines.json")
+        rows: dict[str, Any] = {} if content is None else content.get("rows", {})
+        return rows
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result of a finished run, None while it is unfinished."""

@@ -10,6 +10,7 @@ import typer
 from fedquilt._version import __version__
 from fedquilt.cli.audit import audit
 from fedquilt.cli.compare import compare
+from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(compare)
+app.command()(condense)
 app.command()(plan)
 app.command()(statement)
 app.add_typer(ledger)

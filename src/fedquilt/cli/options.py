@@ -7,27 +7,36 @@ that a preset or a file is only overridden by what was typed.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
 
-from fedquilt.config import option_fields
+from fedquilt.config import RunConfig, option_fields
 from fedquilt.errors import InvalidValueError
 
 _KINDS: dict[str, type] = {"str": str, "bool": bool}
 
 
-def takes_run_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command every run option except those named.
+def takes_run_options(
+    *left_out: str,
+    kind: type[RunConfig] = RunConfig,
+    also: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every option of a configuration except those named.
+
+    `also` gives options a second name: {"second_name": "name"}.
 
     The command receives the options that were typed as one dictionary, in its
     parameter `settings`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [name for name in option_fields() if name not in left_out]
+        fields = option_fields(kind)
+        names = [name for name in fields if name not in left_out]
+        second = {name: other for other, name in (also or {}).items()}
 
         def wrapper(**given: Any) -> None:
             typed = {name: given.pop(name) for name in names}
@@ -38,7 +47,7 @@ def takes_run_options(*left_out: str) -> Callable[[Callable[..., None]], Callabl
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.name != "settings"
         ]
-        parameters = [*own, *(_parameter(name) for name in names)]
+        parameters = [*own, *(_parameter(fields[name], second.get(name)) for name in names)]
         wrapper.__name__ = command.__name__
         wrapper.__doc__ = command.__doc__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -48,10 +57,10 @@ def takes_run_options(*left_out: str) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
-def _parameter(name: str) -> inspect.Parameter:
+def _parameter(item: dataclasses.Field[Any], second: str | None) -> inspect.Parameter:
     """Return the command-line option of a field."""
-    item = option_fields()[name]
-    flag = f"--{name.replace('_', '-')}"
+    name = item.name
+    flags = [f"--{one.replace('_', '-')}" for one in (name, second) if one is not None]
     choices = item.metadata["rule"].get("choices")
     shown = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
     common: dict[str, Any] = {
@@ -63,13 +72,13 @@ def _parameter(name: str) -> inspect.Parameter:
     }
     annotation: Any = Any
     if "int | float" in str(item.type):
-        option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)
+        option = typer.Option(None, *flags, parser=parse_count, metavar="COUNT", **common)
     elif "int" in str(item.type):
-        option = typer.Option(None, flag, parser=_parser(name, int), metavar="NUMBER", **common)
+        option = typer.Option(None, *flags, parser=_parser(name, int), metavar="NUMBER", **common)
     elif "float" in str(item.type):
-        option = typer.Option(None, flag, parser=_parser(name, float), metavar="NUMBER", **common)
+        option = typer.Option(None, *flags, parser=_parser(name, float), metavar="NUMBER", **common)
     else:
-        option = typer.Option(None, flag, **common)
+        option = typer.Option(None, *flags, **common)
         annotation = _KINDS[str(item.type).split(" |")[0]] | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation

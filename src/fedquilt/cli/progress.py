@@ -1,60 +1,144 @@
-"""A progress bar on the error stream: round, accuracy, time left."""
+"""Watching a run: a progress bar on the error stream, trackers, pictures on the way."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from fedquilt.config import RunConfig
-from fedquilt.experiment import Observer
+from fedquilt.config import CondenseConfig, RunConfig
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(command: str = "run") -> Iterator[None]:
     """End a command that Ctrl-C stops with one line that says how to go on."""
     try:
         yield
     except KeyboardInterrupt as stopped:
         folder = getattr(stopped, "folder", None)
-        command = f"fedquilt run --resume {shlex.quote(str(folder))}"
-        said = f"continue with  {command}" if folder else "nothing was kept"
+        again = f"fedquilt {command} --resume {shlex.quote(str(folder))}"
+        said = f"continue with  {again}" if folder else "nothing was kept"
         print(f"interrupted: {said}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
+class Watcher:
+    """An observer of one run.
+
+    Parameters
+    ----------
+    trackers : str
+        Names of trackers, joined by commas; they are opened with the run's folder.
+    on_kept : callable, optional
+        Called with the file of a condensation's images, whenever one was written.
+    """
+
+    def __init__(
+        self, trackers: str = "none", on_kept: Callable[[Path], None] | None = None
+    ) -> None:
+        self._names = trackers
+        self._on_kept = on_kept
+        self._stack = contextlib.ExitStack()
+        self._trackers: Any = None
+        self._bar: Any = None
+        self._task: Any = None
+        self._done = 0
+
+    def show(self, label: str) -> None:
+        """Draw a progress bar from now on."""
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[doing]}"),
+            TimeRemainingColumn(),
+        )
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar = self._stack.enter_context(bar)
+        self._task = bar.add_task(label, total=None, accuracy="", doing="")
+
+    def opened(self, config: RunConfig, folder: Path) -> None:
+        """Open the trackers in the run's folder."""
+        if self._names == "none":
+            return
+        from fedquilt.trackers import open_trackers
+
+        project, name = tracker_names(config)
+        self._trackers = self._stack.enter_context(
+            open_trackers(
+                self._names, folder, project=project, run_name=name, config=config.as_dict()
+            )
+        )
+
+    def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
+        """Take notice of a finished round; its line holds public values only."""
+        self._done = line["round"] + 1
+        if self._bar is not None:
+            self._bar.update(self._task, total=config.num_rounds, completed=self._done, doing="")
+            if line.get("test_accuracy") is not None:
+                self._bar.update(self._task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
+        if self._trackers is not None:
+            self._trackers.log(line)
+
+    def working(self, what: str, share: float) -> None:
+        """Show what happens within a round."""
+        if self._bar is not None:
+            doing = f"{what} {share:4.0%}"
+            self._bar.update(self._task, doing=doing)
+
+    def kept(self, path: Path) -> None:
+        """Take notice of a condensation's images."""
+        if self._on_kept is not None:
+            self._on_kept(path)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
 @contextmanager
-def watch(label: str, shown: bool) -> Iterator[Observer | None]:
-    """Yield an observer that draws the progress of a run, or None when not shown."""
-    if not shown:
+def watch(
+    label: str,
+    shown: bool,
+    trackers: str = "none",
+    on_kept: Callable[[Path], None] | None = None,
+) -> Iterator[Watcher | None]:
+    """Yield an observer of a run, None when there is nothing to do for it."""
+    if trackers != "none":
+        from fedquilt.trackers import check_trackers
+
+        check_trackers(trackers)
+    if not shown and trackers == "none" and on_kept is None:
         yield None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    with Watcher(trackers, on_kept) as watcher:
+        if shown:
+            watcher.show(label)
+        yield watcher
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None, accuracy="")
 
-        def observe(config: RunConfig, line: dict[str, Any]) -> None:
-            bar.update(task, total=config.num_rounds, completed=line["round"] + 1)
-            if line.get("test_accuracy") is not None:
-                bar.update(task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
-
-        yield observe
+def tracker_names(config: RunConfig) -> tuple[str, str]:
+    """Return project and run name, as the FedNum reference writes them for a condensation."""
+    if not isinstance(config, CondenseConfig):
+        return f"fedquilt_{config.dataset}", f"{config.mode}_seed{config.seed}"
+    people = f"client{config.num_clients}_{config.dirichlet_alpha:g}_{config.partition}"
+    rounds = f"cr{config.num_rounds}_join_ratio{config.clients_per_round:g}"
+    return f"{config.mode}_{config.dataset}_{people}", f"{config.model}_{rounds}"

@@ -20,6 +20,9 @@ CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from 
 PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.")
 JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
 QUIET = typer.Option("--quiet", help="Show no progress.")
+TRACKER = typer.Option(
+    "--tracker", help="Also log to wandb (offline) and/or tensorboard, joined by commas."
+)
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
 
 
@@ -29,13 +32,14 @@ def run(
     config: Annotated[str | None, CONFIG] = None,
     preset: Annotated[str | None, PRESET] = None,
     resume: Annotated[str | None, RESUME] = None,
+    tracker: Annotated[str, TRACKER] = "none",
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Train a federated model, and say what may be claimed about it."""
     shown = not quiet and not as_json
     with interruptible():
-        finished = _run(settings, config, preset, resume, shown)
+        finished = _run(settings, config, preset, resume, shown, tracker)
         draw_history(finished)
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))
@@ -49,17 +53,23 @@ def _run(
     preset: str | None,
     resume: str | None,
     shown: bool,
+    tracker: str,
 ) -> RunResult:
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
-        with watch(f"{merged.dataset} {merged.mode}", shown) as observer:
+        with watch(f"{merged.dataset} {merged.mode}", shown, tracker) as observer:
             return run_config(merged, observer)
-    if settings or config or preset:
+    stands_alone(resume, settings, config, preset)
+    with watch(Path(resume).name, shown, tracker) as observer:
+        return resume_run(resume, observer)
+
+
+def stands_alone(resume: str, *given: object) -> None:
+    """Refuse settings beside --resume."""
+    if any(given):
         raise InvalidValueError(
             f"resume={resume!r} must stand alone: a run goes on with its own settings"
         )
-    with watch(Path(resume).name, shown) as observer:
-        return resume_run(resume, observer)
 
 
 def draw_history(finished: RunResult) -> Path | None:

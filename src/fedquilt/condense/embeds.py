@@ -57,17 +57,23 @@ class LayerEmbedding(nn.Module):
         """Return both from one pass."""
         seen: list[torch.Tensor] = []
         hook = self.model.get_submodule(self.layer).register_forward_hook(
-            lambda module, inputs, output: seen.append(output)
+            # A copy: an in-place ReLU behind the layer would overwrite its output.
+            lambda module, inputs, output: seen.append(_copied(output))
         )
         try:
             outputs = self.model(x)
         finally:
             hook.remove()
-        if len(seen) != 1 or not isinstance(seen[0], torch.Tensor) or len(seen[0]) != len(x):
+        if len(seen) != 1 or seen[0].ndim < 2 or len(seen[0]) != len(x):
             raise InvalidValueError(
                 f"embed_layer={self.layer!r} must be called once and give one row an image"
             )
         return seen[0].flatten(1), outputs
+
+
+def _copied(output: object) -> torch.Tensor:
+    """Return a copy of a layer's output; what is no tensor becomes an empty one."""
+    return output.clone() if isinstance(output, torch.Tensor) else torch.empty(0)
 
 
 def embedding_model(model: nn.Module, layer: str | None = None) -> nn.Module:

@@ -4,7 +4,7 @@
 |---|---|---|
 | global | the current model | the FedNum document |
 | random_pool | one seed; `count` freshly initialised models a round | Zhao and Bilen 2023 (DM) |
-| perturbed | the current model and one seed; `count` models a round, each at distance `rho` | FedDM |
+| perturbed | the current model and one seed; `count` models at distance `rho` from it | FedDM |
 
 Client and server must see the same models, so both build them here from the same
 weights and seeds.  Weights are drawn on the CPU: every device gets the same ones.
@@ -84,15 +84,14 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         for name, module in fresh.named_modules():
-            own = dict(module.named_parameters(recurse=False))
-            if not own:
-                continue
-            if not hasattr(module, "reset_parameters"):
+            # Norms without scale have no parameters, but statistics that must not travel.
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            elif any(True for _ in module.parameters(recurse=False)):
                 raise InvalidValueError(
                     f"feature_model='random_pool' needs layers that can draw their weights anew; "
                     f"{name or type(module).__name__!r} has no reset_parameters()"
                 )
-            module.reset_parameters()
     return fresh.to(device)
 
 

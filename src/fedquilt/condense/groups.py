@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt import validate
+from fedquilt.errors import InvalidValueError
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,17 @@ def make_groups(
     close to a sample.  Shuffling before grouping makes the groups of two rounds
     different cuts through the same class.  With `max_samples`, only so many of a class
     are taken, others in every round.
+
+    So no group has fewer than min(avg_num, min_group) samples.
     """
     validate.integer("avg_num", avg_num, at_least=1)
     validate.integer("min_group", min_group, at_least=1)
     validate.integer("max_samples", max_samples, at_least=0)
+    if 0 < max_samples < min(avg_num, min_group):
+        raise InvalidValueError(
+            f"max_samples={max_samples} must be 0 (all) or at least {min(avg_num, min_group)}, "
+            f"the smaller of avg_num={avg_num} and min_group={min_group}"
+        )
     orders, counts, classes = [], [], []
     for label in np.unique(labels):
         samples = np.flatnonzero(labels == label)

@@ -22,6 +22,7 @@ from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.losses import COMPUTATIONS, LOGIT_LOSSES, matching_loss
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.targets import ClassTargets, Drawn
+from fedquilt.errors import InvalidValueError
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,7 @@ class Matcher:
         self._views = views
         self._settings = settings
         place_of = {label: place for place, label in enumerate(synthetic.classes)}
-        self._places = [
-            torch.tensor([place_of[label] for label in view.targets.classes], dtype=torch.int64).to(
-                self._images.device
-            )
-            for view in views
-        ]
+        self._places = [_places(view.targets.classes, place_of, synthetic) for view in views]
 
     def step(self, number: int, source: np.random.Generator) -> torch.Tensor:
         """Take one step in the view of this number; return the loss before it."""
@@ -118,13 +114,32 @@ class Matcher:
         part = (self._images if whole else self._images[places]).detach().requires_grad_(True)
         loss = view_loss(view, part, places, view.targets.draw(source), self._settings).sum()
         (gradient,) = torch.autograd.grad(loss, part)
-        if whole:
-            self._velocity.mul_(self._settings.momentum).add_(gradient)
-        else:
-            self._velocity.mul_(self._settings.momentum).index_add_(0, places, gradient)
-        with torch.no_grad():
-            self._images.add_(self._velocity, alpha=-self._settings.image_lr)
+        self._move(gradient, None if whole else places)
         return loss.detach()
+
+    @torch.no_grad()
+    def _move(self, gradient: torch.Tensor, places: torch.Tensor | None) -> None:
+        """Move the classes at `places` (None: all); the others stand still, velocity and all."""
+        rate, momentum = self._settings.image_lr, self._settings.momentum
+        if places is None:
+            self._velocity.mul_(momentum).add_(gradient)
+            self._images.add_(self._velocity, alpha=-rate)
+            return
+        velocity = self._velocity[places].mul_(momentum).add_(gradient)
+        self._velocity[places] = velocity
+        self._images[places] = self._images[places].sub_(velocity, alpha=rate)
+
+
+def _places(
+    classes: Sequence[int], place_of: dict[int, int], synthetic: SyntheticSet
+) -> torch.Tensor:
+    for label in classes:
+        if label not in place_of:
+            raise InvalidValueError(
+                f"class {label} of the statistics must be one of the set's {synthetic.classes}"
+            )
+    places = [place_of[label] for label in classes]
+    return torch.tensor(places, dtype=torch.int64).to(synthetic.images.device)
 
 
 def match(

@@ -24,6 +24,8 @@ class SyntheticSet:
     ipc: int
 
     def __post_init__(self) -> None:
+        if list(self.classes) != sorted(set(self.classes)):
+            raise InvalidValueError(f"classes={self.classes} must be ascending, each named once")
         if len(self.images) != len(self.classes) * self.ipc:
             raise InvalidValueError(
                 f"{len(self.images)} images must be {self.ipc} for each of "

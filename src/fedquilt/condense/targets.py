@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt import validate
 from fedquilt.condense.table import StatisticsTable
 
 
@@ -47,6 +48,8 @@ class ClassTargets:
     def __init__(
         self, table: StatisticsTable, per_step: int | None = None, average: bool = True
     ) -> None:
+        if per_step is not None:
+            validate.integer("per_step", per_step, at_least=1)
         self.classes: list[int] = torch.unique(table.classes).tolist()
         self._features, self._logits = table.features, table.logits
         self._counts = table.counts.to(table.features)
@@ -77,6 +80,8 @@ class ClassTargets:
         index = np.zeros((len(chosen), most), dtype=np.int64)
         filled = np.zeros((len(chosen), most), dtype=np.float32)
         for place, rows in enumerate(chosen):
+            # A class is filled up with its own row: 0 times another's NaN would be NaN.
+            index[place] = rows[0]
             index[place, : len(rows)] = rows
             filled[place, : len(rows)] = 1
         at = torch.from_numpy(index).to(device)

@@ -43,7 +43,7 @@ def train_on(
     source: np.random.Generator,
     progress: Callable[[int], None] | None = None,
 ) -> float:
-    """Train in place with the cross-entropy; return the mean loss of an epoch's batches.
+    """Train in place with the cross-entropy; return the mean loss of all batches.
 
     Labels are places of the model's outputs.  Augmentation draws one family a batch
     and parameters for each image (DSA's way of training).

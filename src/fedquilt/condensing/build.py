@@ -9,42 +9,75 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.aggregation import EndToEnd, Total
+from fedquilt.aggregation import EndToEnd, RunningMean, Total
 from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.bounded import Released
 from fedquilt.condense.feature_models import FeatureModels
+from fedquilt.condense.growing import GrowingSettings
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
+from fedquilt.condensing.bounded import BoundedEngine, GrowingServer, Schedule
 from fedquilt.condensing.engine import StatisticsEngine
 from fedquilt.condensing.lens import Lens
+from fedquilt.condensing.pixels import normalisation
 from fedquilt.condensing.server import CondensingServer
+from fedquilt.condensing.training import Trainer
 from fedquilt.config import CondenseConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import Task
+from fedquilt.models.features import make_feature_model
+from fedquilt.models.features.frozen import count_features
 from fedquilt.randomness import generator
 
 
 @dataclass(frozen=True, eq=False)
 class Condensing:
-    """The parts that stand in for training: what clients do, what the server does."""
+    """The parts that stand in for training: what clients do, what the server does.
 
-    engine: StatisticsEngine
-    server: CondensingServer
+    `gather` makes what a round's vectors are put into; `released` names what leaves the
+    clients, and `notes` go into the statement.
+    """
+
+    engine: StatisticsEngine | BoundedEngine
+    server: CondensingServer | GrowingServer
     gather: Callable[[], Total]
+    released: tuple[str, ...]
     notes: tuple[str, ...]
-    names: tuple[str, ...]
 
 
-def make_condensing(config: CondenseConfig, model: nn.Module, task: Task) -> Condensing:
+def make_condensing(
+    config: CondenseConfig, model: nn.Module, task: Task, num_classes: int
+) -> Condensing:
     """Build engine and server for data and a model; raise where they do not fit."""
-    _check(config, model, task)
-    classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
+    if task.inputs.ndim != 4:
+        raise InvalidValueError(
+            f"inputs of shape {tuple(task.inputs.shape[1:])} must be images "
+            "(channels, height, width) to be condensed"
+        )
+    training = TrainingSettings(
+        config.model_epochs,
+        config.batch_size,
+        config.model_lr,
+        weight_decay=config.model_weight_decay,
+    )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))
+    trainer = Trainer(model, task.inputs, training, augmentation, config.seed)
+    if config.mode == "certified":
+        return _make_bounded(config, task, trainer, num_classes)
+    return _make_grouped(config, model, task, trainer)
+
+
+def _make_grouped(
+    config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer
+) -> Condensing:
+    """Build FedNum: tables of means over groups, matching."""
+    classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
     lens = Lens(
         model,
         task.inputs[:2],
         FeatureModels(config.feature_model, config.feature_models, config.rho, config.seed),
-        augmentation,
+        trainer.augmentation,
         classes,
         embed_layer=config.embed_layer,
         with_logits=config.logit_loss != "none",
@@ -59,25 +92,58 @@ def make_condensing(config: CondenseConfig, model: nn.Module, task: Task) -> Con
         seed=config.seed,
     )
     server = CondensingServer(
-        model,
+        trainer,
         first_images(config, task, classes),
         lens,
         MatchingSettings(
             config.dc_iterations,
-            config.image_step,
+            config.image_step(task.inputs[0].numel(), lens.num_features),
             config.image_momentum,
             config.logit_loss,
             config.loss_computation,
         ),
-        TrainingSettings(config.model_epochs, config.batch_size, config.model_lr),
-        augmentation,
+        traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
         restarts=config.feature_model == "random_pool",
         seed=config.seed,
     )
     device = task.inputs.device
-    return Condensing(engine, server, lambda: EndToEnd(device), _notes(config), ("statistics",))
+    released = ("class statistics",)
+    return Condensing(engine, server, lambda: EndToEnd(device), released, _notes(config))
+
+
+def _make_bounded(
+    config: CondenseConfig, task: Task, trainer: Trainer, num_classes: int
+) -> Condensing:
+    """Build the certified form: bounded tables through a public front, images grown from them."""
+    shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
+    front = make_feature_model(config.front, shape, num_classes).front.to(device)
+    released = Released.nothing(num_classes, count_features(front), device)
+    schedule = Schedule(config.num_rounds, config.rounds_of_means, config.head_step)
+    engine = BoundedEngine(task, front, released, schedule)
+    mean, std = normalisation(config.dataset, shape[0])
+    source = generator(config.seed, "first images")
+    server = GrowingServer(
+        trainer,
+        SyntheticSet.random(range(num_classes), config.ipc, shape, source, device),
+        engine,
+        front,
+        mean=mean,
+        std=std,
+        drawings=config.drawings,
+        growing=GrowingSettings(),
+        trains_in=_at_evaluations(config),
+        seed=config.seed,
+    )
+    notes = (
+        "clients send one bounded vector over all classes and round; the synthetic images and "
+        "the model are computed from the noised sums alone",
+        f"features come from a public front ({config.front}) and images begin as public drawings",
+    )
+    covered = ("class statistics", "synthetic images", "the model trained on them")
+    size = released.means_total.numel()
+    return Condensing(engine, server, lambda: RunningMean(size, device), covered, notes)
 
 
 def augmentation_of(config: CondenseConfig, channels: int) -> str:
@@ -123,16 +189,12 @@ def _trains_in(config: CondenseConfig) -> Callable[[int], bool]:
     """
     if config.feature_model != "random_pool":
         return lambda round_index: True
+    return _at_evaluations(config)
+
+
+def _at_evaluations(config: CondenseConfig) -> Callable[[int], bool]:
     every, last = config.eval_every, config.num_rounds - 1
     return lambda round_index: (round_index + 1) % every == 0 or round_index == last
-
-
-def _check(config: CondenseConfig, model: nn.Module, task: Task) -> None:
-    if task.inputs.ndim != 4:
-        raise InvalidValueError(
-            f"inputs of shape {tuple(task.inputs.shape[1:])} must be images "
-            "(channels, height, width) to be condensed"
-        )
 
 
 def _notes(config: CondenseConfig) -> tuple[str, ...]:

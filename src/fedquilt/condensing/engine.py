@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedquilt.condense.groups import Groups, make_groups
 from fedquilt.condense.statistics import group_means
 from fedquilt.condense.table import StatisticsTable
-from fedquilt.condensing.lens import Lens
+from fedquilt.condensing.lens import Lens, Progress
 from fedquilt.learning import ClientUpdate, Task
 from fedquilt.randomness import generator
 
@@ -54,6 +54,8 @@ class StatisticsEngine:
         self.max_samples = max_samples
         self.bytes_up = 0
         self.bytes_down = 0
+        self.progress: Progress | None = None
+        self._looked, self._cohort = 0.0, 1
         self._seed = seed
         self._labels = task.targets.cpu().numpy()
         row_of = np.full(int(self._labels.max(initial=-1)) + 1, -1)
@@ -69,6 +71,7 @@ class StatisticsEngine:
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
         self.lens.open(start, round_index)
+        self._looked, self._cohort = 0.0, len(cohort)
         self.bytes_up, self.bytes_down = 0, len(cohort) * self.lens.bytes_down()
         for clients in self._together([int(client) for client in cohort]):
             for client, table in zip(clients, self._look(clients, round_index), strict=True):
@@ -92,11 +95,16 @@ class StatisticsEngine:
 
     def _look(self, clients: list[int], round_index: int) -> list[StatisticsTable]:
         """Return the table of each client, the rows of all feature models in it."""
-        seen = [
-            self._look_through(number, clients, round_index)
-            for number in range(len(self.lens.models))
-        ]
+        seen = []
+        for number in range(len(self.lens.models)):
+            seen.append(self._look_through(number, clients, round_index))
+            self._tell(len(clients) / len(self.lens.models))
         return [joined(parts) for parts in zip(*seen, strict=True)]
+
+    def _tell(self, clients: float) -> None:
+        self._looked += clients
+        if self.progress is not None:
+            self.progress("looking", self._looked / self._cohort)
 
     def _look_through(
         self, number: int, clients: list[int], round_index: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.feature_models import FeatureModels
 from fedquilt.learning import FlatModel
 from fedquilt.randomness import generator
+
+Progress = Callable[[str, float], None]
+"""Told what is being done within a round, and which part of it is done."""
 
 
 class Lens:

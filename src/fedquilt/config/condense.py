@@ -16,6 +16,7 @@ from fedquilt.errors import InvalidValueError
 
 CONDENSE_MODES = ("fednum", "certified")
 FEATURE_MODELS = ("random_pool", "global", "perturbed")
+FRONTS = ("hog-linear", "scatter-linear")
 INIT_METHODS = ("random", "real_sample")
 LOGIT_LOSSES = ("auto", "l2", "kl", "wasserstein", "wasserstein_sorted", "none")
 LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
@@ -36,6 +37,17 @@ FOREIGN = (
 )
 
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
+_BOUNDED = "Certified condensation"
+# What serves a certified condensation where nobody said otherwise.
+CERTIFIED = {
+    "model": "hog-linear",
+    "num_rounds": 40,
+    "eval_every": 20,
+    "model_lr": 0.05,
+    "model_weight_decay": 2e-3,
+    "augmentation": "none",
+    "normalise_updates": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,7 @@ class CondenseConfig(RunConfig):
     batch_size: int = declare(256, _MODEL, "Batch size of training on the images.", at_least=1)
     model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
     model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
+    model_weight_decay: float = declare(5e-4, _MODEL, "Weight decay of that training.", at_least=0)
     eval_every: int = declare(3, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -102,7 +115,7 @@ class CondenseConfig(RunConfig):
         None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1
     )
     image_lr: float | None = declare(
-        None, _MATCHING, "Step of the images; absent: half of ipc.", above=0
+        None, _MATCHING, "Step of the images; absent: 0.5 ipc pixels / features.", above=0
     )
     image_momentum: float = declare(0.5, _MATCHING, "Momentum of the images.", at_least=0, below=1)
     logit_loss_type: str = declare(
@@ -115,25 +128,58 @@ class CondenseConfig(RunConfig):
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
     )
 
+    front: str = declare(
+        "hog-linear",
+        _BOUNDED,
+        "The public front that certified statistics are taken through.",
+        choices=FRONTS,
+    )
+    mean_rounds: int | None = declare(
+        None, _BOUNDED, "First rounds, which ask for class means; absent: a fifth.", at_least=1
+    )
+    head_step: float = declare(0.8, _BOUNDED, "Step of the head in the other rounds.", above=0)
+    drawings: int = declare(
+        15000, _BOUNDED, "Public drawings that images are begun from.", at_least=1
+    )
+
     def _check_method(self) -> None:
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
             )
 
+        if self.mode != "certified":
+            return
+        if self.init_method != "random":
+            raise InvalidValueError(
+                f"init_method={self.init_method!r} must be 'random' with mode='certified': "
+                "no image of a client may leave it"
+            )
+        if self.rounds_of_means > self.num_rounds:
+            raise InvalidValueError(
+                f"mean_rounds={self.mean_rounds} must be <= num_rounds={self.num_rounds}"
+            )
+        if self.drawings < self.ipc:
+            raise InvalidValueError(f"drawings={self.drawings} must be >= ipc={self.ipc}")
+
+    @property
+    def rounds_of_means(self) -> int:
+        """How many rounds of a certified condensation ask for class means."""
+        return self.mean_rounds or max(1, round(self.num_rounds / 5))
+
     @property
     def feature_models(self) -> int:
         """Feature models of a round."""
         return self.model_n or (1 if self.feature_model == "global" else 8)
 
-    @property
-    def image_step(self) -> float:
-        """The step of the images.
+    def image_step(self, pixels: int, features: int) -> float:
+        """Return the step of the images, for images and embeddings of so many numbers.
 
-        A class's mean is over ipc images, so the gradient of one image falls with
-        ipc; a step that grows with it moves the mean alike at any ipc.
+        A class's mean is over ipc images, so the gradient of one falls with ipc; the
+        loss sums over features, so that of one pixel grows with features / pixels.
+        The default makes up for both.
         """
-        return 0.5 * self.ipc if self.image_lr is None else self.image_lr
+        return 0.5 * self.ipc * pixels / features if self.image_lr is None else self.image_lr
 
     @property
     def logit_loss(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import validate
-from fedquilt.config.condense import CondenseConfig, with_package_names
+from fedquilt.config.condense import CERTIFIED, CondenseConfig, with_package_names
 from fedquilt.config.run import RunConfig, option_fields
 from fedquilt.config.seeds import PRESETS
 from fedquilt.errors import FedquiltError, InvalidValueError
@@ -55,6 +55,8 @@ def _build(
     merged.update(from_file)
     merged.update(settings)
     check_keys(merged, "configuration", kind)
+    if kind is CondenseConfig and merged.get("mode") == "certified":
+        merged = {**CERTIFIED, **merged}
     if kind is RunConfig and merged.get("method", "full") != "full":
         merged.setdefault("mode", "fedavg")
     if merged.get("method") == "depthfl":

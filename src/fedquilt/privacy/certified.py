@@ -73,6 +73,8 @@ class CertifiedSettings:
         Scale every update to exactly its clip instead of only down to it.
     sliced : bool
         Clients hold parts of the model.
+    notes : tuple of str
+        What else the statement should say.
     """
 
     tensor_names: tuple[str, ...]
@@ -83,6 +85,7 @@ class CertifiedSettings:
     divisor: float
     normalise: bool = False
     sliced: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class Certified:
@@ -259,6 +262,7 @@ class Certified:
         notes = [
             f"public by this adjacency: {self.public_facts}",
             "not covered: the private file of the run, and what is tuned by looking at results",
+            *self.settings.notes,
         ]
         if self.settings.frozen_names:
             notes.append(

@@ -11,6 +11,7 @@ from fedquilt.report.condensed import (
     draw_condensed,
     draw_condensed_strip,
 )
+from fedquilt.report.condensed_table import condensation_table
 from fedquilt.report.groups import plot_paper_figures, plot_privacy_consumption_by_group
 from fedquilt.report.history import plot_training_history
 from fedquilt.report.seeds import plot_multi_seed_comparison
@@ -22,6 +23,7 @@ __all__ = [
     "FigureSettings",
     "animate_condensed",
     "comparison_table",
+    "condensation_table",
     "draw_condensed",
     "draw_condensed_strip",
     "figure_settings",

@@ -12,7 +12,7 @@ record of a run is its own folder.  By default nothing leaves the machine.
 """
 
 from fedquilt.trackers.fan_out import Trackers
-from fedquilt.trackers.opening import open_trackers
+from fedquilt.trackers.opening import check_trackers, open_trackers
 from fedquilt.trackers.tracker import Tracker
 
-__all__ = ["Tracker", "Trackers", "open_trackers"]
+__all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]

@@ -45,8 +45,7 @@ def open_trackers(
     StorageError
         If the folder cannot be written.
     """
-    wanted = _parse(names)
-    _check(wanted)
+    wanted = check_trackers(names)
     opened: dict[str, Tracker] = {}
     try:
         for name in wanted:
@@ -55,6 +54,13 @@ def open_trackers(
         Trackers(opened).close(failed=True)
         raise
     return Trackers(opened)
+
+
+def check_trackers(names: str) -> list[str]:
+    """Return the trackers of a list of names; raise where one is unknown or not installed."""
+    wanted = _parse(names)
+    _check(wanted)
+    return wanted
 
 
 def _parse(names: str) -> list[str]:

@@ -1,0 +1,160 @@
+"""What the baselines share with the condensation they stand beside.
+
+Data, split, images per class, first weights, augmentation, training settings and the
+evaluation are those of the configuration; the streams of random numbers are named, so
+that a baseline neither disturbs nor depends on a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.embeds import embed_and_forward, embedding_model
+from fedquilt.condense.matching import MatchingSettings
+from fedquilt.condense.training import TrainingSettings, train_on
+from fedquilt.condensing.build import augmentation_of
+from fedquilt.condensing.lens import Progress as Progress
+from fedquilt.config import CondenseConfig
+from fedquilt.learning import FlatModel, Task, evaluate
+from fedquilt.problem import Problem
+from fedquilt.randomness import generator, torch_seed
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """One row of the table.
+
+    Attributes
+    ----------
+    accuracy, loss
+        On the test data.
+    bytes_up, bytes_down
+        What all clients sent and received, in float32; labels are not counted.
+    rounds
+        Times that clients and server spoke.
+    seconds
+        Wall time, the evaluation included.
+    raw
+        Whether clients' images leave them as they are.
+    note
+        One sentence on what was done.
+    """
+
+    name: str
+    accuracy: float
+    loss: float
+    bytes_up: int
+    bytes_down: int
+    rounds: int
+    seconds: float
+    raw: bool
+    note: str
+
+
+def held_by_class(task: Task) -> dict[int, NDArray[np.int64]]:
+    """Return the samples that some client holds, by class in ascending order."""
+    held = np.unique(np.concatenate([np.asarray(part) for part in task.clients]))
+    return by_class(task.targets.cpu().numpy(), held)
+
+
+def by_class(
+    labels: NDArray[np.int64], samples: NDArray[np.int64], at_least: int = 1
+) -> dict[int, NDArray[np.int64]]:
+    """Return samples by class in ascending order; classes with fewer are left out."""
+    classes, counts = np.unique(labels[samples], return_counts=True)
+    return {
+        int(label): samples[labels[samples] == label]
+        for label, count in zip(classes, counts, strict=True)
+        if count >= at_least
+    }
+
+
+def image_bytes(task: Task) -> int:
+    """Return the bytes of one image in float32."""
+    return FLOAT_BYTES * math.prod(task.inputs.shape[1:])
+
+
+def model_bytes(problem: Problem) -> int:
+    """Return the bytes of what travels of the model in float32."""
+    return FLOAT_BYTES * problem.flat.vector.numel()
+
+
+def own_model(problem: Problem) -> FlatModel:
+    """Return a copy of the model with its first weights; the problem's stays as it is."""
+    return FlatModel(problem.flat.module, problem.task.inputs[:2])
+
+
+def augmentation(config: CondenseConfig, task: Task) -> Augmentation:
+    """Return the augmentation of the condensation."""
+    return Augmentation(augmentation_of(config, task.inputs.shape[1]))
+
+
+def matching_settings(
+    config: CondenseConfig, problem: Problem, steps: int, logit_loss_type: str
+) -> MatchingSettings:
+    """Return how the condensation moves its images, for another number of steps."""
+    sample = problem.task.inputs[:1]
+    with torch.no_grad():
+        model = embedding_model(problem.flat.module, config.embed_layer)
+        features = embed_and_forward(model, sample)[0].shape[1]
+    step = config.image_step(sample.numel(), features)
+    return MatchingSettings(steps, step, config.image_momentum, logit_loss_type)
+
+
+def training_settings(config: CondenseConfig) -> TrainingSettings:
+    """Return how the condensation trains on its images."""
+    return TrainingSettings(config.model_epochs, config.batch_size, config.model_lr)
+
+
+def train(
+    config: CondenseConfig,
+    flat: FlatModel,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    settings: TrainingSettings,
+    families: Augmentation,
+    index: int,
+    progress: Progress | None = None,
+) -> None:
+    """Train the model on images as the condensation does in round `index`."""
+    devices = [images.device] if images.device.type == "cuda" else []
+    # Layers that drop out draw from torch's global generator.
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(torch_seed(config.seed, "dropout", index))
+        source = generator(config.seed, "training", index)
+        teller = told(progress, "training", settings.epochs)
+        train_on(flat.module, images, labels, settings, families, source, teller)
+
+
+def accuracy_of_images(
+    config: CondenseConfig,
+    problem: Problem,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    progress: Progress | None = None,
+) -> tuple[float, float]:
+    """Train the first weights on images; return (accuracy, loss) on the test data.
+
+    The random numbers are those of the condensation's last training, so that as many
+    images come in the same order and under the same augmentations.
+    """
+    flat = own_model(problem)
+    families, last = augmentation(config, problem.task), config.num_rounds - 1
+    train(config, flat, images, labels, training_settings(config), families, last, progress)
+    return evaluate(flat.module, *problem.test)
+
+
+def told(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    """Return what a loop of `total` turns tells its number to."""
+    if progress is None:
+        return None
+    return lambda done: progress(what, done / total)

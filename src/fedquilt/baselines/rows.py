@@ -1,0 +1,52 @@
+"""The rows of the table in which a condensation stands beside its baselines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fedquilt.baselines import run_baseline
+from fedquilt.baselines.common import Progress
+from fedquilt.config import CondenseConfig, build_config
+from fedquilt.errors import InvalidValueError
+from fedquilt.problem import build_problem
+from fedquilt.results import RunResult
+from fedquilt.run_folder import RunFolder
+
+
+def condensation_row(finished: RunResult) -> dict[str, Any]:
+    """Return the row of the condensation itself."""
+    record, metadata = finished.result["condensation"], finished.result["metadata"]
+    settings = metadata["hyperparameters"]
+    return {
+        "name": finished.result["mode"],
+        "accuracy": metadata["final_accuracy"],
+        "loss": metadata["final_loss"],
+        "bytes_up": record["bytes_up"],
+        "bytes_down": record["bytes_down"],
+        "rounds": finished.result["rounds"],
+        "seconds": record["seconds"],
+        "raw": settings["init_method"] == "real_sample",
+        "note": "",
+    }
+
+
+def baseline_row(
+    name: str, finished: RunResult, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Return the row of a baseline; the run's folder keeps it, and it is computed once."""
+    folder = None if finished.folder is None else RunFolder(finished.folder)
+    rows = {} if folder is None else folder.read_baselines()
+    if name not in rows:
+        config = build_config(finished.result["metadata"]["hyperparameters"])
+        if not isinstance(config, CondenseConfig):
+            raise InvalidValueError("baselines stand beside a condensation, which this run is not")
+        config, problem = build_problem(config)
+        assert isinstance(config, CondenseConfig)
+        record = finished.result["condensation"]
+        budget = record["bytes_up"] + record["bytes_down"]
+        rows[name] = dataclasses.asdict(run_baseline(name, config, problem, budget, progress))
+        if folder is not None:
+            folder.write_baselines(rows)
+    row: dict[str, Any] = rows[name]
+    return row

@@ -1,0 +1,151 @@
+"""`fedquilt condense`: clients send statistics, the server grows a synthetic data set."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt import validate
+from fedquilt.baselines import BASELINES
+from fedquilt.baselines.rows import baseline_row, condensation_row
+from fedquilt.cli.options import takes_run_options
+from fedquilt.cli.progress import interruptible, watch
+from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
+from fedquilt.config import CondenseConfig, RunConfig, build_config
+from fedquilt.config.condense import ALIASES, FOREIGN
+from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import resume_run, run_config
+from fedquilt.results import RunResult
+from fedquilt.run_folder import RunFolder, finite
+
+BASELINE_OPTION = typer.Option(
+    "--baselines",
+    help=f"What stands beside it, joined by commas: {', '.join(BASELINES)}; all, or none.",
+    show_default="coreset,fedavg; none for certified",
+)
+_USUAL = ("coreset", "fedavg")
+
+
+@takes_run_options(*FOREIGN, kind=CondenseConfig, also=ALIASES)
+def condense(
+    settings: dict[str, Any],
+    config: Annotated[str | None, CONFIG] = None,
+    baselines: Annotated[str | None, BASELINE_OPTION] = None,
+    resume: Annotated[str | None, RESUME] = None,
+    tracker: Annotated[str, TRACKER] = "none",
+    as_json: Annotated[bool, JSON] = False,
+    quiet: Annotated[bool, QUIET] = False,
+) -> None:
+    """Grow a synthetic data set on the server from class statistics of the clients."""
+    shown = not quiet and not as_json
+    if resume is not None:
+        stands_alone(resume, settings, config)
+        wanted = _config_of(resume)
+    else:
+        wanted = build_config({**settings, "method": "condense"}, file=config)
+    names = _baseline_names(baselines, wanted)
+    with interruptible("condense"):
+        with watch(_label(wanted), shown, tracker, draw_one) as observer:
+            finished = (
+                run_config(wanted, observer) if resume is None else resume_run(resume, observer)
+            )
+        pictures = draw_pictures(finished)
+        rows = [condensation_row(finished)]
+        for name in names:
+            with watch(f"{wanted.dataset} {name}", shown) as observer:
+                working = None if observer is None else observer.working
+                rows.append(baseline_row(name, finished, working))
+    if as_json:
+        summary = {**finished.summary(), "table": rows, "pictures": [str(p) for p in pictures]}
+        print(json.dumps(finite(summary), allow_nan=False))
+    else:
+        _print(finished, rows, pictures)
+
+
+def _config_of(resume: str) -> RunConfig:
+    config = RunFolder.open(resume).read_config()
+    if not isinstance(config, CondenseConfig):
+        raise InvalidValueError(
+            f"resume={resume!r} must be a condensation; continue this one with "
+            "fedquilt run --resume"
+        )
+    return config
+
+
+def _label(config: RunConfig) -> str:
+    return f"{config.dataset} {config.mode}"
+
+
+def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
+    """Return the baselines that are asked for.
+
+    Beside a certified run there are none unless asked for: they read the clients'
+    data, and their accuracies are covered by no claim.
+    """
+    if text is None:
+        return [] if config.mode == "certified" else list(_USUAL)
+    if text == "none":
+        return []
+    if text == "all":
+        return list(BASELINES)
+    names = [validate.choice("baselines", part.strip(), BASELINES) for part in text.split(",")]
+    if len(set(names)) != len(names):
+        raise InvalidValueError(f"baselines={text!r} must not repeat a name")
+    return names
+
+
+def draw_one(path: Path) -> None:
+    """Draw the images of one file as a grid beside it, unless that is there."""
+    from fedquilt.data import condensed_info, load_condensed
+    from fedquilt.report import draw_condensed
+
+    picture = path.with_suffix(".png")
+    if not picture.exists():
+        made, info = load_condensed(path), condensed_info(path)
+        about = info["about"]
+        title = f"{about['dataset']}, {about['mode']}, after round {about['rounds']}"
+        draw_condensed(
+            made.images, made.targets, picture, mean=info["mean"], std=info["std"], title=title
+        )
+
+
+def draw_pictures(finished: RunResult) -> list[Path]:
+    """Draw what is missing: a grid for each evaluation and the final set, strip, animation."""
+    from fedquilt.data import condensed_info, load_condensed
+    from fedquilt.report import animate_condensed, draw_condensed_strip
+
+    if finished.folder is None:
+        return []
+    folder = RunFolder.open(finished.folder)
+    files = sorted(folder.synthetic_path(0).parent.glob("round_*.safetensors"))
+    final = folder.synthetic_path()
+    for file in (*files, final):
+        draw_one(file)
+    pictures = [final.with_suffix(".png")]
+    info, labels = condensed_info(final), load_condensed(final).targets
+    frames = [
+        (f"round {condensed_info(file)['about']['rounds']}", load_condensed(file).images)
+        for file in files
+    ]
+    for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
+        path = final.with_name(f"condensed_{name}")
+        if not path.exists():
+            draw(frames, labels, path, mean=info["mean"], std=info["std"])
+        pictures.append(path)
+    return pictures
+
+
+def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]) -> None:
+    from fedquilt.report import condensation_table
+
+    print(condensation_table(rows))
+    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    if finished.folder is not None:
+        print(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
+        print(f"pictures  {', '.join(path.name for path in pictures)}")
+        print(f"\n{finished.folder}")
+    sys.stdout.flush()

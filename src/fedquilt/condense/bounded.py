@@ -1,0 +1,124 @@
+"""What a client sends when it is to be bounded: one vector over all classes.
+
+With features phi(x) from a public front, |phi(x)| = sqrt(D), and K classes known in
+advance, the vector is a K x (D + 1) table, clipped and noised as a whole by the
+mechanism of the round.  There are two kinds:
+
+means
+    row c = ( mean of phi over the client's samples of class c / sqrt(D), kappa ),
+    zero for a class it does not hold.  Means, not sums: a client with many samples
+    says no more than another, and clipping would only undo the difference.  The last
+    column counts who holds the class.
+
+residuals
+    row c = ( sum_x n_{y(x)}^(-1/2) (1[y(x) = c] - p_c(x)) phi(x), 0 ),
+    p = softmax(W phi) for the released head W so far, n_y the client's samples of
+    class y.  These are the class sums of what W does not explain yet: at W = 0 class
+    sums around the common mean, later of the samples that are still wrong.  It is the
+    negative gradient of the cross-entropy of a linear head, weighted so that large
+    classes of a client do not drown its small ones.
+
+Both depend on one client's data and on what was released before, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+KAPPA = 0.3
+"""Weight of a held class in the count column; a mean of D features has a norm below 1."""
+
+
+def mean_table(features: torch.Tensor, places: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return the class means of a client's samples, [K, D + 1]; see the module.
+
+    `places` [n] says which row a sample's class is.
+    """
+    counts = torch.bincount(places, minlength=classes)
+    held = (counts > 0).to(features)
+    sums = _class_sums(features, places, classes)
+    means = sums / counts.clamp(min=1)[:, None] / math.sqrt(features.shape[1])
+    return torch.cat([means, (KAPPA * held)[:, None]], dim=1)
+
+
+def residual_table(
+    features: torch.Tensor, places: torch.Tensor, head: torch.Tensor
+) -> torch.Tensor:
+    """Return what the head [K, D] leaves unexplained, [K, D + 1]; see the module."""
+    classes = len(head)
+    counts = torch.bincount(places, minlength=classes).to(features)
+    wanted = functional.one_hot(places, classes).to(features)
+    residual = wanted - functional.softmax(features @ head.T, dim=1)
+    weighted = residual / counts[places].sqrt()[:, None]
+    return functional.pad(weighted.T @ features, (0, 1))
+
+
+def _class_sums(features: torch.Tensor, places: torch.Tensor, classes: int) -> torch.Tensor:
+    return functional.one_hot(places, classes).to(features).T @ features
+
+
+@dataclass(eq=False)
+class Released:
+    """What the server knows: releases, and what it has computed from them.
+
+    Attributes
+    ----------
+    means_total : [K, D + 1]
+        Sum of the released tables of means.
+    means_seen : int
+        How many they are.
+    head : [K, D]
+        The linear head that the residuals have built.
+    """
+
+    means_total: torch.Tensor
+    head: torch.Tensor
+    means_seen: int = 0
+
+    @classmethod
+    def nothing(cls, classes: int, features: int, device: torch.device) -> Released:
+        """Start without any release."""
+        return cls(
+            torch.zeros(classes, features + 1, dtype=torch.float64, device=device),
+            torch.zeros(classes, features, device=device),
+        )
+
+    def take_means(self, table: torch.Tensor) -> None:
+        """Add a release of means; the head starts over from all of them.
+
+        Repeated releases of one statistic are averaged, which lowers their noise.
+        """
+        self.means_total += table
+        self.means_seen += 1
+        means = self.means()
+        self.head = _START * (means - means.mean(dim=0))
+
+    def take_residuals(self, table: torch.Tensor, step: float) -> None:
+        """Move the head along a release of residuals."""
+        self.head = (self.head + step * table[:, :-1]).to(self.head.dtype)
+
+    def means(self) -> torch.Tensor:
+        """Return the class means, [K, D], of norm about sqrt(D).
+
+        The noisy counts are pulled half way to their average: a class that few hold
+        has a count that is mostly noise, and dividing by it would be worse than not.
+        """
+        table = self.means_total / max(1, self.means_seen)
+        counts = table[:, -1] / KAPPA
+        least = 0.05 * counts.mean().abs().clamp(min=1e-12)
+        divisor = (0.5 * counts + 0.5 * counts.mean()).clamp(min=float(least))
+        means = table[:, :-1] / divisor[:, None] * math.sqrt(table.shape[1] - 1)
+        return means.to(self.head.dtype)
+
+    def direction(self) -> torch.Tensor:
+        """Return the head centred over classes, its rows of norm 1 on average."""
+        centred = self.head - self.head.mean(dim=0)
+        return centred / centred.norm(dim=1).mean().clamp(min=1e-12)
+
+
+# The first head from the means; small, because residuals then do the work.
+_START = 0.1
