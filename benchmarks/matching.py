@@ -6,7 +6,7 @@ Three ways to take the same step, on the same images, targets and ConvNet of 10 
 
 | way | passes | gradients of weights |
 |---|---|---|
-| all classes at once | `Matcher.step`: all images together | no |
+| Matcher.step | what the package does: classes together | no |
 | loop, frozen | forward and backward for each class, then `torch.optim.SGD` | no |
 | loop, not frozen | the same | yes: the model was left as it trains, and backward() fills them |
 
@@ -66,7 +66,7 @@ class Case:
     def random(cls, shape: tuple[int, ...], width: int, ipc: int, device: str) -> Case:
         """Draw images, and as targets the mean embeddings of other random images."""
         source = torch.Generator().manual_seed(0)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             model = ConvNet(shape, CLASSES, width)
         images = torch.randn(CLASSES, ipc, *shape, generator=source)
@@ -83,7 +83,7 @@ class Case:
     def ways(self) -> dict[str, tuple[Step, list[Tensor]]]:
         """Return for each way its step and the images of the classes that it moves."""
         return {
-            "all classes at once": self.at_once(),
+            "Matcher.step": self.at_once(),
             "loop, frozen": self.loop(copy.deepcopy(self.model).eval().requires_grad_(False)),
             "loop, not frozen": self.loop(copy.deepcopy(self.model).eval()),
         }
@@ -160,7 +160,7 @@ def wait(device: str) -> None:
 def measure(case: Case, device: str, repeats: int) -> tuple[float, dict[str, NDArray[np.float64]]]:
     """Return the floor, and by way the seconds of each turn."""
     steps = {name: step for name, (step, _) in case.ways().items()}
-    floor = multiply_adds(steps["all classes at once"])
+    floor = multiply_adds(steps["Matcher.step"])
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(-WARM_UP, repeats):
         for name, step in steps.items():
@@ -174,7 +174,7 @@ def rows(case: Case, device: str, repeats: int) -> list[str]:
     """Return the lines of one case."""
     apart = check(case)
     floor, times = measure(case, device, repeats)
-    first = times["all classes at once"]
+    first = times["Matcher.step"]
     lines = []
     for name, values in times.items():
         low, middle, high = 1e3 * np.quantile(values, (0.25, 0.5, 0.75))

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedquilt.condense import FedNumClient, FedNumServer, SyntheticSet
+from fedquilt.condense import Augmentation, FedNumClient, FedNumServer, SyntheticSet
+from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.errors import InvalidValueError, RunFolderError
+from fedquilt.randomness import generator
 from fedquilt.results import load
 from run_processes import environment
 
@@ -279,6 +281,18 @@ def test_other_feature_models_and_augmentation(kind: str) -> None:
     assert made.history[-1]["evaluate_acc"] > 0.5
 
 
+@pytest.mark.parametrize(("kind", "restarts"), [("random_pool", True), ("global", False)])
+def test_where_training_begins(kind: str, restarts: bool) -> None:
+    """Under random models each round trains from the first weights; else it goes on."""
+    made = server(feature_model=kind, model_n=1)
+    made.fit()
+    fresh, images = network(), made.synthetic
+    settings = TrainingSettings(epochs=10, batch_size=4)
+    source = generator(0, "training", 1)
+    train_on(fresh, images.images, images.labels, settings, Augmentation("none"), source)
+    assert torch.equal(weights(fresh), weights(made.global_model)) is restarts
+
+
 def test_an_embedding_from_a_layer() -> None:
     class Plain(nn.Sequential):
         pass
@@ -405,7 +419,7 @@ def test_the_statement_says_what_leaves() -> None:
     made = server(dc_iterations=1, model_epochs=1)
     made.fit()
     assert made.statement.epsilon_max == np.inf
-    assert "statistics" in made.statement.uncovered
+    assert "class statistics" in made.statement.uncovered
     text = made.statement.as_text()
     assert "groups of at least 4 samples" in text
     assert "real_sample" not in text

@@ -47,6 +47,8 @@ class Case:
 _UNEVEN = ((0, 1, 2, 3), (1, 3), (), (0, 1, 3, 5), (1,), (1, 2, 3, 4))
 _NONE = math.nan
 
+_CONDENSE = {"method": "condense", "ipc": 1, "drawings": 8, "model_epochs": 1, "eval_every": 6}
+
 CASES: dict[str, Case] = {
     "adaptive clips": Case({"policy": "adaptive"}, present=_UNEVEN),
     "clips at their cap": Case({"clip_cap": 1.2}, present=_UNEVEN),
@@ -103,6 +105,12 @@ CASES: dict[str, Case] = {
     "slices, real training": Case(
         {"method": "heterofl", "tiers": "1,1/2,1/4", "clip_norm": 0.01}, norms=()
     ),
+    "class statistics": Case(
+        {**_CONDENSE, "num_rounds": 6},
+        norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2),
+        present=_UNEVEN,
+    ),
+    "class statistics, real data": Case({**_CONDENSE, "mean_rounds": 2}, norms=()),
     "fixed_dp over everything": Case(
         {"mode": "fixed_dp", "noise_layers": "all"}, norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2)
     ),

@@ -176,7 +176,7 @@ def _divisor(world: World) -> torch.Tensor:
 def _shares(world: World) -> torch.Tensor:
     """Return the share of the public cohort that holds each coordinate, by counting them."""
     slicing, record = world.federation.slicing, world.record
-    held = torch.zeros(world.federation.weights.numel(), dtype=torch.float64)
+    held = torch.zeros(world.federation.total().total.numel(), dtype=torch.float64)
     for client in record.cohort:
         if slicing is None:
             held += 1.0

@@ -86,7 +86,7 @@ def _comparisons(
 ) -> Iterator[Comparison]:
     """Run the worlds of a case side by side and yield every comparison."""
     base, silent, neighbours = make_worlds(case, seed, folder, stack)
-    mechanism, size = base.federation.mechanism, base.federation.weights.numel()
+    mechanism, size = base.federation.mechanism, base.federation.total().total.numel()
     bands = mechanism.noise.bands if isinstance(mechanism, Certified) else 1
     known = known_noise(seed)
     expected = ExpectedNoise(known, bands)

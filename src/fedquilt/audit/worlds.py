@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.accounts import open_account
-from fedquilt.aggregation import ServerOptimizer
+from fedquilt.aggregation import ServerOptimizer, ServerStep
 from fedquilt.audit.cases import CLIENTS, Case
-from fedquilt.config import RunConfig, build_config
+from fedquilt.condensing import make_condensing
+from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.history import as_line, split_private
 from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.population import Cohort
@@ -35,6 +36,8 @@ from fedquilt.round import Federation, RoundRecord, run_round
 from fedquilt.slicing import Slicing
 
 _SAMPLES = 4  # of each client
+_CONDENSED_SIDE = 8  # images that gradients can be taken of
+_FROM_RELEASE = ("matching_loss", "epoch_avg_loss")  # computed from what noise protects
 _VOLATILE = ("time", "digest", "hash")  # decided by the clock and the noise
 
 
@@ -61,12 +64,14 @@ class World:
         """Take over what the base world has released, so that the next round compares."""
         self.federation.weights = base.federation.weights.clone()
         self.federation.mechanism.load_state(base.federation.mechanism.state())
+        self.server.load_state(base.server.state(), self.federation.weights.device)
 
     def public(self) -> dict[str, Any]:
         """Return what anybody may see of the newest round and no noise protects."""
         mechanism, population = self.federation.mechanism, self.account.population
         line = as_line(self.record, self.seconds)
         shown = split_private(line)[0] if mechanism.claims else line
+        shown = {key: value for key, value in shown.items() if key not in _FROM_RELEASE}
         states = {**self.federation.tracker.state(), **mechanism.state()}
         states.pop("quantile_bound", None)  # a release: its move is measured, not forbidden
         return {
@@ -93,15 +98,28 @@ class World:
         }
 
 
-class Witness(ServerOptimizer):
-    """The server's plain step, which remembers the release it was given."""
+class Witness:
+    """A server's step that remembers the release it was given."""
 
-    released: torch.Tensor | None = None
+    def __init__(self, server: ServerStep) -> None:
+        self.released: torch.Tensor | None = None
+        self._server = server
+        self.report = server.report
+        self.state = server.state
+        self.load_state = server.load_state
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Note the release and move the weights by it."""
+        """Note the release and hand it on."""
         self.released = update.detach().to(torch.float64).clone()
-        return super().step(weights, update)
+        return self._server.step(weights, update)
+
+
+class Still(ServerOptimizer):
+    """A server that leaves the model alone, for releases that are no updates of it."""
+
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Return the weights."""
+        return weights
 
 
 class Prescribed:
@@ -187,11 +205,11 @@ def make_worlds(
     known = known_noise(seed)
 
     def world(name: str, victim: int | None, noise: NoiseSource) -> World:
-        its_problem = problem if case.norms or victim is None else _without(problem, victim)
+        its_problem = _of_its_own(config, problem, None if case.norms else victim)
         account = _account(config, its_problem, folder / name, stack)
         mechanism = _copied(pattern.mechanism, first, account)
         _give_noise(mechanism, noise)
-        server = Witness("sgd", 1.0)
+        server = Witness(_server(case, its_problem))
         federation = dataclasses.replace(
             pattern,
             tracker=copy.deepcopy(pattern.tracker),
@@ -231,21 +249,25 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
     }
     config = build_config({**shared, **case.settings})
     draws = generator(seed, "replay data")
-    inputs = torch.from_numpy(draws.standard_normal((CLIENTS * _SAMPLES, 1, 2, 2))).float()
+    side = _CONDENSED_SIDE if isinstance(config, CondenseConfig) else 2
+    inputs = torch.from_numpy(draws.standard_normal((CLIENTS * _SAMPLES, 1, side, side))).float()
     labels = torch.from_numpy(draws.integers(0, 3, CLIENTS * _SAMPLES))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch_seed(seed, "replay model"))
-        model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(side**2, 4), nn.ReLU(), nn.Linear(4, 3))
     parts = np.arange(CLIENTS * _SAMPLES).reshape(CLIENTS, _SAMPLES)
     return problem_from(config, model, (inputs, labels), (inputs, labels), list(parts))
 
 
-def _without(problem: Problem, victim: int) -> Problem:
-    """Return the problem in which the victim holds no sample."""
+def _of_its_own(config: RunConfig, problem: Problem, victim: int | None) -> Problem:
+    """Return the problem in which the victim holds no sample, with parts of its own."""
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
     task = Task(problem.task.inputs, problem.task.targets, held)
-    return dataclasses.replace(problem, task=task)
+    condensing = None
+    if isinstance(config, CondenseConfig):
+        condensing = make_condensing(config, problem.flat.module, task, problem.num_classes)
+    return dataclasses.replace(problem, task=task, condensing=condensing)
 
 
 def _account(
@@ -274,7 +296,17 @@ def _engine(
 ) -> Engine:
     if not case.norms:
         return build_engine(config, problem)
-    return Prescribed(prescribed(case, seed, problem.slicing, problem.flat.vector.numel()), victim)
+    size = problem.flat.vector.numel()
+    if problem.condensing is not None:
+        size = problem.condensing.gather().total.numel()
+    return Prescribed(prescribed(case, seed, problem.slicing, size), victim)
+
+
+def _server(case: Case, problem: Problem) -> ServerStep:
+    """Return the server's plain step, or a condensation's where clients send real statistics."""
+    if problem.condensing is None:
+        return ServerOptimizer("sgd", 1.0)
+    return Still("sgd", 1.0) if case.norms else problem.condensing.server
 
 
 def _keep(

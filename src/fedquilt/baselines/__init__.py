@@ -18,6 +18,7 @@ from fedquilt.baselines.coreset import run_coreset
 from fedquilt.baselines.dm import run_dm
 from fedquilt.baselines.fedavg import run_fedavg
 from fedquilt.baselines.feddm import run_feddm
+from fedquilt.condensing import StatisticsEngine
 from fedquilt.config import CondenseConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.problem import Problem
@@ -60,7 +61,9 @@ def run_baseline(
         raise InvalidValueError(
             f"method={config.method!r} must be 'condense': baselines stand beside a condensation"
         )
-    done = problem.condensing.server.lens.round_index + 1
+    engine = problem.condensing.engine
+    last = engine.lens if isinstance(engine, StatisticsEngine) else engine
+    done = last.round_index + 1
     if done:
         raise InvalidValueError(
             f"problem has run for {done} rounds and must be new: build it again for a baseline"

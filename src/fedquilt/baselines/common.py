@@ -8,7 +8,7 @@ that a baseline neither disturbs nor depends on a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.matching import MatchingSettings
+from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.condensing.build import augmentation_of
 from fedquilt.condensing.lens import Progress as Progress
@@ -78,6 +79,18 @@ def by_class(
     }
 
 
+def real_sample(
+    images: torch.Tensor,
+    classes: Mapping[int, NDArray[np.int64]],
+    ipc: int,
+    source: np.random.Generator,
+) -> SyntheticSet:
+    """Return `ipc` images of each class, drawn without replacement, repeated where fewer."""
+    chosen = [np.resize(source.permutation(samples), ipc) for samples in classes.values()]
+    index = torch.from_numpy(np.concatenate(chosen)).to(images.device)
+    return SyntheticSet(images[index], tuple(classes), ipc)
+
+
 def image_bytes(task: Task) -> int:
     """Return the bytes of one image in float32."""
     return FLOAT_BYTES * math.prod(task.inputs.shape[1:])
@@ -112,7 +125,12 @@ def matching_settings(
 
 def training_settings(config: CondenseConfig) -> TrainingSettings:
     """Return how the condensation trains on its images."""
-    return TrainingSettings(config.model_epochs, config.batch_size, config.model_lr)
+    return TrainingSettings(
+        config.model_epochs,
+        config.batch_size,
+        config.model_lr,
+        weight_decay=config.model_weight_decay,
+    )
 
 
 def train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 from fedquilt.baselines.common import (
@@ -11,12 +10,13 @@ from fedquilt.baselines.common import (
     accuracy_of_images,
     held_by_class,
     image_bytes,
+    real_sample,
 )
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condensing.build import first_images
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import Task
 from fedquilt.problem import Problem
+from fedquilt.randomness import generator
 
 
 def run_coreset(
@@ -41,10 +41,6 @@ def run_coreset(
 
 
 def coreset(config: CondenseConfig, task: Task) -> SyntheticSet:
-    """Return for each class `ipc` of the images that somebody holds.
-
-    Drawn without replacement, repeated where there are fewer: what a condensation with
-    init_method=real_sample begins with.
-    """
-    real = dataclasses.replace(config, init_method="real_sample")
-    return first_images(real, task, tuple(held_by_class(task)))
+    """Return for each class `ipc` of the images that somebody holds."""
+    source = generator(config.seed, "coreset")
+    return real_sample(task.inputs, held_by_class(task), config.ipc, source)

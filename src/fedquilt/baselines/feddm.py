@@ -21,6 +21,7 @@ from fedquilt.baselines.common import (
     matching_settings,
     model_bytes,
     own_model,
+    real_sample,
     told,
     train,
     training_settings,
@@ -32,7 +33,7 @@ from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, evaluate
-from fedquilt.problem import Problem
+from fedquilt.problem import Problem, build_selector
 from fedquilt.randomness import generator, torch_seed
 
 
@@ -75,12 +76,10 @@ def run_feddm(
 
 
 def _note(config: CondenseConfig, plan: Plan, used: int) -> str:
-    first = ""
-    if config.init_method == "real_sample":
-        first = ", which begin as raw images of theirs"
+    begin = ", which begin as raw images of theirs" if config.init_method == "real_sample" else ""
     return (
-        f"clients send images that they condensed themselves{first}; {plan.steps} local steps a "
-        f"round, {used:,} bytes"
+        f"clients send images that they condensed themselves{begin}; local steps a round: "
+        f"{plan.steps}; bytes: {used:,}"
     )
 
 
@@ -150,13 +149,10 @@ class Clients:
 
     def _first(self, real: RealImages, source: np.random.Generator) -> SyntheticSet:
         ipc, images = self._config.ipc, self._inputs
-        made = SyntheticSet.random(
-            tuple(real.classes), ipc, images.shape[1:], source, images.device
-        )
         if self._config.init_method == "real_sample":
-            chosen = [np.resize(source.permutation(held), ipc) for held in real.classes.values()]
-            made.images.copy_(images[torch.from_numpy(np.concatenate(chosen)).to(images.device)])
-        return made
+            return real_sample(images, real.classes, ipc, source)
+        shape = images.shape[1:]
+        return SyntheticSet.random(tuple(real.classes), ipc, shape, source, images.device)
 
 
 def make_plan(
@@ -186,10 +182,14 @@ def make_plan(
 
 
 def _cohorts(config: CondenseConfig, problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield who joins in each round: the same clients as in the condensation."""
+    """Yield who joins in each round: the same clients as in the condensation.
+
+    Only the coins of a certified one may be secret; here they come from the seed.
+    """
+    public = dataclasses.replace(config, mode="fednum")
+    selector = build_selector(public, len(problem.task.clients))
     for index in range(config.num_rounds):
-        cohort = problem.selector.select(index, None)
-        yield tuple(int(client) for client in cohort.clients)
+        yield tuple(int(client) for client in selector.select(index).clients)
 
 
 def _train_on_union(

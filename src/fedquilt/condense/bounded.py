@@ -117,7 +117,8 @@ class Released:
     def direction(self) -> torch.Tensor:
         """Return the head centred over classes, its rows of norm 1 on average."""
         centred = self.head - self.head.mean(dim=0)
-        return centred / centred.norm(dim=1).mean().clamp(min=1e-12)
+        size = torch.linalg.vector_norm(centred, dim=1).mean()
+        return centred / size.clamp(min=1e-12)
 
 
 # The first head from the means; small, because residuals then do the work.

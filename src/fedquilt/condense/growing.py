@@ -115,4 +115,4 @@ def refine(
         optimizer.step()
         if progress is not None:
             progress(step + 1)
-    return torch.sigmoid(raw).detach(), float(gap)
+    return torch.sigmoid(raw).detach(), float(gap.detach())

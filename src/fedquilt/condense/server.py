@@ -170,6 +170,7 @@ class FedNumServer:
         from fedquilt.aggregation import EndToEnd
         from fedquilt.condensing import CondensingServer, Lens
         from fedquilt.condensing.build import groups_per_step
+        from fedquilt.condensing.training import Trainer
         from fedquilt.learning import FlatModel
         from fedquilt.population import ParticipationTracker
         from fedquilt.privacy.mechanism import NoPrivacy
@@ -191,8 +192,9 @@ class FedNumServer:
         )
         engine = _ClientEngine(self.clients, lens, augmentation, self.device)
         self.synthetic = self._first_images()
+        training = TrainingSettings(config.model_epochs, config.batch_size, config.model_lr)
         server = CondensingServer(
-            self.global_model,
+            Trainer(self.global_model, sample, training, augmentation, config.seed),
             self.synthetic,
             lens,
             MatchingSettings(
@@ -202,8 +204,6 @@ class FedNumServer:
                 config.logit_loss,
                 config.loss_computation,
             ),
-            TrainingSettings(config.model_epochs, config.batch_size, config.model_lr),
-            augmentation,
             groups_per_step=groups_per_step(config.batch_num, config.avg_num),
             traffic=lambda: (engine.bytes_up, engine.bytes_down),
             # Where nobody sent anything the round passes and the model stays as it is.
@@ -211,7 +211,7 @@ class FedNumServer:
             restarts=config.feature_model == "random_pool",
             seed=config.seed,
         )
-        names = ("statistics", *self._flat.names)
+        names = ("class statistics", *self._flat.names)
         return Federation(
             select=self._cohort,
             tracker=ParticipationTracker(len(self.clients)),

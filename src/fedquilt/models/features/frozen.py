@@ -10,7 +10,7 @@ and whitening may not come from the clients' data either.
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from fedquilt.models.features.public import (
 )
 
 _TINY = 1e-12
+_SMALLEST = 1e-38  # a positive float32 whose root is below _TINY
+_FLAT = 1e-6  # below this length or spread a direction is rounding
 _PUBLIC_BATCH = 256
 
 
@@ -50,6 +52,10 @@ class FrozenFront(nn.Module):
     shrunken inverse root of their covariance (`mean_and_whitening`).  Without public images
     m = 0 and W = 1.  Everything is a fixed function of one sample.  Build it on the CPU and
     move it afterwards.
+
+    Gradients reach the images, so that images can be made to fit features.  Where the
+    derivative has no bound it gets one: that of r stays as it is at |v| = 1e-6 for smaller
+    values, and u passes no gradient for vectors shorter than 1e-6.
 
     Why: around a common mean, the features of all classes point the same way, and updates
     of clients with unequal class mixtures mostly disagree about that one direction.
@@ -103,11 +109,10 @@ class FrozenFront(nn.Module):
         if public is not None:
             self._adapt(public, shrink)
 
-    @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, num_features]."""
         whitened = (self._project(self._describe(images)) - self.mean) @ self.whitening
-        return _unit(whitened).mul_(math.sqrt(self.num_features))
+        return _unit(whitened) * math.sqrt(self.num_features)
 
     @torch.no_grad()
     def _adapt(self, public: torch.Tensor, shrink: float) -> None:
@@ -121,7 +126,7 @@ class FrozenFront(nn.Module):
 
     def _describe(self, images: torch.Tensor) -> torch.Tensor:
         features = self.front(images).flatten(1)
-        return _unit(features.sign() * features.abs() ** self.power)
+        return _unit(_signed_power(features, self.power))
 
     def _project(self, features: torch.Tensor) -> torch.Tensor:
         return features if self.projection is None else features @ self.projection
@@ -131,22 +136,18 @@ class SampleStandard(nn.Module):
     """Each image minus its mean, over its standard deviation, then `front`.
 
     Makes a front blind to the brightness and contrast of an image, and so to how a data
-    set was normalised.
+    set was normalised.  An image whose standard deviation is below 1e-6 is taken to be
+    constant: it gets no gradient.
     """
 
     def __init__(self, front: nn.Module) -> None:
         super().__init__()
         self.num_features = count_features(front)
-        self.front = front
+        self.front = front.requires_grad_(False)
 
-    @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the front makes of the standardised images."""
-        axes = (1, 2, 3)
-        values = images.to(torch.float32)
-        centred = values - values.mean(axes, keepdim=True)
-        spread = centred.square().mean(axes, keepdim=True).sqrt()
-        features: torch.Tensor = self.front(centred / spread.clamp(min=_TINY))
+        features: torch.Tensor = self.front(_standardised(images.to(torch.float32)))
         return features
 
 
@@ -159,7 +160,56 @@ def count_features(front: nn.Module) -> int:
     )
 
 
+def _standardised(images: torch.Tensor) -> torch.Tensor:
+    """Return each image minus its mean, over its standard deviation."""
+    axes = (1, 2, 3)
+    centred = images - images.mean(axes, keepdim=True)
+    variance = centred.square().mean(axes, keepdim=True)
+    # The root has no derivative at 0, not even one to multiply by zero.
+    return _over(centred, variance.clamp(min=_SMALLEST).sqrt())
+
+
 def _unit(rows: torch.Tensor) -> torch.Tensor:
     """Scale each row to length 1; a row of zeros stays."""
-    lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return rows / lengths.clamp(min=_TINY)
+    return _over(rows, torch.linalg.vector_norm(rows, dim=1, keepdim=True))
+
+
+def _over(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return values / lengths, or over 1e-12; no gradient where a length is below 1e-6.
+
+    The derivative grows as 1 / length, and no direction is meant by so short a vector.
+    """
+    flat = lengths < _FLAT
+    held_values = torch.where(flat, values.detach(), values)
+    held_lengths = torch.where(flat, lengths.detach(), lengths)
+    return held_values / held_lengths.clamp(min=_TINY)
+
+
+def _signed_power(values: torch.Tensor, power: float) -> torch.Tensor:
+    """Return sign(v) |v|^power, with a bounded derivative."""
+    result: torch.Tensor = _SignedPower.apply(values, power)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SignedPower(torch.autograd.Function):
+    """sign(v) |v|^p, whose derivative is taken as p max(|v|, 1e-6)^(p - 1).
+
+    For p < 1 the true one has no bound near 0, and many features of an image are 0.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: torch.Tensor, power: float) -> torch.Tensor:
+        return values.sign() * values.abs() ** power
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+        values, ctx.power = inputs
+        ctx.save_for_backward(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (values,) = ctx.saved_tensors
+        slope = ctx.power * values.abs().clamp(min=_FLAT) ** (ctx.power - 1)
+        return grad * slope, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from fedquilt.models.features.shapes import as_images, image_shape
 
 BLOCK_NORMS = ("none", "L1", "L2", "L2-Hys")
 _HYSTERESIS = 0.2
+_FLAT = 1e-6  # below this a direction is rounding
 
 
 class OrientedGradients(nn.Module):
@@ -42,6 +44,9 @@ class OrientedGradients(nn.Module):
 
     The defaults were chosen on MNIST for the accuracy of a private linear head: few
     features that a linear model can use.  There is nothing to train and nothing random.
+
+    Derivatives by the images are those of the formulas, except that a pixel with m < 1e-6
+    passes none: an image of one value gets no gradient at all.
 
     Parameters
     ----------
@@ -98,12 +103,12 @@ class OrientedGradients(nn.Module):
         blocks = math.prod(cells - self.block + 1 for cells in self.cells)
         return blocks * self.block**2 * self.orientations
 
-    @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, block rows * block columns * block * block * orientations]."""
         values = as_images(images, self.input_shape)
         values = _binomial(values) if self.smooth else values
-        magnitude, angle = _steepest(*_central_differences(values))
+        slopes = _Slopes.apply(*_central_differences(values))  # type: ignore[no-untyped-call]
+        magnitude, angle = _steepest(*slopes)
         pixels = self._shares(angle) * magnitude.unsqueeze(1)
         cells = torch.einsum("rh,nkhw,cw->nrck", self.rows, pixels, self.columns)
         blocks = cells.unfold(1, self.block, 1).unfold(2, self.block, 1).movedim(3, 5)
@@ -178,3 +183,28 @@ def _steepest(down: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, to
     chosen = (values.gather(1, top).squeeze(1) for values in (magnitude, down, right))
     length, height, width = chosen
     return length, torch.atan2(height, width)
+
+
+class _Slopes(torch.autograd.Function):
+    """The differences as they are; no gradient goes back to those of a flat pixel.
+
+    At (0, 0) the derivative of a magnitude is undefined, NaN in torch, and that of an angle
+    has no bound nearby.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(down: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return down.view_as(down), right.view_as(right)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(
+        ctx: Any, down_grad: torch.Tensor, right_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = torch.hypot(*ctx.saved_tensors) < _FLAT
+        return down_grad.masked_fill(flat, 0.0), right_grad.masked_fill(flat, 0.0)

@@ -32,6 +32,8 @@ class Scattering(nn.Module):
     A channel has 1 + J L + L^2 J (J - 1) / 2 paths, in the order above; the paths of S2
     run through (j, t) first, then through (k, u).
 
+    Derivatives by the images are those of the formulas; a modulus has derivative 0 at 0.
+
     Parameters
     ----------
     input_shape
@@ -78,7 +80,6 @@ class Scattering(nn.Module):
         channels, height, width = self.input_shape
         return channels * self.num_paths * (height >> self.J) * (width >> self.J)
 
-    @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, channels * paths, height / 2^J, width / 2^J]."""
         planes = as_images(images, self.input_shape)
