@@ -14,8 +14,9 @@ Before anything is timed, the three must agree on the gradient of the pixels.  T
 checked in double precision: in single precision a ReLU whose input is 0 but for rounding
 may switch, and one switch moves a pixel's gradient by percents.
 
-The ways take turns, so that whatever else the machine does hits all of them.  Times are
-medians of a step with their quartiles; the ratio is one of medians, to the first way, with
+All ways run as a condensation does, with freed memory kept (`freed_memory_kept`);
+--usual-memory leaves it to glibc.  The ways take turns, so that whatever else the
+machine does hits all of them.  Times are medians of a step with their quartiles; the ratio is one of medians, to the first way, with
 the quartiles of the ratios of single turns.  The floor is how many multiply-adds the
 convolutions need for the forward pass and the backward pass to the pixels; the last column
 is how many of them the way does in a second (gradients of weights, which nobody asked for,
@@ -25,6 +26,7 @@ do not count).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import time
@@ -41,6 +43,7 @@ from fedquilt.condense.matching import Matcher, MatchingSettings, View
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.table import StatisticsTable
 from fedquilt.condense.targets import ClassTargets
+from fedquilt.condensing import freed_memory_kept
 from fedquilt.models.convnet import ConvNet
 
 CLASSES, MOMENTUM, REAL_IMAGES = 10, 0.5, 32
@@ -203,6 +206,9 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(STEPS), help="default: both, where there is one")
     parser.add_argument("--repeats", type=int, default=15, help="turns that count")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads on the CPU")
+    parser.add_argument(
+        "--usual-memory", action="store_true", help="do not let glibc keep freed memory"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     both = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -214,11 +220,13 @@ def main() -> None:
         f"{'':<20}{'ms a step':>9} {'(quartiles)':<22}{'ratio':>7} {'(quartiles)':<14}"
         f"{'GMAC':>9}{'GMAC/s':>9}{'apart':>10}"
     )
-    for device in [options.device] if options.device else both:
-        for (data, shape), width in itertools.product(SHAPES.items(), WIDTHS):
-            print(f"{describe(device)}: {data}-like {shape}, width {width}")
-            case = Case.random(shape, width, options.ipc, device)
-            print("\n".join(rows(case, device, options.repeats)), flush=True)
+    memory = contextlib.nullcontext() if options.usual_memory else freed_memory_kept()
+    with memory:
+        for device in [options.device] if options.device else both:
+            for (data, shape), width in itertools.product(SHAPES.items(), WIDTHS):
+                print(f"{describe(device)}: {data}-like {shape}, width {width}")
+                case = Case.random(shape, width, options.ipc, device)
+                print("\n".join(rows(case, device, options.repeats)), flush=True)
 
 
 if __name__ == "__main__":

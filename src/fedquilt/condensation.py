@@ -8,6 +8,7 @@ from fedquilt.condensing.pixels import normalisation
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import ImageDataset, save_condensed
 from fedquilt.problem import Problem
+from fedquilt.round import Federation
 from fedquilt.run_folder import RunFolder, storage_errors
 
 
@@ -50,6 +51,18 @@ def keep_images(
     kept = getattr(observer, "kept", None)
     if kept is not None:
         kept(path)
+
+
+def catch_up(problem: Problem, federation: Federation) -> dict[str, float]:
+    """Let the model of a condensation know all images before it is looked at.
+
+    It is trained in the rounds that are evaluated; where nobody came to such a round,
+    or the run ended before one, that is made up for.
+    """
+    if problem.condensing is None:
+        return {}
+    federation.weights, said = problem.condensing.server.catch_up(federation.weights)
+    return said
 
 
 def condensation_record(

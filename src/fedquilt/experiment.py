@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
-from fedquilt.condensation import condensation_record, grown_set, keep_images, report_progress
-from fedquilt.config import RunConfig, build_config, check_keys
+from fedquilt.condensation import (
+    catch_up,
+    condensation_record,
+    grown_set,
+    keep_images,
+    report_progress,
+)
+from fedquilt.condensing import freed_memory_kept
+from fedquilt.config import CondenseConfig, RunConfig, build_config, check_keys
+from fedquilt.config.condense import with_package_names
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.history import as_line, split_private
 from fedquilt.learning import Engine, evaluate
@@ -130,6 +138,8 @@ def _run(
         engine = build_engine(config, problem)
         stack.callback(engine.close)
         federation, folder = _open(config, problem, engine, folder, output_dir, stack)
+        if problem.condensing is not None:
+            stack.enter_context(freed_memory_kept())
         if folder is not None:
             _tell(observer, "opened", config, folder.path)
         report_progress(problem, observer)
@@ -216,6 +226,7 @@ def train_rounds(
         stopped = None if last else _reason_to_stop(config, federation, line)
         if stopped is not None and "test_accuracy" not in line:
             line |= measure(problem, federation)
+            keep_images(config, problem, folder, round_index + 1, observer)
         lines.append(line)
         if folder is not None:
             folder.append_round(line, private)
@@ -245,9 +256,10 @@ def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, A
 
 def measure(problem: Problem, federation: Federation) -> dict[str, Any]:
     """Step 9: evaluate the global model; test data are only ever looked at here."""
+    measured: dict[str, Any] = dict(catch_up(problem, federation))
     problem.flat.write(federation.weights)
     accuracy, loss = evaluate(problem.flat.module, *problem.test)
-    measured: dict[str, Any] = {
+    measured |= {
         "test_accuracy": accuracy,
         "test_loss": loss,
         "participation_stats": federation.tracker.get_statistics(),
@@ -338,6 +350,8 @@ def _finish(
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     """Return the folder's configuration; other settings beside it must agree."""
     config = folder.read_config()
+    if isinstance(config, CondenseConfig):
+        settings = with_package_names(settings)
     check_keys(settings, "configuration", type(config))
     for key, value in settings.items():
         if getattr(config, key, None) != value:

@@ -78,6 +78,7 @@ def test_one_pass_for_both() -> None:
 
 def test_in_place_activation_does_not_overwrite_the_embedding() -> None:
     first, last = nn.Linear(3, 4), nn.Linear(4, 2)
+    nn.init.constant_(first.bias, -1.0)
     net = nn.Sequential(first, nn.ReLU(inplace=True), last)
     x = images(5, 3)
     embedded, scores = LayerEmbedding(net, "0").embed_and_forward(x)

@@ -48,11 +48,12 @@ def condense(
     else:
         wanted = build_config({**settings, "method": "condense"}, file=config)
     names = _baseline_names(baselines, wanted)
-    with interruptible("condense"):
+    with interruptible("condense") as kept:
         with watch(_label(wanted), shown, tracker, draw_one) as observer:
             finished = (
                 run_config(wanted, observer) if resume is None else resume_run(resume, observer)
             )
+        kept.folder = finished.folder
         pictures = draw_pictures(finished)
         rows = [condensation_row(finished)]
         for name in names:
@@ -99,18 +100,24 @@ def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
 
 
 def draw_one(path: Path) -> None:
-    """Draw the images of one file as a grid beside it, unless that is there."""
+    """Draw the images of one file as a grid beside it.
+
+    A round that ran again with new noise has new images: an older picture is replaced.
+    """
     from fedquilt.data import condensed_info, load_condensed
     from fedquilt.report import draw_condensed
 
-    picture = path.with_suffix(".png")
-    if not picture.exists():
-        made, info = load_condensed(path), condensed_info(path)
-        about = info["about"]
-        title = f"{about['dataset']}, {about['mode']}, after round {about['rounds']}"
-        draw_condensed(
-            made.images, made.targets, picture, mean=info["mean"], std=info["std"], title=title
-        )
+    made, info = load_condensed(path), condensed_info(path)
+    about = info["about"]
+    title = f"{about['dataset']}, {about['mode']}, after round {about['rounds']}"
+    draw_condensed(
+        made.images,
+        made.targets,
+        path.with_suffix(".png"),
+        mean=info["mean"],
+        std=info["std"],
+        title=title,
+    )
 
 
 def draw_pictures(finished: RunResult) -> list[Path]:
@@ -124,7 +131,8 @@ def draw_pictures(finished: RunResult) -> list[Path]:
     files = sorted(folder.synthetic_path(0).parent.glob("round_*.safetensors"))
     final = folder.synthetic_path()
     for file in (*files, final):
-        draw_one(file)
+        if not file.with_suffix(".png").exists():
+            draw_one(file)
     pictures = [final.with_suffix(".png")]
     info, labels = condensed_info(final), load_condensed(final).targets
     frames = [

@@ -27,19 +27,19 @@ def takes_run_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of a configuration except those named.
 
-    `also` gives options a second name: {"second_name": "name"}.
+    `also` gives options of numbers a second name: {"second_name": "name"}.
 
-    The command receives the options that were typed as one dictionary, in its
-    parameter `settings`.
+    The command receives the options that were typed as one dictionary, each under the
+    name that was typed, in its parameter `settings`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = option_fields(kind)
         names = [name for name in fields if name not in left_out]
-        second = {name: other for other, name in (also or {}).items()}
+        second = also or {}
 
         def wrapper(**given: Any) -> None:
-            typed = {name: given.pop(name) for name in names}
+            typed = {name: given.pop(name) for name in (*names, *second)}
             command(settings={k: v for k, v in typed.items() if v is not None}, **given)
 
         own = [
@@ -47,7 +47,8 @@ def takes_run_options(
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.name != "settings"
         ]
-        parameters = [*own, *(_parameter(fields[name], second.get(name)) for name in names)]
+        parameters = [*own, *(_parameter(fields[name]) for name in names)]
+        parameters += [_second_name(other, fields[name]) for other, name in second.items()]
         wrapper.__name__ = command.__name__
         wrapper.__doc__ = command.__doc__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -57,10 +58,10 @@ def takes_run_options(
     return decorate
 
 
-def _parameter(item: dataclasses.Field[Any], second: str | None) -> inspect.Parameter:
+def _parameter(item: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return the command-line option of a field."""
     name = item.name
-    flags = [f"--{one.replace('_', '-')}" for one in (name, second) if one is not None]
+    flag = _flag(name)
     choices = item.metadata["rule"].get("choices")
     shown = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
     common: dict[str, Any] = {
@@ -72,17 +73,39 @@ def _parameter(item: dataclasses.Field[Any], second: str | None) -> inspect.Para
     }
     annotation: Any = Any
     if "int | float" in str(item.type):
-        option = typer.Option(None, *flags, parser=parse_count, metavar="COUNT", **common)
+        option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)
     elif "int" in str(item.type):
-        option = typer.Option(None, *flags, parser=_parser(name, int), metavar="NUMBER", **common)
+        option = typer.Option(None, flag, parser=_parser(name, int), metavar="NUMBER", **common)
     elif "float" in str(item.type):
-        option = typer.Option(None, *flags, parser=_parser(name, float), metavar="NUMBER", **common)
+        option = typer.Option(None, flag, parser=_parser(name, float), metavar="NUMBER", **common)
     else:
-        option = typer.Option(None, *flags, **common)
+        option = typer.Option(None, flag, **common)
         annotation = _KINDS[str(item.type).split(" |")[0]] | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )
+
+
+def _second_name(name: str, item: dataclasses.Field[Any]) -> inspect.Parameter:
+    """Return an option of its own for a field of numbers.
+
+    Where the field takes a count or a share, the second name is that of the share.
+    """
+    kind = float if "float" in str(item.type) else int
+    option = typer.Option(
+        None,
+        _flag(name),
+        parser=_parser(name, kind),
+        metavar="NUMBER",
+        help=f"{_flag(item.name)} by another name" + (" (1: all)." if kind is float else "."),
+        rich_help_panel=item.metadata["panel"],
+        show_default=False,
+    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=Any)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _parser(name: str, kind: type[int] | type[float]) -> Callable[[str], int | float]:

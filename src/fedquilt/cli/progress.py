@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,25 @@ import typer
 from fedquilt.config import CondenseConfig, RunConfig
 
 
+@dataclass
+class Kept:
+    """What is on disk by now."""
+
+    folder: Path | None = None
+
+
 @contextmanager
-def interruptible(command: str = "run") -> Iterator[None]:
-    """End a command that Ctrl-C stops with one line that says how to go on."""
+def interruptible(command: str = "run") -> Iterator[Kept]:
+    """End a command that Ctrl-C stops with one line that says how to go on.
+
+    A command notes the folder of a run that is finished in what it gets: whatever
+    follows can be stopped and taken up again too.
+    """
+    kept = Kept()
     try:
-        yield
+        yield kept
     except KeyboardInterrupt as stopped:
-        folder = getattr(stopped, "folder", None)
+        folder = getattr(stopped, "folder", None) or kept.folder
         again = f"fedquilt {command} --resume {shlex.quote(str(folder))}"
         said = f"continue with  {again}" if folder else "nothing was kept"
         print(f"interrupted: {said}", file=sys.stderr)

@@ -38,8 +38,9 @@ def run(
 ) -> None:
     """Train a federated model, and say what may be claimed about it."""
     shown = not quiet and not as_json
-    with interruptible():
+    with interruptible() as kept:
         finished = _run(settings, config, preset, resume, shown, tracker)
+        kept.folder = finished.folder
         draw_history(finished)
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))

@@ -118,7 +118,8 @@ class Released:
         """Return the head centred over classes, its rows of norm 1 on average."""
         centred = self.head - self.head.mean(dim=0)
         size = torch.linalg.vector_norm(centred, dim=1).mean()
-        return centred / size.clamp(min=1e-12)
+        direction: torch.Tensor = centred / size.clamp(min=1e-12)
+        return direction
 
 
 # The first head from the means; small, because residuals then do the work.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,54 +14,15 @@ from torch import nn
 from fedquilt import validate
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import embedding_model, frozen_copy
+from fedquilt.condense.fednum_info import ImageInfo, checked_device
+from fedquilt.condense.fednum_message import table_of
+from fedquilt.condense.fednum_samples import checked_classes, read_samples
 from fedquilt.condense.groups import Groups, make_groups
 from fedquilt.condense.statistics import BATCH, group_means
-from fedquilt.condense.table import StatisticsTable
-from fedquilt.errors import InvalidValueError, NotReadyError
+from fedquilt.errors import NotReadyError
 from fedquilt.randomness import generator
 
-
-@dataclass(frozen=True)
-class ImageInfo:
-    """What is taken from the document's `dataset_info`.
-
-    Read are "channel", "img_size" (a side, or height and width) and "num_classes", the
-    number of the model's outputs; labels lie below it.  "name" is optional.  All other
-    keys ("mean", "std", ...) are left alone: images come normalised.
-    """
-
-    shape: tuple[int, int, int]
-    num_classes: int
-    name: str
-
-    @classmethod
-    def read(cls, dataset_info: object) -> ImageInfo:
-        """Check the dictionary and take from it what is needed."""
-        if not isinstance(dataset_info, Mapping):
-            raise InvalidValueError(
-                f"dataset_info of type {type(dataset_info).__name__} must be a dictionary with "
-                "'channel', 'img_size' and 'num_classes'"
-            )
-        for key in ("channel", "img_size", "num_classes"):
-            if key not in dataset_info:
-                raise InvalidValueError(
-                    f"dataset_info must have the key {key!r}; it has "
-                    f"{sorted(map(str, dataset_info))}"
-                )
-        size = dataset_info["img_size"]
-        sides = tuple(size) if isinstance(size, Sequence) else (size, size)
-        if len(sides) != 2:
-            raise InvalidValueError(
-                f"dataset_info['img_size']={size!r} must be a side or (height, width)"
-            )
-        height, width = (
-            validate.integer("dataset_info['img_size']", side, at_least=1) for side in sides
-        )
-        channel = validate.integer("dataset_info['channel']", dataset_info["channel"], at_least=1)
-        classes = validate.integer(
-            "dataset_info['num_classes']", dataset_info["num_classes"], at_least=1
-        )
-        return cls((channel, height, width), classes, str(dataset_info.get("name", "custom")))
+__all__ = ["FedNumClient", "ImageInfo", "checked_device", "table_of"]
 
 
 class FedNumClient:
@@ -120,8 +79,8 @@ class FedNumClient:
         self.seed = validate.integer("seed", seed, at_least=0)
         self.batch_size = validate.integer("batch_size", batch_size, at_least=1)
         self.device = checked_device(device)
-        self.classes = _checked_classes(classes, self.info.num_classes)
-        images, labels = _read_samples(train_set, self.info)
+        self.classes = checked_classes(classes, self.info.num_classes)
+        images, labels = read_samples(train_set, self.info)
         kept = np.flatnonzero(np.isin(labels, self.classes))
         self._images = images[torch.from_numpy(kept)].to(self.device)
         self._labels: NDArray[np.int64] = labels[kept]
@@ -196,156 +155,3 @@ class FedNumClient:
         if self._transform is None:
             return None
         return torch.tensor([self._row_of[int(c)] for c in self._labels[order]], dtype=torch.int64)
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device that is there, or raise."""
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValueError(
-            f"device={device!r} must be a device that torch finds here: {reason}"
-        ) from error
-    if chosen.type == "meta":
-        raise InvalidValueError(f"device={device!r} must be a device that holds numbers")
-    return chosen
-
-
-def _checked_classes(classes: object, num_classes: int) -> list[int]:
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        raise InvalidValueError(f"classes={classes!r} must be a list of labels")
-    labels = {
-        validate.integer("classes", label, at_least=0, at_most=num_classes - 1) for label in classes
-    }
-    return sorted(labels)
-
-
-def _read_samples(train_set: Any, info: ImageInfo) -> tuple[torch.Tensor, NDArray[np.int64]]:
-    """Return all images as one float32 tensor, and their labels; none at all is allowed."""
-    if isinstance(train_set, tuple | list) and len(train_set) == 2 and _is_array(train_set[0]):
-        images, labels = _as_images(train_set[0]), _as_labels(train_set[1])
-    elif _is_array(getattr(train_set, "images", None)) and hasattr(train_set, "targets"):
-        images, labels = _as_images(train_set.images), _as_labels(train_set.targets)
-    elif isinstance(train_set, Sized) and hasattr(train_set, "__getitem__"):
-        images, labels = _one_by_one(train_set, info.shape)
-    else:
-        raise InvalidValueError(
-            f"train_set of type {type(train_set).__name__} must be a pair (images, labels), have "
-            "images and targets, or have a length and [i] -> (tensor, int)"
-        )
-    if len(images) != len(labels) or (len(images) and images.shape[1:] != info.shape):
-        raise InvalidValueError(
-            f"train_set with images of shape {tuple(images.shape)} and {len(labels)} labels must "
-            f"have one label an image, and images of shape {info.shape} as dataset_info says"
-        )
-    if not bool(torch.isfinite(images).all()):
-        raise InvalidValueError("train_set must hold finite numbers; it holds NaN or infinity")
-    return images.reshape(-1, *info.shape), labels
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray)
-
-
-def _as_images(images: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(images).detach()
-    if tensor.is_complex():
-        raise InvalidValueError(f"train_set of type {tensor.dtype} must hold real numbers")
-    return tensor.to("cpu", torch.float32)
-
-
-def _as_labels(labels: Any) -> NDArray[np.int64]:
-    array = np.asarray(labels.cpu() if isinstance(labels, torch.Tensor) else labels)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidValueError(
-            f"train_set labels of shape {array.shape} and type {array.dtype} must be one whole "
-            "number an image"
-        )
-    return array.astype(np.int64)
-
-
-def _one_by_one(samples: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, NDArray[np.int64]]:
-    images = torch.empty(len(samples), *shape)
-    labels = np.empty(len(samples), dtype=np.int64)
-    for i in range(len(samples)):
-        try:
-            image, label = samples[i]
-            labels[i] = operator.index(label)
-        except (TypeError, ValueError, IndexError, KeyError) as error:
-            raise InvalidValueError(
-                f"train_set[{i}] must be a pair (tensor, int): {error}"
-            ) from error
-        read = _as_images(image) if _is_array(image) else None
-        if read is None or read.shape != shape:
-            found = type(image).__name__ if read is None else f"shape {tuple(read.shape)}"
-            raise InvalidValueError(
-                f"train_set[{i}] of {found} must be a tensor of shape {shape}, as dataset_info says"
-            )
-        images[i] = read
-    return images, labels
-
-
-def table_of(
-    message: object,
-    cid: int | str,
-    number: int,
-    classes: Sequence[int],
-    num_features: int,
-    num_logits: int,
-) -> StatisticsTable:
-    """Check what a client's `train` returned and lay its classes out in one table.
-
-    `number` is that of the feature model.  Without "counts" every group counts alike, as
-    in the reference; logits are left behind where `num_logits` is 0.
-    """
-    who = f"train() of client {cid!r}"
-    if not isinstance(message, Mapping) or not {"classes", "avg_features"} <= message.keys():
-        raise InvalidValueError(f"{who} must return a dictionary with 'classes' and 'avg_features'")
-    empty = torch.zeros(0)
-    labels, counts = [empty], [empty]
-    features, logits = [empty.view(0, num_features)], [empty.view(0, num_logits)]
-    for label in message["classes"]:
-        if label not in classes:
-            raise InvalidValueError(f"{who}: class {label!r} must be one of {tuple(classes)}")
-        rows = _part(message, "avg_features", label, who, (-1, num_features))
-        groups = len(rows)
-        features.append(rows)
-        labels.append(torch.full((groups,), float(label)))
-        scores, sizes = torch.zeros(groups, 0), torch.ones(groups)
-        if num_logits:
-            scores = _part(message, "avg_logits", label, who, (groups, num_logits))
-        if "counts" in message:
-            sizes = _part(message, "counts", label, who, (groups,))
-        if not bool((sizes >= 1).all()):
-            raise InvalidValueError(f"{who}: 'counts'[{label}]={sizes.tolist()} must be >= 1")
-        logits.append(scores)
-        counts.append(sizes)
-    classes_of = torch.cat(labels).to(torch.int64)
-    return StatisticsTable(
-        torch.full_like(classes_of, number),
-        classes_of,
-        torch.cat(counts).to(torch.int64),
-        torch.cat(features),
-        torch.cat(logits),
-    )
-
-
-def _part(
-    message: Mapping[str, Any], key: str, label: int, who: str, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Return one tensor of a message in float32 on the CPU; -1 in `shape` is any length."""
-    try:
-        part = torch.as_tensor(message[key][label]).detach().to("cpu", torch.float32)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise InvalidValueError(
-            f"{who} must return a tensor as {key!r}[{label!r}]: {error!r}"
-        ) from error
-    if part.ndim != len(shape) or any(
-        wanted not in (-1, size) for size, wanted in zip(part.shape, shape, strict=True)
-    ):
-        raise InvalidValueError(
-            f"{who}: {key!r}[{label}] of shape {tuple(part.shape)} must have shape {shape}"
-        )
-    return part

@@ -10,6 +10,14 @@ step is), so that `round.py` runs a condensation like any other round:
 from fedquilt.condensing.build import Condensing, make_condensing
 from fedquilt.condensing.engine import StatisticsEngine
 from fedquilt.condensing.lens import Lens
+from fedquilt.condensing.memory import freed_memory_kept
 from fedquilt.condensing.server import CondensingServer
 
-__all__ = ["Condensing", "CondensingServer", "Lens", "StatisticsEngine", "make_condensing"]
+__all__ = [
+    "Condensing",
+    "CondensingServer",
+    "Lens",
+    "StatisticsEngine",
+    "freed_memory_kept",
+    "make_condensing",
+]

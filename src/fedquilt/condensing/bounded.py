@@ -23,6 +23,7 @@ from fedquilt.condense.bounded import Released, mean_table, residual_table
 from fedquilt.condense.growing import GrowingSettings, pick, refine
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condensing.lens import Progress
+from fedquilt.condensing.server import kept
 from fedquilt.condensing.training import Trainer
 from fedquilt.learning import ClientUpdate, Task
 from fedquilt.models.features import draw, precompute
@@ -67,14 +68,23 @@ class BoundedEngine:
         What the server knows, shared with it.
     schedule : Schedule
         What each round asks for.
+    senders : int, optional
+        How many clients the traffic is counted for; None: those of the round.  Who is
+        there by a secret coin must not be told by a count of bytes.
     """
 
     def __init__(
-        self, task: Task, front: nn.Module, released: Released, schedule: Schedule
+        self,
+        task: Task,
+        front: nn.Module,
+        released: Released,
+        schedule: Schedule,
+        senders: int | None = None,
     ) -> None:
         self.task = task
         self.schedule = schedule
         self.released = released
+        self.senders = senders
         self.round_index = -1
         self.bytes_up = 0
         self.bytes_down = 0
@@ -92,8 +102,9 @@ class BoundedEngine:
         """Yield the table of each client of the cohort as a vector, in its order."""
         self.round_index = round_index
         numbers = self.released.head.numel() + len(self.released.head)
-        self.bytes_up = len(cohort) * numbers * _FLOAT_BYTES
-        self.bytes_down = len(cohort) * self.released.head.numel() * _FLOAT_BYTES
+        senders = len(cohort) if self.senders is None else self.senders
+        self.bytes_up = senders * numbers * _FLOAT_BYTES
+        self.bytes_down = senders * self.released.head.numel() * _FLOAT_BYTES
         for place, client in enumerate(map(int, cohort)):
             index = self.task.index(client)
             table = self._table(index, round_index)
@@ -161,6 +172,7 @@ class GrowingServer:
         self._seed = seed
         self._pool: tuple[torch.Tensor, torch.Tensor] | None = None
         self._report: dict[str, float] = {}
+        self._behind = -1  # the round whose release the images and the model do not know yet
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Take a release; where the model is due, grow images and train it on them."""
@@ -171,13 +183,24 @@ class GrowingServer:
         else:
             released.take_residuals(table, self.engine.schedule.step_at(index))
         self._report = {"bytes_up": self.engine.bytes_up, "bytes_down": self.engine.bytes_down}
+        self._behind = index
         if not self._trains_in(index):
             return weights
-        self._report["matching_loss"] = self._grow()
-        trained, self._report["epoch_avg_loss"] = self._trainer.train(
-            None, self.synthetic, index, self.progress
-        )
+        trained, said = self.catch_up(weights)
+        self._report |= said
         return trained
+
+    def catch_up(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Grow images and train the model on them where a round has left that open.
+
+        Returns the weights and what there is to say of both.
+        """
+        if self._behind < 0:
+            return weights, {}
+        gap = self._grow()
+        trained, loss = self._trainer.train(None, self.synthetic, self._behind, self.progress)
+        self._behind = -1
+        return trained, {"matching_loss": gap, "epoch_avg_loss": loss}
 
     def _grow(self) -> float:
         """Pick drawings and refine them; return the relative gap that is left."""
@@ -224,16 +247,14 @@ class GrowingServer:
             "means_total": released.means_total.cpu().numpy(),
             "means_seen": np.array(released.means_seen),
             "head": released.head.cpu().numpy(),
+            "behind": np.array(self._behind),
         }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
         """Take over what `state` returned."""
         released = self.engine.released
-
-        def tensor(name: str, like: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(np.array(state[name])).to(like)
-
-        self.synthetic.images.copy_(tensor("images", self.synthetic.images))
-        released.means_total = tensor("means_total", released.means_total)
+        self.synthetic.images.copy_(kept(state, "images", self.synthetic.images))
+        released.means_total = kept(state, "means_total", released.means_total)
         released.means_seen = int(state["means_seen"])
-        released.head = tensor("head", released.head)
+        released.head = kept(state, "head", released.head)
+        self._behind = int(state["behind"])

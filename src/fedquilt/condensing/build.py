@@ -117,11 +117,17 @@ def _make_bounded(
     config: CondenseConfig, task: Task, trainer: Trainer, num_classes: int
 ) -> Condensing:
     """Build the certified form: bounded tables through a public front, images grown from them."""
+    if num_classes < 2:
+        raise InvalidValueError(
+            "mode='certified' needs data of at least two classes: the head of one class is zero, "
+            "and no images follow from it"
+        )
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
     front = make_feature_model(config.front, shape, num_classes).front.to(device)
     released = Released.nothing(num_classes, count_features(front), device)
     schedule = Schedule(config.num_rounds, config.rounds_of_means, config.head_step)
-    engine = BoundedEngine(task, front, released, schedule)
+    senders = config.cohort_limit(len(task.clients)) if config.amplification else None
+    engine = BoundedEngine(task, front, released, schedule, senders)
     mean, std = normalisation(config.dataset, shape[0])
     source = generator(config.seed, "first images")
     server = GrowingServer(

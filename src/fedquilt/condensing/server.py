@@ -65,6 +65,7 @@ class CondensingServer:
         self._restarts = restarts
         self._seed = seed
         self._report: dict[str, float] = {}
+        self._behind = -1  # the round whose images the model has not been trained on yet
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Match the images to the tables in `update`; return the weights trained on them."""
@@ -82,12 +83,24 @@ class CondensingServer:
                 f"image_lr={self.matching.image_lr:g} must be smaller: the synthetic images left "
                 f"the range of numbers in round {index}"
             )
+        self._behind = index
         if not self._trains_in(index):
             return weights
-        trained, self._report["epoch_avg_loss"] = self._trainer.train(
-            None if self._restarts else weights, self.synthetic, index, self.progress
-        )
+        trained, said = self.catch_up(weights)
+        self._report |= said
         return trained
+
+    def catch_up(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Train the model on the images where a round has left that open.
+
+        Returns the weights and what there is to say of the training.
+        """
+        if self._behind < 0:
+            return weights, {}
+        start = None if self._restarts else weights
+        trained, loss = self._trainer.train(start, self.synthetic, self._behind, self.progress)
+        self._behind = -1
+        return trained, {"epoch_avg_loss": loss}
 
     def _match(self, table: StatisticsTable, index: int) -> float:
         average = self.matching.loss_computation == "avg-loss"
@@ -112,10 +125,23 @@ class CondensingServer:
         return dict(self._report)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return the images: all that one round leaves to the next beside the weights."""
-        return {"images": self.synthetic.images.detach().cpu().numpy()}
+        """Return the images, and the round that the model has not been trained after."""
+        return {
+            "images": self.synthetic.images.detach().cpu().numpy(),
+            "behind": np.array(self._behind),
+        }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
         """Take over what `state` returned."""
-        images = torch.from_numpy(np.array(state["images"], dtype=np.float32)).to(device)
-        self.synthetic.images.copy_(images)
+        self.synthetic.images.copy_(kept(state, "images", self.synthetic.images))
+        self._behind = int(state["behind"])
+
+
+def kept(state: dict[str, NDArray[Any]], name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a saved state, which must have the shape of its successor."""
+    saved = torch.from_numpy(np.array(state[name]))
+    if saved.shape != like.shape:
+        raise InvalidValueError(
+            f"saved {name} of shape {tuple(saved.shape)} must have the shape {tuple(like.shape)}"
+        )
+    return saved.to(like)

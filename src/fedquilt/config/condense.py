@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedquilt import validate
 from fedquilt.config.run import RunConfig, declare
 from fedquilt.errors import InvalidValueError
 
@@ -147,7 +148,12 @@ class CondenseConfig(RunConfig):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
             )
-
+        least = min(self.avg_num, self.min_group)
+        if 0 < self.max_samples < least:
+            raise InvalidValueError(
+                f"max_samples={self.max_samples} must be 0 (all) or at least {least}, the smaller "
+                f"of avg_num={self.avg_num} and min_group={self.min_group}"
+            )
         if self.mode != "certified":
             return
         if self.init_method != "random":
@@ -195,7 +201,13 @@ def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         name = ALIASES.get(key, key)
         if name in renamed:
-            raise InvalidValueError(f"{key}={value!r} must not be given beside {name}: it is one")
-        # A share of 1 is everybody; as a whole number it would be one client.
-        renamed[name] = float(value) if key == "join_ratio" else value
+            document = next(word for word, ours in ALIASES.items() if ours == name)
+            raise InvalidValueError(
+                f"{document}={settings[document]!r} must not be given beside "
+                f"{name}={settings[name]!r}: they are one option"
+            )
+        if key == "join_ratio":
+            # A share of 1 is everybody; as a whole number it would be one client.
+            value = validate.number(key, value, above=0, at_most=1)
+        renamed[name] = value
     return renamed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import validate
-from fedquilt.config.condense import CERTIFIED, CondenseConfig, with_package_names
+from fedquilt.config.condense import ALIASES, CERTIFIED, CondenseConfig, with_package_names
 from fedquilt.config.run import RunConfig, option_fields
 from fedquilt.config.seeds import PRESETS
 from fedquilt.errors import FedquiltError, InvalidValueError
@@ -30,12 +30,13 @@ def build_config(
 ) -> RunConfig:
     """Merge preset, file and keyword settings into a checked `RunConfig`."""
     merged: dict[str, Any] = {}
-    from_file = read_config_file(file) if file is not None else {}
+    method = (settings or {}).get("method")
+    from_file = read_config_file(file, method) if file is not None else {}
     named_in_file = from_file.pop("preset", None)
     preset = named_in_file if preset is None else preset
     if preset is not None:
         merged.update(PRESETS[validate.choice("preset", preset, PRESETS)])
-    method = (settings or {}).get("method", from_file.get("method", merged.get("method")))
+    method = from_file.get("method", merged.get("method")) if method is None else method
     if method == CondenseConfig.method:
         return _build(CondenseConfig, merged, from_file, settings or {}, file)
     return _build(RunConfig, merged, from_file, settings or {}, file)
@@ -69,8 +70,11 @@ def _build(
         raise InvalidValueError(f"{error} (in {file})") from error
 
 
-def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file of flat keys; the keys are checked, the values not yet."""
+def read_config_file(path: str | Path, method: str | None = None) -> dict[str, Any]:
+    """Read a TOML file of flat keys; the keys are checked, the values not yet.
+
+    `method` is what the file is read for, where that does not stand in it.
+    """
     try:
         with open(path, "rb") as stream:
             content = tomllib.load(stream)
@@ -84,7 +88,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             f"schema_version={version!r} must be {SCHEMA_VERSION} (in {path}); "
             "it was written by another version of fedquilt"
         )
-    if content.get("method") != CondenseConfig.method:
+    if (method or content.get("method")) != CondenseConfig.method:
         check_keys(content, str(path), extra=("preset",))
     return content
 
@@ -97,9 +101,10 @@ def check_keys(
 ) -> None:
     """Raise for a key that no option has, naming the nearest one."""
     known = [*option_fields(kind), *extra]
+    words = [*known, *ALIASES] if issubclass(kind, CondenseConfig) else known
     for key in settings:
         if key not in known:
-            hint = validate.did_you_mean(key, known)
+            hint = validate.did_you_mean(key, words)
             raise InvalidValueError(f"unknown key {key!r} in {where}{hint}")
 
 
