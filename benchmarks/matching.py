@@ -16,11 +16,11 @@ may switch, and one switch moves a pixel's gradient by percents.
 
 All ways run as a condensation does, with freed memory kept (`freed_memory_kept`);
 --usual-memory leaves it to glibc.  The ways take turns, so that whatever else the
-machine does hits all of them.  Times are medians of a step with their quartiles; the ratio is one of medians, to the first way, with
-the quartiles of the ratios of single turns.  The floor is how many multiply-adds the
-convolutions need for the forward pass and the backward pass to the pixels; the last column
-is how many of them the way does in a second (gradients of weights, which nobody asked for,
-do not count).
+machine does hits all of them.  Times are medians of a step with their quartiles; the
+ratio is one of medians, to the first way, with the quartiles of the ratios of single
+turns.  The floor is how many multiply-adds the convolutions need for the forward pass and
+the backward pass to the pixels; the last column is how many of them the way does in a
+second (gradients of weights, which nobody asked for, do not count).
 """
 
 from __future__ import annotations

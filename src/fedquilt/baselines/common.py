@@ -20,7 +20,7 @@ from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings, train_on
-from fedquilt.condensing.build import augmentation_of
+from fedquilt.condensing.build import augmentation_of, training_of
 from fedquilt.condensing.lens import Progress as Progress
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
@@ -123,16 +123,6 @@ def matching_settings(
     return MatchingSettings(steps, step, config.image_momentum, logit_loss_type)
 
 
-def training_settings(config: CondenseConfig) -> TrainingSettings:
-    """Return how the condensation trains on its images."""
-    return TrainingSettings(
-        config.model_epochs,
-        config.batch_size,
-        config.model_lr,
-        weight_decay=config.model_weight_decay,
-    )
-
-
 def train(
     config: CondenseConfig,
     flat: FlatModel,
@@ -167,7 +157,7 @@ def accuracy_of_images(
     """
     flat = own_model(problem)
     families, last = augmentation(config, problem.task), config.num_rounds - 1
-    train(config, flat, images, labels, training_settings(config), families, last, progress)
+    train(config, flat, images, labels, training_of(config), families, last, progress)
     return evaluate(flat.module, *problem.test)
 
 

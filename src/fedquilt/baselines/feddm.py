@@ -24,13 +24,13 @@ from fedquilt.baselines.common import (
     real_sample,
     told,
     train,
-    training_settings,
 )
 from fedquilt.condense.embeds import embedding_model
 from fedquilt.condense.feature_models import perturbed
 from fedquilt.condense.feddm import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
+from fedquilt.condensing.build import training_of
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, evaluate
 from fedquilt.problem import Problem, build_selector
@@ -204,7 +204,7 @@ def _train_on_union(
     images = torch.cat([made.images for made in union])
     labels = torch.cat([made.labels for made in union])
     classes = len(held_by_class(problem.task))
-    settings = same_steps(training_settings(config), classes * config.ipc, len(images))
+    settings = same_steps(training_of(config), classes * config.ipc, len(images))
     train(
         config, flat, images, labels, settings, augmentation(config, problem.task), index, progress
     )

@@ -55,14 +55,8 @@ def make_condensing(
             f"inputs of shape {tuple(task.inputs.shape[1:])} must be images "
             "(channels, height, width) to be condensed"
         )
-    training = TrainingSettings(
-        config.model_epochs,
-        config.batch_size,
-        config.model_lr,
-        weight_decay=config.model_weight_decay,
-    )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))
-    trainer = Trainer(model, task.inputs, training, augmentation, config.seed)
+    trainer = Trainer(model, task.inputs, training_of(config), augmentation, config.seed)
     if config.mode == "certified":
         return _make_bounded(config, task, trainer, num_classes)
     return _make_grouped(config, model, task, trainer)
@@ -73,16 +67,7 @@ def _make_grouped(
 ) -> Condensing:
     """Build FedNum: tables of means over groups, matching."""
     classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
-    lens = Lens(
-        model,
-        task.inputs[:2],
-        FeatureModels(config.feature_model, config.feature_models, config.rho, config.seed),
-        trainer.augmentation,
-        classes,
-        embed_layer=config.embed_layer,
-        with_logits=config.logit_loss != "none",
-        seed=config.seed,
-    )
+    lens = make_lens(config, model, task.inputs[:2], trainer.augmentation, classes)
     engine = StatisticsEngine(
         task,
         lens,
@@ -95,13 +80,7 @@ def _make_grouped(
         trainer,
         first_images(config, task, classes),
         lens,
-        MatchingSettings(
-            config.dc_iterations,
-            config.image_step(task.inputs[0].numel(), lens.num_features),
-            config.image_momentum,
-            config.logit_loss,
-            config.loss_computation,
-        ),
+        matching_of(config, task.inputs[0].numel(), lens.num_features),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
@@ -110,7 +89,8 @@ def _make_grouped(
     )
     device = task.inputs.device
     released = ("class statistics",)
-    return Condensing(engine, server, lambda: EndToEnd(device), released, _notes(config))
+    notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
+    return Condensing(engine, server, lambda: EndToEnd(device), released, tuple(notes))
 
 
 def _make_bounded(
@@ -150,6 +130,47 @@ def _make_bounded(
     covered = ("class statistics", "synthetic images", "the model trained on them")
     size = released.means_total.numel()
     return Condensing(engine, server, lambda: RunningMean(size, device), covered, notes)
+
+
+def make_lens(
+    config: CondenseConfig,
+    model: nn.Module,
+    sample: torch.Tensor,
+    augmentation: Augmentation,
+    classes: tuple[int, ...],
+) -> Lens:
+    """Build what clients and server look through."""
+    return Lens(
+        model,
+        sample,
+        FeatureModels(config.feature_model, config.feature_models, config.rho, config.seed),
+        augmentation,
+        classes,
+        embed_layer=config.embed_layer,
+        with_logits=config.logit_loss != "none",
+        seed=config.seed,
+    )
+
+
+def matching_of(config: CondenseConfig, pixels: int, features: int) -> MatchingSettings:
+    """Return the numbers of the matching, for images and embeddings of so many numbers."""
+    return MatchingSettings(
+        config.dc_iterations,
+        config.image_step(pixels, features),
+        config.image_momentum,
+        config.logit_loss,
+        config.loss_computation,
+    )
+
+
+def training_of(config: CondenseConfig) -> TrainingSettings:
+    """Return the numbers of training on the images."""
+    return TrainingSettings(
+        config.model_epochs,
+        config.batch_size,
+        config.model_lr,
+        weight_decay=config.model_weight_decay,
+    )
 
 
 def augmentation_of(config: CondenseConfig, channels: int) -> str:
@@ -203,17 +224,22 @@ def _at_evaluations(config: CondenseConfig) -> Callable[[int], bool]:
     return lambda round_index: (round_index + 1) % every == 0 or round_index == last
 
 
-def _notes(config: CondenseConfig) -> tuple[str, ...]:
-    least = min(config.min_group, config.avg_num)
+def statistics_notes(least: int, init_method: str) -> list[str]:
+    """Say what leaves clients that send means over groups of at least so many samples."""
     notes = [
         f"clients send means over groups of at least {least} samples: no sample leaves as it is, "
-        "but a mean is no guarantee",
+        "but a mean is no guarantee"
+        if least > 1
+        else "groups of one sample leave the clients: their embeddings are sent as they are"
     ]
-    if least == 1:
-        notes[0] = "groups of one sample leave the clients: their embeddings are sent as they are"
-    if config.init_method == "real_sample":
-        notes.append(
-            "init_method=real_sample: images of clients leave them and are the first synthetic "
-            "images; for comparison only"
-        )
-    return tuple(notes)
+    return notes + init_notes(init_method)
+
+
+def init_notes(init_method: str) -> list[str]:
+    """Say it where the first images are the clients' own."""
+    if init_method != "real_sample":
+        return []
+    return [
+        "init_method=real_sample: images of clients leave them and are the first synthetic "
+        "images; for comparison only"
+    ]

@@ -10,14 +10,17 @@ from torch import nn
 
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.client import FedNumClient
-from fedquilt.condense.feature_models import FeatureModels
 from fedquilt.condense.fednum_arguments import Client
-from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import TrainingSettings
-from fedquilt.condensing.build import groups_per_step
+from fedquilt.condensing.build import (
+    groups_per_step,
+    init_notes,
+    make_lens,
+    matching_of,
+    statistics_notes,
+    training_of,
+)
 from fedquilt.condensing.client_objects import ClientEngine
-from fedquilt.condensing.lens import Lens
 from fedquilt.condensing.server import CondensingServer
 from fedquilt.condensing.training import Trainer
 from fedquilt.config import CondenseConfig
@@ -34,30 +37,14 @@ def make_parts(
 ) -> tuple[ClientEngine, CondensingServer]:
     """Build engine and server; `sample` has the shape and the device of the images."""
     augmentation = Augmentation(config.augmentation)
-    lens = Lens(
-        model,
-        sample,
-        FeatureModels(config.feature_model, config.feature_models, config.rho, config.seed),
-        augmentation,
-        classes,
-        embed_layer=config.embed_layer,
-        with_logits=config.logit_loss != "none",
-        seed=config.seed,
-    )
+    lens = make_lens(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, lens, augmentation, sample.device)
     synthetic = first_images_of(clients, config, sample[0], classes)
-    training = TrainingSettings(config.model_epochs, config.batch_size, config.model_lr)
     server = CondensingServer(
-        Trainer(model, sample, training, augmentation, config.seed),
+        Trainer(model, sample, training_of(config), augmentation, config.seed),
         synthetic,
         lens,
-        MatchingSettings(
-            config.dc_iterations,
-            config.image_step(sample[0].numel(), lens.num_features),
-            config.image_momentum,
-            config.logit_loss,
-            config.loss_computation,
-        ),
+        matching_of(config, sample[0].numel(), lens.num_features),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         # Where nobody sent anything the round passes and the model stays as it is.
@@ -102,20 +89,10 @@ def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
     """Say what leaves the clients."""
     ours = [c for c in clients if isinstance(c, FedNumClient)]
     known = [c for c in ours if type(c).train is FedNumClient.train]
-    notes = []
+    notes: list[str] = []
     if known:
         least = min(min(client.min_group, client.avg_num) for client in known)
-        notes.append(
-            f"clients send means over groups of at least {least} samples: no sample leaves as it "
-            "is, but a mean is no guarantee"
-            if least > 1
-            else "groups of one sample leave the clients: their embeddings are sent as they are"
-        )
+        notes += statistics_notes(least, "random")
     if len(known) < len(clients):
         notes.append("clients with a train() of their own send what it returns, unchecked")
-    if init_method == "real_sample":
-        notes.append(
-            "init_method=real_sample: images of clients leave them and are the first synthetic "
-            "images; for comparison only"
-        )
-    return notes
+    return notes + init_notes(init_method)
