@@ -211,7 +211,13 @@ def train_rounds(
     if not lines:
         keep_images(config, problem, folder, 0, observer)
     if lines and (stopped := _reason_to_stop(config, federation, lines[-1])) is not None:
-        return stopped  # the run had ended when it was killed
+        # The run had ended when it was killed, or its last round cannot be paid for again.
+        if "test_accuracy" not in lines[-1]:
+            lines[-1] |= measure(problem, federation)
+            keep_images(config, problem, folder, len(lines), observer)
+            if folder is not None:
+                folder.amend_round(lines[-1])
+        return stopped
     for round_index in range(len(lines), config.num_rounds):
         began = time.perf_counter()
         record = run_round(federation, round_index)
@@ -292,6 +298,7 @@ def _save(folder: RunFolder, problem: Problem, federation: Federation, rounds: i
 def _pick_up(folder: RunFolder, federation: Federation, problem: Problem) -> list[dict[str, Any]]:
     """Bring the federation to the last checkpoint and return the rounds before it."""
     saved = folder.load_checkpoint()
+    folder.drop_images(0 if saved is None else saved.rounds)
     if saved is None:
         folder.read_rounds(0)
         return []

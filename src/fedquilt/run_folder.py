@@ -125,11 +125,30 @@ class RunFolder:
             with open(os.open(self.path / name, flags, mode), "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
 
+    def amend_round(self, record: dict[str, Any]) -> None:
+        """Replace the last line of rounds.jsonl."""
+        path = self.path / "rounds.jsonl"
+        line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
+        with storage_errors(path):
+            kept = path.read_bytes().splitlines(keepends=True)[:-1]
+            self._replace("rounds.jsonl", b"".join(kept) + line.encode() + b"\n")
+
     def synthetic_path(self, rounds: int | None = None) -> Path:
         """Return where the synthetic set after so many rounds is; None: the final one."""
         if rounds is None:
             return self.path / "condensed.safetensors"
         return self.path / "synthetic" / f"round_{rounds:04d}.safetensors"
+
+    def drop_images(self, count: int) -> None:
+        """Remove images, and their pictures, of rounds after the first `count`, and torn files.
+
+        Those rounds run again; with new noise their images will be others.
+        """
+        first, images = self.synthetic_path(count), self.synthetic_path(0).parent
+        later = [path for path in images.glob("round_*") if path.stem > first.stem]
+        with storage_errors(images):
+            for path in (*later, *self.path.glob(".*.tmp"), *images.glob(".*.tmp")):
+                path.unlink()
 
     def write_account(self, account: dict[str, Any]) -> None:
         """Write ledger.json: where the account of this run is."""
@@ -241,8 +260,10 @@ class RunFolder:
     def read_baselines(self) -> dict[str, Any]:
         """Return the baselines computed so far."""
         content = self._read_json("baselines.json")
-        rows: dict[str, Any] = {} if content is None else content.get("rows", {})
-        return rows
+        rows: Any = {} if content is None else content.get("rows")
+        if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+            raise RunFolderError(f"{self.path / 'baselines.json'} must hold a row for each name")
+        return dict(rows)
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result of a finished run, None while it is unfinished."""

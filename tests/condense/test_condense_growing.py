@@ -61,7 +61,8 @@ def test_the_gap_against_numpy() -> None:
     chances = np.exp(log_softmax(features @ head.T, axis=1))
     gradient = (np.eye(CLASSES)[labels] - chances).T @ features / len(labels)
     wanted = np.square(gradient - 0.02 * head).sum() / np.square(0.02 * head).sum()
-    got = optimality_gap(*map(torch.from_numpy, (features, labels, head)), penalty=0.01)
+    x, y, w = (torch.from_numpy(array) for array in (features, labels, head))
+    got = optimality_gap(x, y, w, 0.01)
     assert got.item() == pytest.approx(wanted)
 
 
@@ -134,7 +135,8 @@ def test_nearness_and_smoothness_do_what_they_say() -> None:
 
 def test_refining_says_how_far_it_is_and_is_repeatable() -> None:
     drawings, places, head = start()
-    kept, seen = drawings.clone(), []
+    kept = drawings.clone()
+    seen: list[int] = []
     settings = dataclasses.replace(FREE, steps=4)
     first, _ = refine(drawings, places, head, embed, settings, seen.append)
     assert seen == [1, 2, 3, 4]

@@ -163,6 +163,7 @@ def spoil_one_class(problem: Problem) -> None:
 
 
 def spoil_empty(problem: Problem) -> None:
+    assert isinstance(problem.task.clients, list)
     problem.task.clients[0] = np.zeros(0, dtype=np.int64)
 
 
@@ -210,6 +211,7 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
                 assert lengths[0] == pytest.approx(mechanism._clips[0])
         account.close()
     assert problem.condensing is not None
+    assert isinstance(problem.condensing.engine, BoundedEngine)
     released = problem.condensing.engine.released
     assert torch.isfinite(released.head).all()
     assert released.means_seen == 2

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from fedquilt.baselines import run_baseline
-from fedquilt.baselines.common import Progress
+from fedquilt.baselines.common import BaselineResult, Progress
 from fedquilt.config import CondenseConfig, build_config
-from fedquilt.errors import InvalidValueError
+from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.problem import build_problem
 from fedquilt.results import RunResult
 from fedquilt.run_folder import RunFolder
@@ -49,4 +49,10 @@ def baseline_row(
         if folder is not None:
             folder.write_baselines(rows)
     row: dict[str, Any] = rows[name]
+    lacking = {field.name for field in dataclasses.fields(BaselineResult)} - row.keys()
+    if lacking:
+        raise RunFolderError(
+            f"baselines.json of {str(finished.folder)!r} lacks {', '.join(sorted(lacking))} of "
+            f"{name!r}; remove the file, and it is computed again"
+        )
     return row

@@ -141,9 +141,10 @@ def draw_pictures(finished: RunResult) -> list[Path]:
     ]
     for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
         path = final.with_name(f"condensed_{name}")
-        if not path.exists():
+        if not path.exists() and frames:  # somebody may have removed the rounds to save space
             draw(frames, labels, path, mean=info["mean"], std=info["std"])
-        pictures.append(path)
+        if path.exists():
+            pictures.append(path)
     return pictures
 
 
