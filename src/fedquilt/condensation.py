@@ -40,7 +40,7 @@ def keep_images(
     path = folder.synthetic_path(rounds)
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
-    mean, std = normalisation(config.dataset, problem.input_shape[0])
+    mean, std = normalisation(config, problem.input_shape[0])
     about: dict[str, str | int | float] = {
         "dataset": config.dataset,
         "mode": config.mode,

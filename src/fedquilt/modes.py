@@ -39,7 +39,7 @@ _PLAIN = ("fedavg", "fednum")
 
 def check_mode(config: RunConfig, flat: FlatModel) -> None:
     """Refuse a model that the mode cannot take, before anything is written."""
-    if config.mode not in _PLAIN:
+    if config.mode not in _PLAIN and config.method != "condense":
         refuse_buffers(flat, config.mode)
     if config.mode in _LAYERED:
         covered = flat.matching(config.patterns("noise_layers"))
@@ -76,7 +76,8 @@ def make_mechanism(
         return NoPrivacy(flat.names, config.delta)
     if config.mode == "fednum" and condensing is not None:
         return NoPrivacy((*condensing.released, *flat.names), config.delta, condensing.notes)
-    refuse_buffers(flat, config.mode)
+    if condensing is None:
+        refuse_buffers(flat, config.mode)  # else only the server trains
     if config.mode == "certified":
         if account is None:
             raise InvalidValueError("mode='certified' needs a ledger")

@@ -10,7 +10,7 @@
 | ledger.json | where the run's account is | once, at the start |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
-| baselines.json | what stands beside a condensation | after each baseline |
+| baselines.json | what stands beside a condensation | at the start, after each baseline |
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
@@ -251,11 +251,20 @@ class RunFolder:
         with storage_errors(self.path):
             self._replace("result.json", text.encode())
 
-    def write_baselines(self, rows: dict[str, Any]) -> None:
-        """Write baselines.json: what stands beside a condensation, by name."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, "rows": finite(rows)}, indent=1)
+    def write_baselines(self, rows: dict[str, Any], wanted: list[str] | None = None) -> None:
+        """Write baselines.json: what stands beside a condensation, by name.
+
+        `wanted` says which are asked for; None leaves what was said before.
+        """
+        asked = self.wanted_baselines() if wanted is None else wanted
+        content = {"schema_version": SCHEMA_VERSION, "wanted": asked, "rows": finite(rows)}
         with storage_errors(self.path):
-            self._replace("baselines.json", text.encode())
+            self._replace("baselines.json", json.dumps(content, indent=1).encode())
+
+    def wanted_baselines(self) -> list[str] | None:
+        """Return the baselines that were asked for when the run began; None: not known."""
+        wanted = (self._read_json("baselines.json") or {}).get("wanted")
+        return [str(name) for name in wanted] if isinstance(wanted, list) else None
 
     def read_baselines(self) -> dict[str, Any]:
         """Return the baselines computed so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -285,11 +286,28 @@ def test_small_choices() -> None:
     assert augmentation_of(small(augmentation="crop"), 3) == "crop"
     asked = [(None, 64), (256, 64), (10, 64)]
     assert [groups_per_step(*pair) for pair in asked] == [None, 4, 1]
-    assert normalisation("nowhere", 3) == ((0.0,) * 3, (1.0,) * 3)
-    assert normalisation("digits", 3) == ((0.0,) * 3, (1.0,) * 3)
-    mean, std = normalisation("digits", 1)
-    assert len(mean) == len(std) == 1
-    assert mean != (0.0,)
+    assert normalisation(small(dataset="nowhere"), 3) == ((0.0,) * 3, (1.0,) * 3)
+    assert normalisation(small(dataset="digits"), 3) == ((0.0,) * 3, (1.0,) * 3)
+    assert normalisation(small(dataset="digits"), 1) == ((0.3051,), (0.3762,))
+    told = small(dataset="nowhere", pixel_mean="0.5", pixel_std="0.2,0.3")
+    assert normalisation(told, 2) == ((0.5, 0.5), (0.2, 0.3))
+    with pytest.raises(InvalidValueError, match=r"pixel_std='0.2,0.3' must be one number, or 3"):
+        normalisation(told, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pixel_mean": "0.5"}, "must be given together"),
+        ({"pixel_mean": "a", "pixel_std": "1"}, "pixel_mean='a' must be numbers"),
+        ({"pixel_mean": "0", "pixel_std": "0"}, "pixel_std=0.0 must be > 0"),
+        ({"local_epochs": 7}, "local_epochs=7 must be left out of a condensation"),
+        ({"tiers": "1,1/2"}, "tiers='1,1/2' must be left out"),
+    ],
+)
+def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidValueError, match=re.escape(said)):
+        small(**given)
 
 
 def test_only_images_can_be_condensed() -> None:

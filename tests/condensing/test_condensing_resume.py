@@ -37,12 +37,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUPED: dict[str, Any] = {"num_rounds": 3, "eval_every": 2, "ipc": 1, "model_n": 1}
 # What GROUPED does to the disk with a checkpoint after every round, file after file:
-# 1 config.toml, 2 and 3 first images and their picture, 4 checkpoint; 5 and 6 images and
-# picture after two rounds, 7 checkpoint; 8 and 9 after three, 10 checkpoint; 11 final
-# images, 12 checkpoint, 13 result.json, 14 to 16 pictures.
+# 1 config.toml, 2 baselines.json, 3 and 4 first images and their picture, 5 checkpoint; 6
+# and 7 images and picture after two rounds, 8 checkpoint; 9 and 10 after three, 11
+# checkpoint; 12 final images, 13 checkpoint, 14 result.json, 15 to 17 pictures.
 MOMENTS = [
-    *(("replace", number) for number in (5, 8, 11, 15)),
-    *(("replaced", number) for number in (4, 5)),
+    *(("replace", number) for number in (6, 9, 12, 16)),
+    *(("replaced", number) for number in (5, 6)),
     *(("round", 2), ("torn", 2), ("recorded", 3)),
 ]
 BOUNDED: dict[str, Any] = {"num_rounds": 3, "eval_every": 3, "mean_rounds": 1, "noise_seed": 5}
@@ -158,7 +158,7 @@ def test_killed_and_resumed(
 ) -> None:
     config = small(**GROUPED)
     folder = killed(nursery, config, tmp_path, moment)
-    if moment == ("replaced", 4):
+    if moment == ("replaced", 5):
         assert rounds_saved(folder) == 1
     ended = resume(nursery, folder)
     assert str(folder) in ended.out
@@ -166,7 +166,7 @@ def test_killed_and_resumed(
 
 
 def test_the_moments_are_what_they_are_called(nursery: Nursery, tmp_path: Path) -> None:
-    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 5))
+    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 6))
     left = {path.name for path in (folder / "synthetic").iterdir()}
     assert "round_0002.safetensors" not in left
     assert any(name.startswith(".round_0002") for name in left), "half a file of images"

@@ -111,10 +111,10 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, nearest: str
 
 def test_certified_has_defaults_of_its_own() -> None:
     plain, bounded = build(), build(mode="certified")
-    assert (plain.model, plain.num_rounds, plain.augmentation) == ("convnet-64", 6, "auto")
+    assert (plain.model, plain.num_rounds, plain.augmentation) == ("convnet-64", 8, "auto")
     assert plain.normalise_updates is False
     assert (bounded.model, bounded.num_rounds, bounded.eval_every) == ("hog-linear", 40, 20)
-    assert (bounded.model_lr, bounded.model_weight_decay) == (0.05, 2e-3)
+    assert (bounded.model_lr, bounded.model_weight_decay) == (0.2, 2e-3)
     assert (bounded.augmentation, bounded.normalise_updates) == ("none", True)
     own = build(mode="certified", model="mlp", communication_rounds=5, normalise_updates=False)
     assert (own.model, own.num_rounds, own.normalise_updates) == ("mlp", 5, False)

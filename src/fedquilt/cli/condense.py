@@ -48,8 +48,16 @@ def condense(
     else:
         wanted = build_config({**settings, "method": "condense"}, file=config)
     names = _baseline_names(baselines, wanted)
+    if resume is not None and baselines is None:
+        asked = RunFolder.open(resume).wanted_baselines()
+        names = names if asked is None else asked
+
+    def remember(folder: Path) -> None:
+        if resume is None:
+            RunFolder(folder).write_baselines({}, names)
+
     with interruptible("condense") as kept:
-        with watch(_label(wanted), shown, tracker, draw_one) as observer:
+        with watch(_label(wanted), shown, tracker, draw_one, remember) as observer:
             finished = (
                 run_config(wanted, observer) if resume is None else resume_run(resume, observer)
             )

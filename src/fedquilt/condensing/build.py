@@ -88,7 +88,7 @@ def _make_grouped(
         seed=config.seed,
     )
     device = task.inputs.device
-    released = ("class statistics",)
+    released = ("class statistics", "synthetic images")
     notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
     return Condensing(engine, server, lambda: EndToEnd(device), released, tuple(notes))
 
@@ -108,7 +108,7 @@ def _make_bounded(
     schedule = Schedule(config.num_rounds, config.rounds_of_means, config.head_step)
     senders = config.cohort_limit(len(task.clients)) if config.amplification else None
     engine = BoundedEngine(task, front, released, schedule, senders)
-    mean, std = normalisation(config.dataset, shape[0])
+    mean, std = normalisation(config, shape[0])
     source = generator(config.seed, "first images")
     server = GrowingServer(
         trainer,

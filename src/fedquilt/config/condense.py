@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedquilt import validate
-from fedquilt.config.run import RunConfig, declare
+from fedquilt.config.run import RunConfig, declare, option_fields
 from fedquilt.errors import InvalidValueError
 
 CONDENSE_MODES = ("fednum", "certified")
@@ -34,7 +34,6 @@ FOREIGN = (
     *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
     *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
     *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),
-    *("target_accuracy", "early_stopping", "validation_fraction"),
 )
 
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
@@ -44,7 +43,8 @@ CERTIFIED = {
     "model": "hog-linear",
     "num_rounds": 40,
     "eval_every": 20,
-    "model_lr": 0.05,
+    "model_epochs": 1000,
+    "model_lr": 0.2,
     "model_weight_decay": 2e-3,
     "augmentation": "none",
     "normalise_updates": True,
@@ -59,7 +59,8 @@ class CondenseConfig(RunConfig):
     mode: str = declare(
         "fednum",
         _MODEL,
-        "fednum sends means over groups and claims nothing; certified sends one bounded vector.",
+        "fednum sends means over groups and claims nothing; certified sends one bounded vector, "
+        "in 40 rounds and for the model hog-linear unless said otherwise.",
         choices=CONDENSE_MODES,
     )
     model: str = declare(
@@ -68,7 +69,7 @@ class CondenseConfig(RunConfig):
     embed_layer: str | None = declare(
         None, _MODEL, "Layer whose output is the embedding, for models without embed()."
     )
-    num_rounds: int = declare(6, _MODEL, "Communication rounds.", at_least=1)
+    num_rounds: int = declare(8, _MODEL, "Communication rounds.", at_least=1)
     clients_per_round: int | float = declare(
         1.0, _MODEL, "Share of the clients that join a round, or their number."
     )
@@ -79,7 +80,7 @@ class CondenseConfig(RunConfig):
     model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
     model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
     model_weight_decay: float = declare(5e-4, _MODEL, "Weight decay of that training.", at_least=0)
-    eval_every: int = declare(3, "Run", "Evaluate after every so many rounds.", at_least=1)
+    eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
     min_group: int = declare(
@@ -111,7 +112,7 @@ class CondenseConfig(RunConfig):
         "First images; real_sample takes the clients' own, for comparison only.",
         choices=INIT_METHODS,
     )
-    dc_iterations: int = declare(400, _MATCHING, "Matching steps a round.", at_least=1)
+    dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)
     batch_num: int | None = declare(
         None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1
     )
@@ -143,7 +144,18 @@ class CondenseConfig(RunConfig):
         15000, _BOUNDED, "Public drawings that images are begun from.", at_least=1
     )
 
+    pixel_mean: str | None = declare(
+        None,
+        "Data",
+        "What was subtracted from your own data's pixels: one number a channel, 0.5,0.4.",
+    )
+    pixel_std: str | None = declare(
+        None, "Data", "What your own data's pixels were divided by afterwards, in the same form."
+    )
+
     def _check_method(self) -> None:
+        self._check_foreign()
+        self.pixels(None)
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
@@ -167,6 +179,28 @@ class CondenseConfig(RunConfig):
             )
         if self.drawings < self.ipc:
             raise InvalidValueError(f"drawings={self.drawings} must be >= ipc={self.ipc}")
+
+    def _check_foreign(self) -> None:
+        """Refuse options that would do nothing, rather than take them silently."""
+        for name, item in option_fields(type(self)).items():
+            value = getattr(self, name)
+            if name in FOREIGN and value != item.default:
+                raise InvalidValueError(
+                    f"{name}={value!r} must be left out of a condensation, where it says nothing"
+                )
+
+    def pixels(self, channels: int | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Return mean and standard deviation of the pixels as they were given.
+
+        None when they were not; with `channels`, one number each for so many.
+        """
+        if (self.pixel_mean is None) != (self.pixel_std is None):
+            raise InvalidValueError("pixel_mean and pixel_std must be given together")
+        if self.pixel_mean is None or self.pixel_std is None:
+            return None
+        mean = _numbers("pixel_mean", self.pixel_mean, channels)
+        std = _numbers("pixel_std", self.pixel_std, channels, above=0)
+        return mean, std
 
     @property
     def rounds_of_means(self) -> int:
@@ -193,6 +227,22 @@ class CondenseConfig(RunConfig):
         if self.logit_loss_type != "auto":
             return self.logit_loss_type
         return "none" if self.feature_model == "random_pool" else "l2"
+
+
+def _numbers(
+    name: str, text: str, count: int | None, above: float | None = None
+) -> tuple[float, ...]:
+    """Read numbers joined by commas; a single one serves all of `count`."""
+    try:
+        read = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidValueError(f"{name}={text!r} must be numbers joined by commas") from None
+    numbers = tuple(validate.number(name, one, above=above) for one in read)
+    if count is None or len(numbers) == count:
+        return numbers
+    if len(numbers) > 1:
+        raise InvalidValueError(f"{name}={text!r} must be one number, or {count}: one a channel")
+    return numbers * count
 
 
 def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
