@@ -7,35 +7,38 @@ x * std[c] + mean[c], and what lies outside the range [0, 1] of the data is clip
 
 from __future__ import annotations
 
-import io
 import os
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedquilt import validate
-from fedquilt.errors import InvalidValueError, StorageError
+from fedquilt.errors import InvalidValueError
+from fedquilt.report.gif import encode_gif
+from fedquilt.report.sheet import (
+    FONT_SIZE,
+    GAP,
+    MARGIN,
+    PADDING,
+    WIDE_GAP,
+    Pixels,
+    Sheet,
+    target_of,
+    write_png,
+    write_whole,
+)
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageFont import FreeTypeFont
-
-Pixels = npt.NDArray[np.uint8]
 ClassNames = Sequence[str] | Mapping[int, str]
 
 MAX_ROWS = 20
 """Rows that still fit a page; of more classes the first are shown, and a note says so."""
 
 _TILE = 72  # an image is at least this many screen pixels wide or high
-_MARGIN, _GAP, _WIDE_GAP, _PADDING = 16, 3, 12, 8
 _TALLEST = 2.5  # rows for each column of images, before classes stand side by side
-_INK, _GREY, _FONT_SIZE = "#222222", "#777777", 15
 _LONGEST_NAME, _LONGEST_LABEL = 18, 20
 _GIF_LOOKS = ((40, 64), (40, 32), (20, 64), (20, 32), (20, 24))
 """Least size of an image and number of colours in a GIF, from the best to the smallest."""
@@ -70,11 +73,11 @@ def draw_condensed(
     class_names
         Names of the classes by label; the labels themselves when None.
     """
-    target = _target(path, ".png")
+    target = target_of(path, ".png")
     pixels = _pixels("images", images, mean, std)
     members = _members(labels, len(pixels))
     grid = _Grid.fit(members, pixels.shape[1:3], _TILE, max_columns, class_names)
-    return _write_png(target, grid.sheet(pixels, title), pixels.shape[3])
+    return write_png(target, grid.sheet(pixels, title), pixels.shape[3])
 
 
 def draw_condensed_strip(
@@ -95,7 +98,7 @@ def draw_condensed_strip(
     `max_columns` of them are shown, evenly chosen, always with the first and the last;
     of each class the first `per_class` images.  The rest is as in `draw_condensed`.
     """
-    target = _target(path, ".png")
+    target = target_of(path, ".png")
     validate.integer("max_columns", max_columns, at_least=2, at_most=100)
     validate.integer("per_class", per_class, at_least=1, at_most=MAX_ROWS)
     moments = _moments(frames, max_columns, mean, std)
@@ -105,7 +108,7 @@ def draw_condensed_strip(
     notes = [_part(len(shown), len(members), "classes"), _part(len(moments), len(frames), "frames")]
     sheet = _strip(moments, shown, per_class, _names(class_names, shown))
     sheet.footer(title, notes)
-    return _write_png(target, sheet, shape[3])
+    return write_png(target, sheet, shape[3])
 
 
 def animate_condensed(
@@ -131,7 +134,7 @@ def animate_condensed(
     hundredths of a second.  Noise hardly compresses: a file of more than `max_bytes` is
     made again with fewer colours, then with smaller images, then with fewer frames.
     """
-    target = _target(path, ".gif")
+    target = target_of(path, ".gif")
     validate.integer("max_frames", max_frames, at_least=2, at_most=1000)
     validate.integer("max_bytes", max_bytes, at_least=1)
     stay = _hundredths("frame_ms", frame_ms), _hundredths("last_ms", last_ms)
@@ -143,9 +146,9 @@ def animate_condensed(
         grid = _Grid.fit(members, size, tile, max_columns, class_names)
         pictures = [grid.sheet(pixels, title, label).picture() for label, pixels in shown]
         grey = shown[0][1].shape[3] == 1
-        return _gif(pictures, [*[stay[0]] * (len(shown) - 1), stay[1]], colours, grey)
+        return encode_gif(pictures, [*[stay[0]] * (len(shown) - 1), stay[1]], colours, grey)
 
-    return _write(target, _encode_within(max_bytes, moments, encode))
+    return write_whole(target, _encode_within(max_bytes, moments, encode))
 
 
 def _encode_within(
@@ -197,21 +200,21 @@ class _Grid:
         names = _names(class_names, shown)
         return cls(shown, names, notes, _scale(size, tile), rows, columns)
 
-    def sheet(self, pixels: Pixels, title: str | None, label: str | None = None) -> _Sheet:
+    def sheet(self, pixels: Pixels, title: str | None, label: str | None = None) -> Sheet:
         """Lay out the images, with `label` above them and `title` below."""
-        sheet = _Sheet()
-        height, width = (side * self.scale + _GAP for side in pixels.shape[1:3])
-        gutter = sheet.width(self.names) + _PADDING
-        block = gutter + self.columns * width + _WIDE_GAP
-        top = _MARGIN + (2 * _FONT_SIZE if label is not None else 0)
+        sheet = Sheet()
+        height, width = (side * self.scale + GAP for side in pixels.shape[1:3])
+        gutter = sheet.width(self.names) + PADDING
+        block = gutter + self.columns * width + WIDE_GAP
+        top = MARGIN + (2 * FONT_SIZE if label is not None else 0)
         if label is not None:
-            sheet.text(_MARGIN + gutter, _MARGIN, _elide(label, 2 * _LONGEST_LABEL), "la")
+            sheet.text(MARGIN + gutter, MARGIN, _elide(label, 2 * _LONGEST_LABEL), "la")
         for place, (name, indices) in enumerate(
             zip(self.names, self.members.values(), strict=True)
         ):
-            left = _MARGIN + gutter + place // self.rows * block
+            left = MARGIN + gutter + place // self.rows * block
             y = top + place % self.rows * height
-            sheet.text(left - _PADDING, y + (height - _GAP) // 2, name, "rm")
+            sheet.text(left - PADDING, y + (height - GAP) // 2, name, "rm")
             for column, index in enumerate(indices[: self.columns]):
                 sheet.image(left + column * width, y, pixels[index], self.scale)
         sheet.footer(title, self.notes)
@@ -232,140 +235,27 @@ def _strip(
     members: dict[int, npt.NDArray[np.intp]],
     per_class: int,
     names: list[str],
-) -> _Sheet:
-    sheet = _Sheet()
+) -> Sheet:
+    sheet = Sheet()
     scale = _scale(moments[0][1].shape[1:3], _TILE)
     height, width = (side * scale for side in moments[0][1].shape[1:3])
     heads = [_elide(label, _LONGEST_LABEL) for label, _ in moments]
-    pitch = max(width + _GAP, sheet.width(heads) + _WIDE_GAP)
-    overhang = (pitch - _GAP - width) // 2
-    left = _MARGIN + max(sheet.width(names) + _PADDING, overhang)
+    pitch = max(width + GAP, sheet.width(heads) + WIDE_GAP)
+    overhang = (pitch - GAP - width) // 2
+    left = MARGIN + max(sheet.width(names) + PADDING, overhang)
     for column, head in enumerate(heads):
-        sheet.text(left + column * pitch + width // 2, _MARGIN, head, "ma")
-    y = _MARGIN + 2 * _FONT_SIZE
+        sheet.text(left + column * pitch + width // 2, MARGIN, head, "ma")
+    y = MARGIN + 2 * FONT_SIZE
     for name, indices in zip(names, members.values(), strict=True):
         lines = min(per_class, len(indices))
-        middle = y + (lines * (height + _GAP) - _GAP) // 2
-        sheet.text(left - _PADDING, middle, name, "rm")
+        middle = y + (lines * (height + GAP) - GAP) // 2
+        sheet.text(left - PADDING, middle, name, "rm")
         for index in indices[:lines]:
             for column, (_, pixels) in enumerate(moments):
                 sheet.image(left + column * pitch, y, pixels[index], scale)
-            y += height + _GAP
-        y += _WIDE_GAP - _GAP if per_class > 1 else 0
+            y += height + GAP
+        y += WIDE_GAP - GAP if per_class > 1 else 0
     return sheet
-
-
-@dataclass
-class _Sheet:
-    """Images and words with their places; the picture is as large as they need."""
-
-    images: list[tuple[int, int, Pixels]] = field(default_factory=list)
-    texts: list[tuple[int, int, str, str, str]] = field(default_factory=list)
-    right: int = 0
-    bottom: int = 0
-    font: FreeTypeFont = field(default_factory=lambda: _font())
-
-    def image(self, x: int, y: int, pixels: Pixels, scale: int) -> None:
-        enlarged = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
-        self.images.append((x, y, enlarged))
-        self._reach(x + enlarged.shape[1], y + enlarged.shape[0])
-
-    def text(self, x: int, y: int, words: str, anchor: str, colour: str = _INK) -> None:
-        words = " ".join(words.split())
-        _, _, right, bottom = self.font.getbbox(words, anchor=anchor)
-        self.texts.append((x, y, words, anchor, colour))
-        self._reach(x + round(right), y + round(bottom))
-
-    def footer(self, title: str | None, notes: list[str]) -> None:
-        """Add the title and what is left out as lines below everything else."""
-        left = min(x for x, _, _ in self.images)
-        parts = ", ".join(note for note in notes if note)
-        lines = [(line, _INK) for line in textwrap.wrap(title or "", max(40, self.right // 9))]
-        lines += [(f"showing {parts}", _GREY)] if parts else []
-        y = self.bottom + _WIDE_GAP
-        for words, colour in lines:
-            self.text(left, y, words, "la", colour)
-            y += _FONT_SIZE + _PADDING
-
-    def width(self, words: Sequence[str]) -> int:
-        return max(round(self.font.getlength(word)) for word in words)
-
-    def picture(self) -> Image:
-        from PIL import Image, ImageDraw
-
-        canvas = np.full((self.bottom + _MARGIN, self.right + _MARGIN, 3), 255, dtype=np.uint8)
-        for x, y, pixels in self.images:
-            canvas[y : y + pixels.shape[0], x : x + pixels.shape[1]] = pixels
-        picture = Image.fromarray(canvas)
-        pen = ImageDraw.Draw(picture)
-        for x, y, words, anchor, colour in self.texts:
-            pen.text((x, y), words, fill=colour, font=self.font, anchor=anchor)
-        return picture
-
-    def _reach(self, right: int, bottom: int) -> None:
-        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
-
-
-def _font() -> FreeTypeFont:
-    """Return the typeface of matplotlib, which every machine that draws has."""
-    import matplotlib
-    from PIL import ImageFont
-
-    return ImageFont.truetype(
-        Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", _FONT_SIZE
-    )
-
-
-def _gif(pictures: list[Image], durations: list[int], colours: int, grey: bool) -> bytes:
-    """Return the GIF whose frames share one palette, all as large as the largest."""
-    from PIL import Image
-
-    size = (max(p.width for p in pictures), max(p.height for p in pictures))
-    frames = [Image.new("RGB", size, "white") for _ in pictures]
-    for frame, picture in zip(frames, pictures, strict=True):
-        frame.paste(picture)
-    first, *rest = _greys(frames, colours) if grey else _colours(frames, colours)
-    stream = io.BytesIO()
-    first.save(
-        stream, "GIF", save_all=True, append_images=rest, duration=durations, loop=0, disposal=1
-    )
-    return stream.getvalue()
-
-
-def _greys(frames: list[Image], count: int) -> list[Image]:
-    """Return grey frames in `count` evenly spaced greys, black and white among them."""
-    entries = [round(level) for level in np.linspace(0, 255, count) for _ in range(3)]
-    nearest = np.rint(np.arange(256) * (count - 1) / 255).astype(np.uint8)
-    return [_indexed(nearest[np.asarray(frame.convert("L"))], entries) for frame in frames]
-
-
-def _colours(frames: list[Image], count: int) -> list[Image]:
-    """Return frames in white, ink and the colours that suit the first and the last frame.
-
-    The last one counts twice: it is looked at longest, and noise would claim most colours.
-    """
-    from PIL import Image
-
-    step = 1 + frames[0].width // 150  # some pixels tell the colours, all would take long
-    picked = [np.asarray(frame)[::step, ::step] for frame in (frames[0], frames[-1], frames[-1])]
-    sample = Image.fromarray(np.concatenate(picked))
-    main = sample.quantize(count - 2, Image.Quantize.MEDIANCUT, kmeans=3).getpalette() or []
-    entries = [*[255] * 3, *[34] * 3, *main[: 3 * (count - 2)]]
-    palette = _indexed(np.zeros((1, 1), dtype=np.uint8), entries)
-    reduced = []
-    for frame in frames:
-        index = np.array(frame.quantize(palette=palette, dither=Image.Dither.NONE))
-        index[(np.asarray(frame) == 255).all(axis=2)] = 0  # Pillow's search is not exact
-        reduced.append(_indexed(index, entries))
-    return reduced
-
-
-def _indexed(index: Pixels, entries: list[int]) -> Image:
-    from PIL import Image
-
-    picture = Image.fromarray(index)
-    picture.putpalette(entries)
-    return picture
 
 
 def _pixels(
@@ -477,35 +367,3 @@ def _elide(text: str, longest: int) -> str:
 def _hundredths(name: str, milliseconds: int) -> int:
     whole = validate.integer(name, milliseconds, at_least=20, at_most=60_000)
     return round(whole / 10) * 10
-
-
-def _target(path: str | os.PathLike[str], ending: str) -> Path:
-    target = Path(path)
-    if not target.name or target.suffix.lower() not in ("", ending):
-        raise InvalidValueError(f"path={str(path)!r} must end in {ending} or have no ending")
-    return target if target.suffix else target.with_suffix(ending)
-
-
-def _write_png(path: Path, sheet: _Sheet, channels: int) -> Path:
-    picture = sheet.picture()
-    stream = io.BytesIO()
-    (picture.convert("L") if channels == 1 else picture).save(stream, "PNG", optimize=True)
-    return _write(path, stream.getvalue())
-
-
-def _write(path: Path, content: bytes) -> Path:
-    """Write the file beside its place, then move it there in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"cannot write the picture {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    return path

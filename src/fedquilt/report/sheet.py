@@ -1,0 +1,120 @@
+"""A sheet of images and words, and pictures written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fedquilt.errors import InvalidValueError, StorageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+
+Pixels = npt.NDArray[np.uint8]
+
+MARGIN, GAP, WIDE_GAP, PADDING = 16, 3, 12, 8
+FONT_SIZE = 15
+_INK, _GREY = "#222222", "#777777"
+
+
+@dataclass
+class Sheet:
+    """Images and words with their places; the picture is as large as they need."""
+
+    images: list[tuple[int, int, Pixels]] = field(default_factory=list)
+    texts: list[tuple[int, int, str, str, str]] = field(default_factory=list)
+    right: int = 0
+    bottom: int = 0
+    font: FreeTypeFont = field(default_factory=lambda: _font())
+
+    def image(self, x: int, y: int, pixels: Pixels, scale: int) -> None:
+        enlarged = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+        self.images.append((x, y, enlarged))
+        self._reach(x + enlarged.shape[1], y + enlarged.shape[0])
+
+    def text(self, x: int, y: int, words: str, anchor: str, colour: str = _INK) -> None:
+        words = " ".join(words.split())
+        _, _, right, bottom = self.font.getbbox(words, anchor=anchor)
+        self.texts.append((x, y, words, anchor, colour))
+        self._reach(x + round(right), y + round(bottom))
+
+    def footer(self, title: str | None, notes: list[str]) -> None:
+        """Add the title and what is left out as lines below everything else."""
+        left = min(x for x, _, _ in self.images)
+        parts = ", ".join(note for note in notes if note)
+        lines = [(line, _INK) for line in textwrap.wrap(title or "", max(40, self.right // 9))]
+        lines += [(f"showing {parts}", _GREY)] if parts else []
+        y = self.bottom + WIDE_GAP
+        for words, colour in lines:
+            self.text(left, y, words, "la", colour)
+            y += FONT_SIZE + PADDING
+
+    def width(self, words: Sequence[str]) -> int:
+        return max(round(self.font.getlength(word)) for word in words)
+
+    def picture(self) -> Image:
+        from PIL import Image, ImageDraw
+
+        canvas = np.full((self.bottom + MARGIN, self.right + MARGIN, 3), 255, dtype=np.uint8)
+        for x, y, pixels in self.images:
+            canvas[y : y + pixels.shape[0], x : x + pixels.shape[1]] = pixels
+        picture = Image.fromarray(canvas)
+        pen = ImageDraw.Draw(picture)
+        for x, y, words, anchor, colour in self.texts:
+            pen.text((x, y), words, fill=colour, font=self.font, anchor=anchor)
+        return picture
+
+    def _reach(self, right: int, bottom: int) -> None:
+        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
+
+
+def _font() -> FreeTypeFont:
+    """Return the typeface of matplotlib, which every machine that draws has."""
+    import matplotlib
+    from PIL import ImageFont
+
+    return ImageFont.truetype(
+        Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", FONT_SIZE
+    )
+
+
+def target_of(path: str | os.PathLike[str], ending: str) -> Path:
+    target = Path(path)
+    if not target.name or target.suffix.lower() not in ("", ending):
+        raise InvalidValueError(f"path={str(path)!r} must end in {ending} or have no ending")
+    return target if target.suffix else target.with_suffix(ending)
+
+
+def write_png(path: Path, sheet: Sheet, channels: int) -> Path:
+    picture = sheet.picture()
+    stream = io.BytesIO()
+    (picture.convert("L") if channels == 1 else picture).save(stream, "PNG", optimize=True)
+    return write_whole(path, stream.getvalue())
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write the file beside its place, then move it there in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"cannot write the picture {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return path
