@@ -27,7 +27,7 @@ from fedquilt.learning import evaluate
 from fedquilt.models import make_model
 from fedquilt.randomness import generator
 
-NETWORK = TrainingSettings(epochs=1000)
+NETWORK = TrainingSettings(epochs=500)
 WIDTHS = (8, 10, 18, 20, 8)
 FAMILIES = "crop_cutout_scale_rotate"
 

@@ -12,11 +12,15 @@ from fedquilt.round import Federation
 from fedquilt.run_folder import RunFolder, storage_errors
 
 
-def grown_set(config: RunConfig, problem: Problem) -> ImageDataset | None:
-    """Return the synthetic set as it stands; None in a run that condenses nothing."""
+def grown_set(config: RunConfig, problem: Problem, whole: bool = False) -> ImageDataset | None:
+    """Return the synthetic set as it stands; None in a run that condenses nothing.
+
+    Classes that nobody has sent are left out, unless the `whole` set is wanted.
+    """
     if problem.condensing is None:
         return None
-    synthetic = problem.condensing.server.synthetic
+    server = problem.condensing.server
+    synthetic = server.synthetic if whole else server.grown()
     images = synthetic.images.detach().cpu().clone()
     return ImageDataset(
         images, synthetic.labels.cpu(), f"{config.dataset}-condensed", problem.num_classes
@@ -34,7 +38,8 @@ def keep_images(
 
     An observer that asks for it (`kept`) is told where they are.
     """
-    synthetic = grown_set(config, problem)
+    # On the way all images are kept: those of one round must fit those of another.
+    synthetic = grown_set(config, problem, whole=rounds is not None)
     if synthetic is None or folder is None:
         return
     path = folder.synthetic_path(rounds)
@@ -66,16 +71,21 @@ def catch_up(problem: Problem, federation: Federation) -> dict[str, float]:
 
 
 def condensation_record(
-    config: RunConfig, lines: list[dict[str, Any]], synthetic: ImageDataset
+    config: RunConfig,
+    problem: Problem,
+    lines: list[dict[str, Any]],
+    synthetic: ImageDataset,
 ) -> dict[str, Any]:
     """Return what result.json says of a condensation."""
     assert isinstance(config, CondenseConfig)
+    assert problem.condensing is not None
     seconds = [line["seconds"] for line in lines]
     return {
         "ipc": config.ipc,
         "images": len(synthetic),
         "bytes_up": sum(line.get("bytes_up", 0) for line in lines),
         "bytes_down": sum(line.get("bytes_down", 0) for line in lines),
+        "classes_not_sent": problem.condensing.server.not_sent(),
         "seconds": None if None in seconds else sum(seconds),
     }
 

@@ -210,14 +210,16 @@ def train_rounds(
     saved_at = time.monotonic()
     if not lines:
         keep_images(config, problem, folder, 0, observer)
-    if lines and (stopped := _reason_to_stop(config, federation, lines[-1])) is not None:
-        # The run had ended when it was killed, or its last round cannot be paid for again.
-        if "test_accuracy" not in lines[-1]:
-            lines[-1] |= measure(problem, federation)
-            keep_images(config, problem, folder, len(lines), observer)
+    if lines:
+        stopped = _reason_to_stop(config, federation, lines[-1])
+        # It may have been killed between keeping a release and looking at the model.
+        if "test_accuracy" not in lines[-1] and (stopped or _evaluates(config, len(lines))):
+            lines[-1] |= _look(config, problem, federation, folder, observer, len(lines))
             if folder is not None:
                 folder.amend_round(lines[-1])
-        return stopped
+            stopped = _reason_to_stop(config, federation, lines[-1])
+        if stopped is not None:
+            return stopped  # the run had ended when it was killed
     for round_index in range(len(lines), config.num_rounds):
         began = time.perf_counter()
         record = run_round(federation, round_index)
@@ -225,17 +227,24 @@ def train_rounds(
         private = None
         if federation.mechanism.claims:
             line, private = split_private(line)
-        last = round_index + 1 == config.num_rounds
-        if (round_index + 1) % config.eval_every == 0 or last:
-            line |= measure(problem, federation)
-            keep_images(config, problem, folder, round_index + 1, observer)
+        done = round_index + 1
+        last = done == config.num_rounds
         stopped = None if last else _reason_to_stop(config, federation, line)
-        if stopped is not None and "test_accuracy" not in line:
-            line |= measure(problem, federation)
-            keep_images(config, problem, folder, round_index + 1, observer)
+        early = _is_slow_and_paid(problem, federation) and folder is not None
+        if _evaluates(config, done) or stopped is not None:
+            if early and folder is not None:
+                folder.append_round(line, private)
+                _save(folder, problem, federation, done)
+            line |= _look(config, problem, federation, folder, observer, done)
+            stopped = None if last else _reason_to_stop(config, federation, line)
+        else:
+            early = False
         lines.append(line)
         if folder is not None:
-            folder.append_round(line, private)
+            if early:
+                folder.amend_round(line)
+            else:
+                folder.append_round(line, private)
             # With a ledger, a round that has to run again costs privacy: save every round.
             due = time.monotonic() - saved_at >= CHECKPOINT_SECONDS
             if due or federation.account is not None:
@@ -246,6 +255,30 @@ def train_rounds(
         if stopped is not None:
             return stopped
     return None
+
+
+def _evaluates(config: RunConfig, done: int) -> bool:
+    """Tell whether the model is looked at after so many rounds."""
+    return done % config.eval_every == 0 or done == config.num_rounds
+
+
+def _is_slow_and_paid(problem: Problem, federation: Federation) -> bool:
+    """Tell whether looking at the model takes long and the release before it was paid for."""
+    return problem.condensing is not None and federation.account is not None
+
+
+def _look(
+    config: RunConfig,
+    problem: Problem,
+    federation: Federation,
+    folder: RunFolder | None,
+    observer: Observer | None,
+    done: int,
+) -> dict[str, Any]:
+    """Measure the model and keep a condensation's images; return what was measured."""
+    measured = measure(problem, federation)
+    keep_images(config, problem, folder, done, observer)
+    return measured
 
 
 def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, Any]) -> str | None:
@@ -339,7 +372,7 @@ def _finish(
         result["slices"] = problem.costs(config.method)
     synthetic = grown_set(config, problem)
     if synthetic is not None:
-        result["condensation"] = condensation_record(config, lines, synthetic)
+        result["condensation"] = condensation_record(config, problem, lines, synthetic)
         keep_images(config, problem, folder)
     problem.flat.write(federation.weights)
     module = problem.whole_model()

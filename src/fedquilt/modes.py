@@ -75,7 +75,7 @@ def make_mechanism(
     if config.mode == "fedavg":
         return NoPrivacy(flat.names, config.delta)
     if config.mode == "fednum" and condensing is not None:
-        return NoPrivacy((*condensing.released, *flat.names), config.delta, condensing.notes)
+        return NoPrivacy(condensing.released, config.delta, condensing.notes)
     if condensing is None:
         refuse_buffers(flat, config.mode)  # else only the server trains
     if config.mode == "certified":

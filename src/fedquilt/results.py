@@ -52,6 +52,8 @@ class RunResult:
         own: dict[str, Any] = {
             k: self.result[k] for k in ("slices", "condensation") if k in self.result
         }
+        if self.result.get("stopped"):
+            own["stopped"] = self.result["stopped"]
         return {
             "mode": self.result["mode"],
             "dataset": metadata["dataset"],

@@ -258,8 +258,10 @@ class RunFolder:
         """
         asked = self.wanted_baselines() if wanted is None else wanted
         content = {"schema_version": SCHEMA_VERSION, "wanted": asked, "rows": finite(rows)}
+        # Beside a claim they are the owner's alone: they come from raw data.
+        mode = 0o600 if self.read_config().mode == "certified" else 0o666
         with storage_errors(self.path):
-            self._replace("baselines.json", json.dumps(content, indent=1).encode())
+            self._replace("baselines.json", json.dumps(content, indent=1).encode(), mode)
 
     def wanted_baselines(self) -> list[str] | None:
         """Return the baselines that were asked for when the run began; None: not known."""
@@ -293,11 +295,11 @@ class RunFolder:
         """Return what ties a checkpoint to this run's configuration."""
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
 
-    def _replace(self, name: str, content: bytes) -> None:
+    def _replace(self, name: str, content: bytes, mode: int = 0o666) -> None:
         """Write a file whole or not at all, and make it durable."""
         temporary = self.path / f".{name}.tmp"
         try:
-            mode = 0o600 if name == "private.jsonl" else 0o666
+            mode = 0o600 if name == "private.jsonl" else mode
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(temporary, flags, mode), "wb") as stream:
                 stream.write(content)

@@ -147,6 +147,7 @@ def test_the_direction_is_centred_and_of_length_one() -> None:
     released = nothing()
     source = torch.Generator().manual_seed(9)
     released.head = 1e3 * torch.randn(CLASSES, WIDTH, generator=source) + 7
+    released.residuals_seen = 1
     direction = released.direction()
     torch.testing.assert_close(direction.sum(dim=0), torch.zeros(WIDTH), atol=1e-5, rtol=0)
     assert torch.linalg.vector_norm(direction, dim=1).mean().item() == pytest.approx(1, rel=1e-5)

@@ -17,10 +17,11 @@ import torch
 from condensing_samples import certified, condense, images_of, small
 
 from fedquilt import experiment
+from fedquilt.condensing.bounded import GrowingServer
 from fedquilt.config import RunConfig
 from fedquilt.data import load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, load, run_config
+from fedquilt.experiment import RunResult, load, resume_run, run_config
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.run_folder import RunFolder
 from run_processes import Ended, Nursery, environment
@@ -210,21 +211,43 @@ def test_certified_killed_and_resumed(
     assert_equal_runs(folder, whole(config))
 
 
-def test_a_lost_round_with_secret_noise_is_paid_for_and_drawn_again(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_lost_round_with_secret_noise_is_paid_for_again(nursery: Nursery, tmp_path: Path) -> None:
     """One client joins a round and may join both: the lost one can be paid for again."""
     changes = {"noise_seed": None, "num_rounds": 2, "eval_every": 2, "policy": "worst_case"}
     config = certified(**{**BOUNDED, **changes, "clients_per_round": 1})
     folder = killed(nursery, config, tmp_path, ("round", 2))
     path = folder / "synthetic" / "round_0002.safetensors"
-    lost, picture = load_condensed(path).images, path.with_suffix(".png").read_bytes()
+    assert not path.exists(), "images are grown when the release is kept"
     resume(nursery, folder)
-    assert not torch.equal(load_condensed(path).images, lost)
-    assert path.with_suffix(".png").read_bytes() != picture
+    assert path.exists()
+    assert path.with_suffix(".png").exists()
     assert load(folder).statement.epsilon_max <= 6
     with Ledger.open(folder / "ledger.sqlite", read_only=True) as ledger:
         assert ledger.verify().ok
+
+
+def test_an_interruption_while_images_grow_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release is in a checkpoint by then: the resumed run does not pay for it twice."""
+    config = certified(**{**BOUNDED, "noise_seed": None, "eval_every": 2})
+    config = config.replace(output_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(GrowingServer, "_grow", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_config(config)
+    folder = only_folder(tmp_path)
+    assert rounds_saved(folder) == 2
+    finished = resume_run(folder)
+    assert finished.result["history"]["evaluation_rounds"] == [2, 3]
+    with Ledger.open(folder / "ledger.sqlite", read_only=True) as ledger:
+        (population,) = ledger.populations()
+        assert set(population.joins().tolist()) == {3}
+    assert finished.statement.epsilon_max <= 6
+
+
+def _interrupt(server: GrowingServer) -> float:
+    raise KeyboardInterrupt
 
 
 def test_a_round_that_cannot_be_paid_again_leaves_the_images_of_the_others(

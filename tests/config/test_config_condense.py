@@ -135,7 +135,7 @@ ROUND_TRIPS: list[dict[str, Any]] = [
     {"mode": "certified", "augmentation": "auto", "mean_rounds": 3, "eval_every": 3},
     {"ipc": 3, "image_lr": 1e-7, "batch_num": 128, "model_n": 4, "embed_layer": "body.0"},
     {"join_ratio": 1, "feature_model": "perturbed", "rho": 0.0, "seed": 5},
-    {"clients_per_round": 1, "image_lr": None, "batch_num": None, "num_clients": None},
+    {"clients_per_round": 1, "image_lr": None, "batch_num": None},
     {"availability": "beta", "init_method": "real_sample", "max_samples": 0},
     {"embed_layer": 'quoted "layer" \\ \x7f'},
 ]

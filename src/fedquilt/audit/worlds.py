@@ -241,12 +241,12 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
         "clients_per_round": CLIENTS,
         "availability": availability,
         "num_rounds": case.num_rounds,
-        "learning_rate": 0.5,
-        "local_epochs": 1,
         "epsilon": 6.0,
         "seed": seed,
         "device": "cpu",
     }
+    if case.settings.get("method") != "condense":
+        shared |= {"learning_rate": 0.5, "local_epochs": 1}
     config = build_config({**shared, **case.settings})
     draws = generator(seed, "replay data")
     side = _CONDENSED_SIDE if isinstance(config, CondenseConfig) else 2

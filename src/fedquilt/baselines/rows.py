@@ -27,8 +27,19 @@ def condensation_row(finished: RunResult) -> dict[str, Any]:
         "rounds": finished.result["rounds"],
         "seconds": record["seconds"],
         "raw": settings["init_method"] == "real_sample",
-        "note": "",
+        "note": _note(record["classes_not_sent"], settings["min_group"]),
     }
+
+
+def _note(missing: list[int], min_group: int) -> str:
+    """Say which classes are missing, and why."""
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    return (
+        f"nobody sent the classes {names}: no client holds min_group={min_group} samples of "
+        "them; they are left out of the images and of training"
+    )
 
 
 def baseline_row(

@@ -142,7 +142,8 @@ def draw_pictures(finished: RunResult) -> list[Path]:
         if not file.with_suffix(".png").exists():
             draw_one(file)
     pictures = [final.with_suffix(".png")]
-    info, labels = condensed_info(final), load_condensed(final).targets
+    info = condensed_info(final)
+    labels = load_condensed(files[-1] if files else final).targets
     frames = [
         (f"round {condensed_info(file)['about']['rounds']}", load_condensed(file).images)
         for file in files
@@ -160,6 +161,11 @@ def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]
     from fedquilt.report import condensation_table
 
     print(condensation_table(rows))
+    if finished.result["stopped"]:
+        print(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
+    beside = [row["name"] for row in rows[1:]]
+    if finished.statement.is_bounded and beside:
+        print(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
     print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
     if finished.folder is not None:
         print(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")

@@ -69,8 +69,8 @@ class Released:
     ----------
     means_total : [K, D + 1]
         Sum of the released tables of means.
-    means_seen : int
-        How many they are.
+    means_seen, residuals_seen : int
+        How many releases of each kind there were.
     head : [K, D]
         The linear head that the residuals have built.
     """
@@ -78,6 +78,7 @@ class Released:
     means_total: torch.Tensor
     head: torch.Tensor
     means_seen: int = 0
+    residuals_seen: int = 0
 
     @classmethod
     def nothing(cls, classes: int, features: int, device: torch.device) -> Released:
@@ -100,6 +101,7 @@ class Released:
     def take_residuals(self, table: torch.Tensor, step: float) -> None:
         """Move the head along a release of residuals."""
         self.head = (self.head + step * table[:, :-1]).to(self.head.dtype)
+        self.residuals_seen += 1
 
     def means(self) -> torch.Tensor:
         """Return the class means, [K, D], of norm about sqrt(D).
@@ -115,8 +117,15 @@ class Released:
         return means.to(self.head.dtype)
 
     def direction(self) -> torch.Tensor:
-        """Return the head centred over classes, its rows of norm 1 on average."""
-        centred = self.head - self.head.mean(dim=0)
+        """Return the head centred over classes, its rows of norm 1 on average.
+
+        While only means are known, the head is their directions: a linear rule on rows
+        of unequal length would prefer the classes whose means happen to be long.
+        """
+        head = self.head
+        if not self.residuals_seen:
+            head = functional.normalize(self.means(), dim=1)
+        centred = head - head.mean(dim=0)
         size = torch.linalg.vector_norm(centred, dim=1).mean()
         direction: torch.Tensor = centred / size.clamp(min=1e-12)
         return direction

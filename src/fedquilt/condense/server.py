@@ -154,6 +154,7 @@ class FedNumServer:
     def _build(self) -> Federation:
         """Put the parts of the round together."""
         from fedquilt.aggregation import EndToEnd
+        from fedquilt.condensing.build import RELEASED
         from fedquilt.condensing.client_objects_build import make_parts, notes_on
         from fedquilt.learning import FlatModel
         from fedquilt.population import ParticipationTracker
@@ -166,12 +167,11 @@ class FedNumServer:
         check_outputs(self._flat.module, sample, self.info)
         engine, server = make_parts(config, model, sample, clients, self.all_classes)
         self.synthetic = server.synthetic
-        names = ("class statistics", *self._flat.names)
         return Federation(
             select=self._cohort,
             tracker=ParticipationTracker(len(clients)),
             engine=engine,
-            mechanism=NoPrivacy(names, config.delta, notes_on(clients, config.init_method)),
+            mechanism=NoPrivacy(RELEASED, config.delta, notes_on(clients, config.init_method)),
             server=server,
             learning_rate_at=lambda round_index: config.model_lr,
             weights=self._flat.read().clone(),

@@ -53,6 +53,14 @@ class SyntheticSet:
         labels = torch.tensor(self.classes, device=self.images.device)
         return labels.repeat_interleave(self.ipc)
 
+    def of(self, classes: Sequence[int]) -> SyntheticSet:
+        """Return the images of some classes; all of them when that is none."""
+        chosen = tuple(label for label in self.classes if label in set(classes))
+        if chosen in ((), self.classes):
+            return self
+        places = [place for place, label in enumerate(self.classes) if label in chosen]
+        return SyntheticSet(self.by_class()[places].flatten(0, 1), chosen, self.ipc)
+
     def by_class(self) -> torch.Tensor:
         """Return the images as [classes, ipc, C, H, W], without a copy."""
         return self.images.view(len(self.classes), self.ipc, *self.images.shape[1:])

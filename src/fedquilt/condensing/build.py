@@ -30,6 +30,9 @@ from fedquilt.models.features import make_feature_model
 from fedquilt.models.features.frozen import count_features
 from fedquilt.randomness import generator
 
+RELEASED = ("class statistics", "synthetic images", "the model trained on them")
+"""What a condensation lets others see."""
+
 
 @dataclass(frozen=True, eq=False)
 class Condensing:
@@ -88,7 +91,7 @@ def _make_grouped(
         seed=config.seed,
     )
     device = task.inputs.device
-    released = ("class statistics", "synthetic images")
+    released = RELEASED
     notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
     return Condensing(engine, server, lambda: EndToEnd(device), released, tuple(notes))
 
@@ -105,7 +108,9 @@ def _make_bounded(
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
     front = make_feature_model(config.front, shape, num_classes).front.to(device)
     released = Released.nothing(num_classes, count_features(front), device)
-    schedule = Schedule(config.num_rounds, config.rounds_of_means, config.head_step)
+    # Updates are scaled to the clip, so the step is in units of it.
+    step = config.head_step / config.clip_norm
+    schedule = Schedule(config.num_rounds, config.rounds_of_means, step)
     senders = config.cohort_limit(len(task.clients)) if config.amplification else None
     engine = BoundedEngine(task, front, released, schedule, senders)
     mean, std = normalisation(config, shape[0])
@@ -119,7 +124,6 @@ def _make_bounded(
         std=std,
         drawings=config.drawings,
         growing=GrowingSettings(),
-        trains_in=_at_evaluations(config),
         seed=config.seed,
     )
     notes = (
@@ -127,9 +131,8 @@ def _make_bounded(
         "the model are computed from the noised sums alone",
         f"features come from a public front ({config.front}) and images begin as public drawings",
     )
-    covered = ("class statistics", "synthetic images", "the model trained on them")
     size = released.means_total.numel()
-    return Condensing(engine, server, lambda: RunningMean(size, device), covered, notes)
+    return Condensing(engine, server, lambda: RunningMean(size, device), RELEASED, notes)
 
 
 def make_lens(

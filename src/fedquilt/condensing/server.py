@@ -65,12 +65,14 @@ class CondensingServer:
         self._restarts = restarts
         self._seed = seed
         self._report: dict[str, float] = {}
+        self._sent: set[int] = set()
         self._behind = -1  # the round whose images the model has not been trained on yet
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Match the images to the tables in `update`; return the weights trained on them."""
         index = self.lens.round_index
         table = StatisticsTable.unpack(update, self.lens.num_features, self.lens.num_logits)
+        self._sent |= set(table.classes.tolist())
         up, down = self._traffic()
         self._report = {
             "bytes_up": up,
@@ -98,9 +100,17 @@ class CondensingServer:
         if self._behind < 0:
             return weights, {}
         start = None if self._restarts else weights
-        trained, loss = self._trainer.train(start, self.synthetic, self._behind, self.progress)
+        trained, loss = self._trainer.train(start, self.grown(), self._behind, self.progress)
         self._behind = -1
         return trained, {"epoch_avg_loss": loss}
+
+    def grown(self) -> SyntheticSet:
+        """Return the images of the classes that somebody has sent; the others are noise still."""
+        return self.synthetic.of(sorted(self._sent))
+
+    def not_sent(self) -> list[int]:
+        """Return the classes that nobody has sent so far."""
+        return [label for label in self.synthetic.classes if label not in self._sent]
 
     def _match(self, table: StatisticsTable, index: int) -> float:
         average = self.matching.loss_computation == "avg-loss"
@@ -129,12 +139,14 @@ class CondensingServer:
         return {
             "images": self.synthetic.images.detach().cpu().numpy(),
             "behind": np.array(self._behind),
+            "sent": np.array(sorted(self._sent), dtype=np.int64),
         }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
         """Take over what `state` returned."""
         self.synthetic.images.copy_(kept(state, "images", self.synthetic.images))
         self._behind = int(state["behind"])
+        self._sent = set(state["sent"].tolist())
 
 
 def kept(state: dict[str, NDArray[Any]], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,11 @@ FOREIGN = (
 
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
 _BOUNDED = "Certified condensation"
-# What serves a certified condensation where nobody said otherwise.
-CERTIFIED = {
+# What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
+# so a bound wants many; groups need clients with enough samples of a class.
+FEDNUM: dict[str, Any] = {"num_clients": 20}
+CERTIFIED: dict[str, Any] = {
+    "num_clients": 100,
     "model": "hog-linear",
     "num_rounds": 40,
     "eval_every": 20,
@@ -176,6 +179,11 @@ class CondenseConfig(RunConfig):
         if self.rounds_of_means > self.num_rounds:
             raise InvalidValueError(
                 f"mean_rounds={self.mean_rounds} must be <= num_rounds={self.num_rounds}"
+            )
+        if self.clipping == "quantile" and self.normalise_updates:
+            raise InvalidValueError(
+                "clipping='quantile' must be 'fixed' with normalise_updates=True: every vector "
+                "is scaled to the clip, and its own length plays no part"
             )
         if self.drawings < self.ipc:
             raise InvalidValueError(f"drawings={self.drawings} must be >= ipc={self.ipc}")

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import validate
-from fedquilt.config.condense import ALIASES, CERTIFIED, CondenseConfig, with_package_names
+from fedquilt.config.condense import (
+    ALIASES,
+    CERTIFIED,
+    FEDNUM,
+    CondenseConfig,
+    with_package_names,
+)
 from fedquilt.config.run import RunConfig, option_fields
 from fedquilt.config.seeds import PRESETS
 from fedquilt.errors import FedquiltError, InvalidValueError
@@ -56,8 +62,11 @@ def _build(
     merged.update(from_file)
     merged.update(settings)
     check_keys(merged, "configuration", kind)
-    if kind is CondenseConfig and merged.get("mode") == "certified":
-        merged = {**CERTIFIED, **merged}
+    if kind is CondenseConfig:
+        usual = CERTIFIED if merged.get("mode") == "certified" else FEDNUM
+        if merged.get("dataset") == "custom" or merged.get("partition") == "writer":
+            usual = {key: value for key, value in usual.items() if key != "num_clients"}
+        merged = {**usual, **merged}
     if kind is RunConfig and merged.get("method", "full") != "full":
         merged.setdefault("mode", "fedavg")
     if merged.get("method") == "depthfl":
