@@ -210,7 +210,7 @@ def train_rounds(
     saved_at = time.monotonic()
     if not lines:
         keep_images(config, problem, folder, 0, observer)
-    if lines:
+    else:
         stopped = _reason_to_stop(config, federation, lines[-1])
         # It may have been killed between keeping a release and looking at the model.
         if "test_accuracy" not in lines[-1] and (stopped or _evaluates(config, len(lines))):
@@ -218,6 +218,8 @@ def train_rounds(
             if folder is not None:
                 folder.amend_round(lines[-1])
             stopped = _reason_to_stop(config, federation, lines[-1])
+        elif "test_accuracy" in lines[-1]:
+            catch_up(problem, federation)  # its checkpoint may be older than its line
         if stopped is not None:
             return stopped  # the run had ended when it was killed
     for round_index in range(len(lines), config.num_rounds):
@@ -230,18 +232,17 @@ def train_rounds(
         done = round_index + 1
         last = done == config.num_rounds
         stopped = None if last else _reason_to_stop(config, federation, line)
-        early = _is_slow_and_paid(problem, federation) and folder is not None
-        if _evaluates(config, done) or stopped is not None:
-            if early and folder is not None:
-                folder.append_round(line, private)
-                _save(folder, problem, federation, done)
+        evaluates = _evaluates(config, done) or stopped is not None
+        kept = evaluates and _is_slow_and_paid(problem, federation)
+        if kept and folder is not None:
+            folder.append_round(line, private)
+            _save(folder, problem, federation, done)
+        if evaluates:
             line |= _look(config, problem, federation, folder, observer, done)
             stopped = None if last else _reason_to_stop(config, federation, line)
-        else:
-            early = False
         lines.append(line)
         if folder is not None:
-            if early:
+            if kept:
                 folder.amend_round(line)
             else:
                 folder.append_round(line, private)

@@ -246,6 +246,28 @@ def test_an_interruption_while_images_grow_costs_nothing(
     assert finished.statement.epsilon_max <= 6
 
 
+def test_an_interruption_before_the_last_checkpoint_leaves_no_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line tells an accuracy, the checkpoint is from before the images grew."""
+    config = certified(**BOUNDED).replace(output_dir=str(tmp_path))
+    amend = RunFolder.amend_round
+
+    def amend_and_stop(folder: RunFolder, record: dict[str, Any]) -> None:
+        amend(folder, record)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "amend_round", amend_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_config(config)
+    folder = only_folder(tmp_path)
+    finished = resume_run(folder)
+    grown = load_condensed(folder / "synthetic" / "round_0003.safetensors").images
+    assert torch.equal(images_of(finished), grown)
+    assert torch.equal(load_condensed(folder / "condensed.safetensors").images, grown)
+
+
 def _interrupt(server: GrowingServer) -> float:
     raise KeyboardInterrupt
 
