@@ -127,7 +127,7 @@ def _make_bounded(
         seed=config.seed,
     )
     notes = (
-        "clients send one bounded vector over all classes and round; the synthetic images and "
+        "clients send one bounded vector a round, over all classes; the synthetic images and "
         "the model are computed from the noised sums alone",
         f"features come from a public front ({config.front}) and images begin as public drawings",
     )
