@@ -340,7 +340,7 @@ def test_own_model_learns_and_names_itself(here: Path) -> None:
     ("clients", "options", "match"),
     [
         ([], {}, r"clients=\[\]"),
-        ([[0], []], {}, r"clients\[1\] must be a non-empty list"),
+        ([[0], ["a"]], {}, r"clients\[1\] must be a list of sample numbers"),
         ([[0], [60]], {}, r"clients\[1\] must hold numbers >= 0 and < 60.*60"),
         ([[0], [-1]], {}, r"clients\[1\].*-1"),
         ([[0.5]], {}, r"clients\[0\]"),

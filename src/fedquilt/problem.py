@@ -25,6 +25,7 @@ from fedquilt.learning import (
     Task,
     freeze_others,
     make_engine,
+    public_inputs,
 )
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
@@ -81,7 +82,7 @@ class Problem:
         if self.slicing is not None:
             return cost_table(self.slicing)
         count, flat = len(self.task.clients), self.flat
-        sample = self.task.inputs[:1]
+        sample = self.task.public().inputs[:1]
         return cost_of_everybody(method, self.model_width, count, flat.vector, flat.module, sample)
 
 
@@ -116,7 +117,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         torch_seed(config.seed, "model"),
     )
     config = _settle(config, len(clients))
-    return config, _assemble(config, model, train, test, clients, held_out)
+    return config, _assemble(config, model, train, test, clients, held_out, train.num_classes)
 
 
 def problem_from(
@@ -127,7 +128,9 @@ def problem_from(
     clients: Sequence[Sequence[int] | NDArray[Any]],
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
-    train_set, test_set = as_dataset(train), as_dataset(test)
+    # In a private mode bad samples make their client's update zero, and nobody is told.
+    train_set = as_dataset(train, finite=config.mode in ("fedavg", "fednum"))
+    test_set = as_dataset(test)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -140,7 +143,9 @@ def problem_from(
         )
     config = _settle(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
-    return config, _assemble(config, model, train_set, test_set, parts, none)
+    # What classes there are is public knowledge: the model's, not the largest label's.
+    known = train_set.num_classes if isinstance(train, ImageDataset) else None
+    return config, _assemble(config, model, train_set, test_set, parts, none, known)
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
@@ -160,7 +165,11 @@ def build_engine(config: RunConfig, problem: Problem) -> Engine:
     """Build step 3: how clients are trained, or what they send instead."""
     if problem.condensing is not None:
         return problem.condensing.engine
-    settings = LocalSettings(config.local_epochs, config.batch_size, config.fedprox_mu, config.seed)
+    # Under a secret coin the shape of a program must not tell how many it kept.
+    rows = config.cohort_limit(len(problem.task.clients)) if problem.selector.secret else None
+    settings = LocalSettings(
+        config.local_epochs, config.batch_size, config.fedprox_mu, config.seed, rows
+    )
     if problem.slicing is not None:
         return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
     return make_engine(config.engine, problem.flat.module, problem.task, settings)
@@ -237,7 +246,9 @@ def _assemble(
     test: ImageDataset,
     clients: list[NDArray[np.int64]],
     held_out: NDArray[np.int64],
+    num_classes: int | None,
 ) -> Problem:
+    """Put data and model on the device; None for the classes: as many as the model has."""
     device = pick_device(config.device)
     inputs, targets = train.images.to(device), train.targets.to(device)
     index = torch.from_numpy(held_out)
@@ -250,36 +261,42 @@ def _assemble(
         inputs, tests = precompute(front, inputs), precompute(front, tests)
         model = model.on_features()
     freeze_others(model, config.patterns("trainable"))
+    sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
     model_width = "1"
     if config.method == "smallest":
-        model, width = smallest_model(config, model, inputs[:2], len(clients))
+        model, width = smallest_model(config, model, sample, len(clients))
         model_width = str(width)
     problem = Problem(
         task=Task(inputs, targets, clients),
         test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=FlatModel(model, inputs[:2]),
-        num_classes=train.num_classes,
+        flat=FlatModel(model, sample),
+        num_classes=num_classes or 0,
         model_width=model_width,
         selector=build_selector(config, len(clients)),
         input_shape=input_shape,
         front=front,
     )
     check_mode(config, problem.flat)
-    _check_outputs(problem)
+    outputs = _check_outputs(problem)
+    problem = dataclasses.replace(problem, num_classes=num_classes or outputs)
     if isinstance(config, CondenseConfig):
         condensing = make_condensing(config, problem.flat.module, problem.task, problem.num_classes)
         return dataclasses.replace(problem, condensing=condensing)
-    slicing = make_slicing(config, problem.flat, inputs[:2], len(clients))
+    slicing = make_slicing(config, problem.flat, sample, len(clients))
     return dataclasses.replace(problem, slicing=slicing)
 
 
 @torch.no_grad()
-def _check_outputs(problem: Problem) -> None:
-    """Try one input of each set, so that a misfit is an error here and not in round 0."""
+def _check_outputs(problem: Problem) -> int:
+    """Try one input of each kind, so that a misfit is an error here and not in round 0.
+
+    Returns how many scores the model gives.
+    """
     module = problem.flat.module.eval()
+    scores = 0
     for name, inputs, targets in (
-        ("training", problem.task.inputs, problem.task.targets),
+        ("training", problem.task.public().inputs, problem.task.targets),
         ("test", *problem.test),
     ):
         if len(targets) == 0:
@@ -296,19 +313,24 @@ def _check_outputs(problem: Problem) -> None:
                 f"the model must return one score for each of {int(targets.max()) + 1} classes of "
                 f"the {name} data; it returns a tensor of shape {tuple(outputs.shape)}"
             )
+        scores = int(outputs.shape[1])
+    return scores
 
 
 def _checked_clients(
     clients: Sequence[Sequence[int] | NDArray[Any]], size: int
 ) -> list[NDArray[np.int64]]:
-    """Return the index lists as arrays; empty clients and foreign samples are errors."""
+    """Return the index lists as arrays; samples that are not in the data are an error."""
     if len(clients) == 0:
         raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
     parts = []
     for client, indices in enumerate(clients):
         part = np.asarray(indices)
-        if part.ndim != 1 or part.size == 0 or part.dtype.kind not in "iu":
-            raise InvalidValueError(f"clients[{client}] must be a non-empty list of sample numbers")
+        if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
+            raise InvalidValueError(f"clients[{client}] must be a list of sample numbers")
+        if part.size == 0:  # a client without data is a client: it joins and sends zero
+            parts.append(np.zeros(0, dtype=np.int64))
+            continue
         if part.min() < 0 or part.max() >= size:
             raise InvalidValueError(
                 f"clients[{client}] must hold numbers >= 0 and < {size}, the size of the data; "

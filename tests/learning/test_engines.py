@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -66,7 +67,7 @@ def assert_agree(updates: list[ClientUpdate], reference: list[ClientUpdate]) -> 
     for update, wanted in zip(updates, reference, strict=True):
         difference = (update.delta - wanted.delta).abs().max()
         assert difference <= 1e-5 * wanted.delta.norm()
-        assert update.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert update.loss == pytest.approx(wanted.loss, rel=1e-5, nan_ok=True)
 
 
 def by_hand(model: nn.Module, task: Task, how: LocalSettings, client: int) -> torch.Tensor:
@@ -185,7 +186,8 @@ def test_client_without_samples_sends_nothing() -> None:
     engine = BatchedEngine(model, task, settings())
     for cohort in ([4], [4, 0]):
         empty = next(engine.train(start_of(model), cohort, 0, 0.1))
-        assert (empty.num_examples, empty.loss) == (0, 0.0)
+        assert empty.num_examples == 0
+        assert math.isnan(empty.loss)
         assert not empty.delta.any()
     assert list(engine.train(start_of(model), [], 0, 0.1)) == []
 
@@ -207,33 +209,23 @@ def test_group_size_follows_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= large < small <= weights_alone
 
 
-def test_dropout_repeats_on_the_batched_engine_and_leaves_torch_alone() -> None:
+def test_dropout_draws_the_same_on_both_engines_and_leaves_torch_alone() -> None:
     model, task = seeded(Dropping), make_task()
     start = start_of(model)
     state = torch.get_rng_state()
     runs = [two_rounds(BatchedEngine(model, task, settings()), start) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a.delta, b.delta) for a, b in zip(*runs, strict=True))
-    reference = two_rounds(SequentialEngine(model, task, settings()), start)
-    assert not torch.allclose(runs[0][0].delta, reference[0].delta)
+    assert_agree(runs[0], two_rounds(SequentialEngine(model, task, settings()), start))
 
 
-def test_dropout_differs_between_clients_and_agrees_on_average() -> None:
+def test_dropout_differs_between_clients() -> None:
     model, samples = seeded(Dropping), np.arange(40)
     task = Task(make_task().inputs, make_task().targets, [samples] * 300)
     one_step = settings(epochs=1, batch_size=40)
-    batched, sequential = (
-        torch.stack([u.delta for u in engine.train(start_of(model), range(300), 0, 0.1)])
-        for engine in (
-            BatchedEngine(model, task, one_step),
-            SequentialEngine(model, task, one_step),
-        )
-    )
-    assert len({float(row.norm()) for row in batched}) == 300
-    # The error of a mean of 300 draws; the difference of two has sqrt(2) of it.
-    error = sequential.std(0).norm() / 300**0.5
-    assert (batched.mean(0) - sequential.mean(0)).norm() < 2 * error
-    assert batched.std(0).norm() == pytest.approx(float(sequential.std(0).norm()), rel=0.05)
+    engine = BatchedEngine(model, task, one_step)
+    rows = torch.stack([u.delta for u in engine.train(start_of(model), range(300), 0, 0.1)])
+    assert len({float(row.norm()) for row in rows}) == 300
 
 
 @pytest.mark.parametrize(
@@ -253,11 +245,16 @@ def test_batched_refuses_what_it_cannot_run(model: nn.Module, reason: str) -> No
         BatchedEngine(model, make_task(), settings())
 
 
-def test_batched_refuses_labels_that_the_loss_leaves_out() -> None:
-    task = make_task()
+def test_labels_that_the_loss_leaves_out_are_left_out_of_the_mean() -> None:
+    model, task = seeded(MLP, SHAPE, 10), make_task()
     task.targets[7] = -100
-    with pytest.raises(InvalidValueError, match="-100"):
-        BatchedEngine(MLP(SHAPE, 10), task, settings())
+    start = start_of(model)
+    batched, alone = (
+        [update.delta for update in kind(model, task, settings()).train(start, range(4), 0, 0.1)]
+        for kind in (BatchedEngine, SequentialEngine)
+    )
+    for ours, theirs in zip(batched, alone, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_batched_passes_on_an_error_of_the_model() -> None:

@@ -103,7 +103,7 @@ def model_bytes(problem: Problem) -> int:
 
 def own_model(problem: Problem) -> FlatModel:
     """Return a copy of the model with its first weights; the problem's stays as it is."""
-    return FlatModel(problem.flat.module, problem.task.inputs[:2])
+    return FlatModel(problem.flat.module, problem.task.public().inputs)
 
 
 def augmentation(config: CondenseConfig, task: Task) -> Augmentation:
@@ -115,7 +115,7 @@ def matching_settings(
     config: CondenseConfig, problem: Problem, steps: int, logit_loss_type: str
 ) -> MatchingSettings:
     """Return how the condensation moves its images, for another number of steps."""
-    sample = problem.task.inputs[:1]
+    sample = problem.task.public().inputs[:1]
     with torch.no_grad():
         model = embedding_model(problem.flat.module, config.embed_layer)
         features = embed_and_forward(model, sample)[0].shape[1]

@@ -59,7 +59,7 @@ def make_condensing(
             "(channels, height, width) to be condensed"
         )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))
-    trainer = Trainer(model, task.inputs, training_of(config), augmentation, config.seed)
+    trainer = Trainer(model, task.public().inputs, training_of(config), augmentation, config.seed)
     if config.mode == "certified":
         return _make_bounded(config, task, trainer, num_classes)
     return _make_grouped(config, model, task, trainer)
@@ -70,7 +70,7 @@ def _make_grouped(
 ) -> Condensing:
     """Build FedNum: tables of means over groups, matching."""
     classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
-    lens = make_lens(config, model, task.inputs[:2], trainer.augmentation, classes)
+    lens = make_lens(config, model, task.public().inputs, trainer.augmentation, classes)
     engine = StatisticsEngine(
         task,
         lens,

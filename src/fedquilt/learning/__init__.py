@@ -9,6 +9,7 @@ from fedquilt.learning.engine import (
     LossOf,
     Task,
     make_engine,
+    public_inputs,
 )
 from fedquilt.learning.evaluate import evaluate
 from fedquilt.learning.flat import FlatModel, freeze_others
@@ -25,4 +26,5 @@ __all__ = [
     "evaluate",
     "freeze_others",
     "make_engine",
+    "public_inputs",
 ]

@@ -6,13 +6,18 @@ client k's weights alone, so the gradient of the *sum* of the K losses with
 respect to the stack is every client's own gradient, in one backward pass.
 
 Clients hold different numbers of samples.  A batch that is shorter than the
-widest one of its step is padded with samples of weight zero, and a client with
-no step left drops out of the program: rows are sorted by number of steps, so
-the clients still training are always the first ones.
+program is wide is padded with samples of weight zero, and a client with no step
+left drops out of the program: rows are sorted by number of steps, so the clients
+still training are always the first ones.
+
+A client's row must be the same whoever stands beside it, or the others' data would
+show in its update.  Its batches and its random layers follow from its own seed
+(`draws`), and the program runs in shapes that compute alike (`shapes`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,21 +28,27 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.local import client_seed, epoch_batches, seeded_layers
-from fedquilt.learning.stack import ModelStack, group_size, obstacle
-from fedquilt.randomness import torch_seed
+from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state
+from fedquilt.learning.shapes import ProgramShapes
+from fedquilt.learning.stack import Batch, ModelStack, group_size, obstacle
+
+# A batch size up to this is a program's width whoever is in it; a larger one, which
+# stands for "all samples", is cut down to the next power of two of what a client holds.
+_COMMON_WIDTH = 128
+# The label that torch's cross-entropy leaves out of the mean.
+_IGNORED_LABEL = -100
+# How many sample numbers are laid out at once.
+_LAID_OUT = 2**22
 
 
 class BatchedEngine:
     """Train many clients at once; memory is one model and one batch a client.
 
-    The batches are those of the sequential engine, so updates agree with it up
-    to floating-point rounding.  The exception is a model that draws random
-    numbers while it trains (dropout): its masks are drawn for the whole group,
-    so the two engines agree in distribution only.  The draw is seeded by
-    (seed, round, group); the same run on this engine repeats exactly, as long
-    as the clients fall into the same groups.
+    Batches and dropout masks are those of the sequential engine, so updates agree with
+    it up to floating-point rounding.  A client's update does not depend on which other
+    clients are in its group, nor on how many samples they hold.
 
     The updates of one group are rows of one matrix, which lives as long as one
     of them does.
@@ -72,6 +83,10 @@ class BatchedEngine:
         self.task = task
         self.settings = settings
         self._stack = ModelStack(model, task)
+        self._shapes = ProgramShapes(self._stack)
+        stack = self._stack
+        refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
+        stack.reset()
         if max_clients_per_group is None:
             max_clients_per_group = group_size(self._stack, settings.batch_size)
         self.max_clients_per_group = validate.integer(
@@ -92,39 +107,92 @@ class BatchedEngine:
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         clients = [int(client) for client in cohort]
-        for group, first in enumerate(range(0, len(clients), self.max_clients_per_group)):
-            members = clients[first : first + self.max_clients_per_group]
-            plan = _plan(self.task, members, self.settings, round_index)
-            with seeded_layers(
-                self.task.inputs.device, torch_seed(self.settings.seed, "group", round_index, group)
-            ):
-                deltas, losses = self._train_group(start, plan, learning_rate)
-            for client, row in zip(members, plan.row_of, strict=True):
+        most = self.settings.group_rows or len(clients)
+        rows = max(1, min(self.max_clients_per_group, most))
+        for first in range(0, len(clients), rows):
+            members = clients[first : first + rows]
+            full = rows if self.settings.group_rows else len(members)
+            yield from self._train_members(start, members, full, round_index, learning_rate)
+
+    def _train_members(
+        self,
+        start: torch.Tensor,
+        members: list[int],
+        rows: int,
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Train clients in programs of `rows` rows, one for each width they need."""
+        done: dict[int, ClientUpdate] = {}
+        sizes = [len(self.task.clients[client]) for client in members]
+        widths = [program_width(size, self.settings.batch_size) for size in sizes]
+        for width in sorted(set(widths)):
+            group = [c for c, w in zip(members, widths, strict=True) if w == width]
+            sorted_rows = self._shapes.rows_are_alike(rows, width)
+            table = BatchTable(self.task, group, self.settings, round_index, sorted_rows)
+            deltas, losses = self._train_group(start, table, rows, width, learning_rate)
+            for row, client in enumerate(table.clients):
                 size = len(self.task.clients[client])
-                yield ClientUpdate(client, deltas[row], size, losses[row])
+                loss = losses[row] if size else math.nan
+                done[client] = ClientUpdate(client, deltas[row], size, loss)
+        for client in members:
+            yield done.pop(client)
 
     def _train_group(
-        self, start: torch.Tensor, plan: _Plan, learning_rate: float
+        self,
+        start: torch.Tensor,
+        table: BatchTable,
+        rows: int,
+        width: int,
+        learning_rate: float,
     ) -> tuple[torch.Tensor, list[float]]:
         """Run all steps of a group; nothing waits for the device until the end."""
-        stack, count = self._stack, len(plan.row_of)
-        weights = stack.spread(start, count)
+        stack, count = self._stack, len(table.clients)
+        stack.reset()
+        weights = stack.spread(start, rows)
         pull = learning_rate * self.settings.fedprox_mu
         anchors = stack.spread(start, 1) if pull else []
         loss_sum = torch.zeros(count, device=start.device)
         leaves: list[torch.Tensor] = []
-        for samples, shares, sizes in plan.steps():
-            if not leaves or len(leaves[0]) != len(samples):
-                leaves = [tensor[: len(samples)].detach().requires_grad_() for tensor in weights]
-            hidden = None if plan.hidden is None else plan.hidden[: len(samples)]
-            losses = (stack.losses(leaves, samples, hidden) * shares).sum(1)
+        program = self._program(table, rows, width)
+        for step in table.steps(program, rows, width, len(stack.draw_shapes)):
+            if not leaves or len(leaves[0]) != len(step.samples):
+                some = slice(len(step.samples))
+                leaves = [tensor[some].detach().requires_grad_() for tensor in weights]
+            batch = Batch(
+                self.task.inputs[step.samples],
+                self.task.targets[step.samples],
+                step.keys,
+                step.hidden,
+            )
+            losses = (stack.losses(leaves, batch) * step.shares).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-            _move(leaves, gradients, anchors, learning_rate, pull)
-            loss_sum[: len(samples)].addcmul_(losses.detach(), sizes)
-        return stack.gather(weights, start), (loss_sum / plan.seen).tolist()
+            _move(leaves, gradients, anchors, learning_rate, pull, step.active)
+            loss_sum[: step.active].addcmul_(losses.detach()[: step.active], step.sizes)
+        deltas = stack.gather([tensor[:count] for tensor in weights], start)
+        return deltas, (loss_sum / table.seen.to(start.device)).tolist()
+
+    def _program(self, table: BatchTable, rows: int, width: int) -> list[tuple[int, int]]:
+        """Return the shape of each step's program, at most rows x width."""
+        if not table.sorted_rows:
+            return [(rows, width)] * len(table.active)
+        return [
+            self._shapes.fit(active, widest, rows, width)
+            for active, widest in zip(table.active, table.widths, strict=True)
+        ]
 
     def close(self) -> None:
         """Hold nothing beyond the working model, give nothing back."""
+
+
+def program_width(size: int, batch_size: int) -> int:
+    """Return how wide the program of a client of so many samples is.
+
+    A function of the client's own size and of public numbers.
+    """
+    if batch_size <= _COMMON_WIDTH:
+        return batch_size
+    return min(batch_size, max(_COMMON_WIDTH, 1 << max(0, size - 1).bit_length()))
 
 
 @torch.no_grad()
@@ -134,67 +202,115 @@ def _move(
     anchors: list[torch.Tensor],
     learning_rate: float,
     pull: float,
+    active: int,
 ) -> None:
-    """Take one step in place: w <- w + pull * (w_start - w) - lr * gradient."""
+    """Take one step in place: w <- w + pull * (w_start - w) - lr * gradient.
+
+    Only the first `active` rows move; the others fill the program up.
+    """
+    some = slice(active)
     if anchors:
         for leaf, anchor in zip(leaves, anchors, strict=True):
-            leaf.lerp_(anchor, pull)
-    used = [(w, g) for w, g in zip(leaves, gradients, strict=True) if g is not None]
+            leaf[some].lerp_(anchor, pull)
+    used = [(w[some], g[some]) for w, g in zip(leaves, gradients, strict=True) if g is not None]
     torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """All local steps of a group, laid out before the first one runs.
+class Step:
+    """One step of a program: rows beyond `active` and samples of share 0 only fill it up.
 
-    `samples` holds one row a batch, those of the first step first; step t has
-    `active[t]` rows, for the first so many clients of the group in the plan's
-    order, and uses `widths[t]` columns of them.  `shares` is 1/(batch size) for a
-    sample of the batch and 0 for padding.  Padding repeats the last sample of the
-    batch, so it cannot bring in a value that the client does not have.  `hidden` are
-    the clients' rows of the class mask, in the plan's order.
+    `shares` is 1/(batch size) for a sample of the batch; `sizes` [active] are the sizes of
+    the batches, `keys` those of the random layers' draws.
     """
 
-    row_of: list[int]
-    active: list[int]
-    widths: list[int]
+    active: int
     samples: torch.Tensor
     shares: torch.Tensor
     sizes: torch.Tensor
-    seen: torch.Tensor
+    keys: list[torch.Tensor]
     hidden: torch.Tensor | None
 
-    def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the samples and shares [active, width] and the sizes [active] of each step."""
-        parts = (torch.split(t, self.active) for t in (self.samples, self.shares, self.sizes))
-        for width, samples, shares, sizes in zip(self.widths, *parts, strict=True):
-            yield samples[:, :width], shares[:, :width], sizes
 
+class BatchTable:
+    """All local steps of a group: who trains on which samples when.
 
-def _plan(task: Task, clients: list[int], settings: LocalSettings, round_index: int) -> _Plan:
-    """Lay out a group's steps on the host and move them to the device at once."""
-    counts = np.array([len(task.clients[client]) for client in clients])
-    order = np.argsort(-counts, kind="stable")
-    begins, sizes = _batch_table(counts[order], settings)
-    step, row = np.nonzero(sizes)
-    lengths = sizes[step, row][:, None]
-    column = np.arange(sizes.max(initial=0))
-    place = begins[step, row][:, None] + np.minimum(column, lengths - 1)
-    in_order = [clients[member] for member in order]
-    shuffled = _shuffled(task, in_order, settings, round_index)
-    device = task.inputs.device
-    lengths_there = torch.from_numpy(lengths).to(device)
-    inside = torch.arange(len(column), device=device) < lengths_there
-    return _Plan(
-        row_of=np.argsort(order).tolist(),
-        active=np.count_nonzero(sizes, axis=1).tolist(),
-        widths=sizes.max(axis=1, initial=0).tolist(),
-        samples=torch.from_numpy(shuffled[place]).to(device),
-        shares=inside / lengths_there,
-        sizes=lengths_there[:, 0].float(),
-        seen=torch.from_numpy(sizes.sum(axis=0)).to(device).clamp(min=1),
-        hidden=None if task.class_mask is None else task.class_mask.hidden[in_order],
-    )
+    Rows are clients, those with most samples first where rows may be sorted.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        clients: list[int],
+        settings: LocalSettings,
+        round_index: int,
+        sorted_rows: bool,
+    ) -> None:
+        counts = np.array([len(task.clients[client]) for client in clients], dtype=np.int64)
+        order = np.argsort(-counts, kind="stable") if sorted_rows else np.arange(len(clients))
+        self.clients = [clients[member] for member in order]
+        self.sorted_rows = sorted_rows
+        self._task = task
+        self._begins, self._sizes = _batch_table(counts[order], settings)
+        seeds = [client_seed(settings, round_index, client) for client in self.clients]
+        self._seeds = np.array(seeds, dtype=np.uint64)
+        self._shuffled = _shuffled(task, self.clients, settings, seeds)
+        # Row numbers, not how many: unsorted clients may end in any order.
+        last = np.arange(1, len(clients) + 1) * (self._sizes > 0)
+        self.active: list[int] = last.max(axis=1, initial=0).tolist()
+        self.widths: list[int] = self._sizes.max(axis=1, initial=0).tolist()
+        self.seen = torch.from_numpy(self._sizes.sum(axis=0)).clamp(min=1)
+
+    def steps(
+        self, shapes: list[tuple[int, int]], rows: int, columns: int, draws: int
+    ) -> Iterator[Step]:
+        """Yield the steps, each in its shape (at most rows x columns), with keys of its draws."""
+        block = max(1, _LAID_OUT // (rows * columns))
+        for first in range(0, len(shapes), block):
+            yield from self._block(first, shapes[first : first + block], rows, columns, draws)
+
+    def _block(
+        self, first: int, shapes: list[tuple[int, int]], rows: int, columns: int, draws: int
+    ) -> Iterator[Step]:
+        """Lay out a stretch of steps on the host and move it to the device at once."""
+        device = self._task.inputs.device
+        steps = slice(first, first + len(shapes))
+        missing = ((0, 0), (0, rows - len(self.clients)))
+        sizes = np.pad(self._sizes[steps], missing)[..., None]
+        place = np.pad(self._begins[steps], missing)[..., None]
+        place = place + np.minimum(np.arange(columns), np.maximum(sizes - 1, 0))
+        samples = self._shuffled[np.minimum(place, len(self._shuffled) - 1)]
+        there = torch.from_numpy(samples).to(device)
+        lengths = torch.from_numpy(sizes).to(device)
+        inside = torch.arange(columns, device=device) < lengths
+        if self._task.targets.dim() == 1 and not self._task.targets.is_floating_point():
+            inside &= self._task.targets[there] != _IGNORED_LABEL
+            lengths = inside.sum(-1, keepdim=True)
+        shares = torch.where(inside, 1.0 / lengths.clamp(min=1), 0.0)
+        number = np.arange(first, first + len(shapes))[:, None]
+        seeds = np.pad(self._seeds, (0, rows - len(self._seeds)))
+        keys = [
+            torch.from_numpy(draw_keys(seeds, number, draw)).to(device) for draw in range(draws)
+        ]
+        hidden = self._hidden(rows)
+        for t, (count, width) in enumerate(shapes):
+            active = self.active[first + t]
+            yield Step(
+                active,
+                there[t, :count, :width],
+                shares[t, :count, :width],
+                lengths[t, :active, 0].float(),
+                [part[t, :count] for part in keys],
+                None if hidden is None else hidden[:count],
+            )
+
+    def _hidden(self, rows: int) -> torch.Tensor | None:
+        """Return the clients' rows of the class mask; rows that fill up hide nothing."""
+        mask = self._task.class_mask
+        if mask is None:
+            return None
+        nothing = mask.hidden.new_zeros(rows - len(self.clients), mask.hidden.shape[1])
+        return torch.cat([mask.hidden[self.clients], nothing])
 
 
 def _batch_table(
@@ -216,7 +332,7 @@ def _batch_table(
 
 
 def _shuffled(
-    task: Task, clients: list[int], settings: LocalSettings, round_index: int
+    task: Task, clients: list[int], settings: LocalSettings, seeds: list[int]
 ) -> NDArray[np.int64]:
     """Return the clients' samples of all epochs, as the sequential engine draws them.
 
@@ -224,10 +340,11 @@ def _shuffled(
     steps of a small model take less time than handling every batch on the host.
     """
     shuffle = torch.Generator()
-    epochs = [torch.empty(0, dtype=torch.int64)]
-    for client in clients:
-        shuffle.manual_seed(client_seed(settings, round_index, client))
+    epochs: list[torch.Tensor] = []
+    for client, seed in zip(clients, seeds, strict=True):
+        shuffle.manual_seed(seed)
         index = torch.as_tensor(task.clients[client], dtype=torch.int64)
-        for _ in range(settings.epochs):
-            epochs.extend(epoch_batches(index, max(1, index.shape[0]), shuffle, 1))
-    return torch.cat(epochs).numpy()
+        for _ in range(settings.epochs if len(index) else 0):
+            epochs.extend(epoch_batches(index, len(index), shuffle, 1))
+    # One more, so that there is something to point at where a program is filled up.
+    return torch.cat([*epochs, torch.zeros(1, dtype=torch.int64)]).numpy()

@@ -29,6 +29,11 @@ class LocalSettings:
     batch_size: int
     fedprox_mu: float
     seed: int
+    group_rows: int | None = None
+    """How many clients a program of the batched engine is made for; None: those it is given.
+
+    Where a secret coin decides who is given to the engine, the number must not follow it.
+    """
 
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,9 +64,32 @@ class Task:
     clients: Sequence[NDArray[np.int64]] = field(repr=False)
     class_mask: ClassMask | None = None
 
+    def public(self) -> Task:
+        """Return two made-up samples in the shape of the real ones, held by one client.
+
+        Whatever is tried on a model before it trains (which buffers move, whether it can
+        run as a stack) is decided for all clients, so no client's data may decide it.
+        """
+        inputs = public_inputs(self.inputs, 2)
+        targets = self.targets.new_zeros(2, *self.targets.shape[1:])
+        return Task(inputs, targets, [np.arange(2)])
+
     def index(self, client: int) -> torch.Tensor:
         """Return the sample numbers of a client, on the data's device."""
         return torch.as_tensor(self.clients[client], device=self.inputs.device)
+
+
+def public_inputs(like: torch.Tensor, count: int, seed: int = 0) -> torch.Tensor:
+    """Return samples that nobody holds, in shape, type and place like those of `like`.
+
+    Normal numbers; where samples are whole numbers (token ids), zeros and ones in turn.
+    """
+    shape = (count, *like.shape[1:])
+    if not like.is_floating_point():
+        turns = torch.arange(count, device=like.device) % 2
+        return turns.to(like.dtype).view(count, *(1,) * (len(shape) - 1)).expand(shape).clone()
+    draws = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return draws.to(device=like.device, dtype=like.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 from fedquilt.errors import InvalidValueError
+from fedquilt.learning.state import ModuleState
+
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class FlatModel:
     model : nn.Module
         Any model; it is copied, never changed.
     sample : tensor, optional
-        A small batch of inputs, on the device where the copy shall live.  A
-        forward pass in training mode tells which buffers move; without a
+        A small batch of public inputs, on the device where the copy shall live.
+        Forward passes in training mode tell which buffers move; without a
         sample every buffer counts as constant.
     """
 
@@ -67,6 +70,30 @@ class FlatModel:
         self.parameters: list[torch.Tensor] = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
+        self._state: ModuleState | None = None
+
+    def remember(self) -> ModuleState:
+        """Take a picture of the module's whole state, to which `restore` goes back."""
+        buffers = [self.module.get_buffer(s.name) for s in self.segments if s.is_buffer]
+        self._state = ModuleState(self.module, [*self.parameters, *buffers])
+        return self._state
+
+    def restore(self) -> None:
+        """Put back everything that `write` does not write: see `ModuleState`.
+
+        Back to what `remember` saw; the first call, without it, is when that is seen.
+        """
+        if self._state is None:
+            self.remember()
+            return
+        self._state.restore()
+        for tensor in self.module.parameters():
+            tensor.grad = None
+        own = (s for s in self.segments if not s.is_buffer)
+        for segment, parameter in zip(own, self.parameters, strict=True):
+            view = self._view(segment)
+            if parameter.dtype == view.dtype and parameter.data_ptr() != view.data_ptr():
+                parameter.data = view
 
     def _adopt(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter a view of the vector, where its type allows it.
@@ -186,13 +213,17 @@ def freeze_others(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
-    """Return the names of the buffers that a forward pass in training mode changes."""
+    """Return the names of the buffers that forward passes in training mode change.
+
+    Several passes, with gradients: some statistics move late, or only in training.
+    """
     if next(model.buffers(), None) is None:
         return []
     probe = copy.deepcopy(model).train()
     before = {name: buffer.clone() for name, buffer in probe.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(sample)):
-        probe(sample)
+    with torch.enable_grad(), torch.random.fork_rng(devices=_cuda_devices(sample)):
+        for _ in range(_PASSES):
+            probe(sample)
     return [
         name
         for name, buffer in probe.named_buffers()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.learning.engine import LocalSettings, Loss
+from fedquilt.errors import InvalidValueError
+from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
+from fedquilt.learning.engine import LocalSettings, Loss, LossOf, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.randomness import torch_seed
+
+_TRIAL_STEPS = 3
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
@@ -46,30 +53,93 @@ def train_client(
     settings: LocalSettings,
     seed: int,
     loss_of_batch: Loss = cross_entropy,
+    draws: ClientDraws | None = None,
 ) -> float:
-    """Train from `start` on the samples in `index`; return the mean loss.
+    """Train from `start` on the samples in `index`; return the mean loss, NaN without samples.
 
     Plain SGD on a loss, w <- w - lr * (grad + mu * (w - w_start)).
     Cross-entropy of log-probabilities equals their negative log-likelihood, so
     models may end in logits or in log-probabilities.
+
+    The module starts from the same complete state for every client, and everything
+    random follows from `seed`: nothing of another client can reach this one.
     """
+    flat.restore()
     flat.write(start)
     flat.module.train()
     parameters = flat.parameters
     anchors = _views(flat, start) if settings.fedprox_mu else None
-    shuffle = torch.Generator().manual_seed(seed)
-    smallest = 2 if flat.needs_pairs else 1
     loss_sum = torch.zeros((), device=inputs.device)
     seen = 0
-    with seeded_layers(inputs.device, seed):
-        for _ in range(settings.epochs):
-            for batch in epoch_batches(index, settings.batch_size, shuffle, smallest):
-                loss = loss_of_batch(flat.module, inputs[batch], targets[batch])
-                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                _step(parameters, gradients, anchors, learning_rate, settings.fedprox_mu)
-                loss_sum += loss.detach() * len(batch)
-                seen += len(batch)
-    return float(loss_sum) / max(seen, 1)
+    with seeded_layers(inputs.device, seed), own_draws(draws):
+        for step, batch in enumerate(_batches(index, settings, seed, flat)):
+            if draws is not None:
+                draws.begin(bits_of(seed, step))
+            loss = loss_of_batch(flat.module, inputs[batch], targets[batch])
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            _step(parameters, gradients, anchors, learning_rate, settings.fedprox_mu)
+            loss_sum += loss.detach() * len(batch)
+            seen += len(batch)
+    return float(loss_sum) / seen if seen else math.nan
+
+
+def _batches(
+    index: torch.Tensor, settings: LocalSettings, seed: int, flat: FlatModel
+) -> Iterator[torch.Tensor]:
+    """Yield the batches of all epochs; none for a client without samples."""
+    shuffle = torch.Generator().manual_seed(seed)
+    smallest = 2 if flat.needs_pairs else 1
+    for _ in range(settings.epochs if len(index) else 0):
+        yield from epoch_batches(index, settings.batch_size, shuffle, smallest)
+
+
+def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
+    """Return the draws of a model whose layers draw random numbers, None where none does."""
+    before = flat.read().clone()
+    draws = ClientDraws()
+    draws.begin(bits_of(0, 0))
+    flat.restore()
+    flat.module.train()
+    with torch.no_grad(), seeded_layers(public.inputs.device, 0), draws:
+        flat.module(public.inputs)
+    flat.restore()
+    flat.write(before)
+    return draws if draws.shapes else None
+
+
+def refuse_hidden_state(
+    flat: FlatModel,
+    public: Task,
+    settings: LocalSettings,
+    draws: ClientDraws | None,
+    loss_of: LossOf = lambda client, round_index: cross_entropy,
+) -> None:
+    """Refuse a model that does not train alike twice in a row from the same state.
+
+    What `FlatModel.restore` cannot see, a global variable or an object of another
+    library, would carry one client's data over to the next.
+    """
+    before = flat.read().clone()
+    index = torch.arange(2, device=public.inputs.device)
+    how = LocalSettings(_TRIAL_STEPS, 2, settings.fedprox_mu, settings.seed)
+    trained = []
+    for _ in range(2):
+        loss = loss_of(0, 0)
+        train_client(flat, before, public.inputs, public.targets, index, 0.1, how, 0, loss, draws)
+        trained.append(flat.read().clone())
+    flat.restore()
+    flat.write(before)
+    # Sums of a GPU may come in another order each time; state that moves shows more.
+    slack = 1e-3 if public.inputs.device.type == "cuda" else 0.0
+    first, second = trained
+    if not torch.allclose(first, second, rtol=slack, atol=slack, equal_nan=True):
+        hidden = flat.remember().opaque
+        what = ", ".join(hidden) if hidden else "a global variable, or one of a function"
+        raise InvalidValueError(
+            "the model must train alike from the same state, whoever was trained before; it does "
+            f"not: its forward pass changes something that cannot be put back ({what}). "
+            "Keep such state in tensors, numbers or lists of the module"
+        )
 
 
 @torch.no_grad()
@@ -94,17 +164,25 @@ def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
 
 @contextmanager
 def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
-    """Let dropout and the like draw from `seed`, and put torch's own state back after."""
+    """Let all global generators draw from `seed`, and put their own state back after.
+
+    Those of torch, and those of Python and NumPy, which a user's layer may use.
+    """
     on_gpu = device.type == "cuda"
     cpu_state = torch.get_rng_state()
     gpu_state = torch.cuda.get_rng_state(device) if on_gpu else None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         if on_gpu:
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(seed)
         yield
     finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         torch.set_rng_state(cpu_state)
         if gpu_state is not None:
             torch.cuda.set_rng_state(gpu_state, device)

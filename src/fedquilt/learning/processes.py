@@ -34,7 +34,7 @@ from fedquilt import validate
 from fedquilt.errors import FedquiltError, InvalidValueError, NotReadyError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed
+from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
 from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, work
 
 # One job in training and one waiting, so that a worker need not wait for the next.
@@ -81,13 +81,17 @@ class ProcessEngine:
         self._limit = validate.integer("workers", limit, at_least=1)
         self.task = task
         self.settings = settings
-        vector = FlatModel(model, task.inputs[:2]).vector
+        pickled = _pickled(model)
+        public = task.public()
+        flat = FlatModel(model, public.inputs)
+        flat.remember()
+        refuse_hidden_state(flat, public, settings, find_draws(flat, public))
         self._context = _context()
         self._setting = Setting(
-            model=SharedTensor.copy_of(self._context, _pickled(model)),
+            model=SharedTensor.copy_of(self._context, pickled),
             inputs=SharedTensor.copy_of(self._context, task.inputs),
             targets=SharedTensor.copy_of(self._context, task.targets),
-            start=SharedTensor.copy_of(self._context, vector),
+            start=SharedTensor.copy_of(self._context, flat.vector),
             settings=settings,
         )
         self._start = self._setting.start.open()

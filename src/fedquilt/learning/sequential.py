@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Loss, LossOf, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed, cross_entropy, train_client
+from fedquilt.learning.local import (
+    client_seed,
+    cross_entropy,
+    find_draws,
+    refuse_hidden_state,
+    train_client,
+)
 
 
 class SequentialEngine:
@@ -28,7 +34,11 @@ class SequentialEngine:
         self.task = task
         self.settings = settings
         self._loss_of = loss_of or self._default_loss
-        self._flat = FlatModel(model, task.inputs[:2])
+        public = task.public()
+        self._flat = FlatModel(model, public.inputs)
+        self._flat.remember()
+        self._draws = find_draws(self._flat, public)
+        refuse_hidden_state(self._flat, public, settings, self._draws, self._loss_of)
 
     def train(
         self,
@@ -56,6 +66,7 @@ class SequentialEngine:
             self.settings,
             client_seed(self.settings, round_index, client),
             self._loss_of(client, round_index),
+            self._draws,
         )
         return ClientUpdate(client, self._flat.read() - start, len(index), loss)
 

@@ -2,55 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
-from fedquilt.learning.engine import Task
+from fedquilt.errors import InvalidValueError
+from fedquilt.learning.draws import ClientDraws, bits_of, hashed_bits, own_draws
+from fedquilt.learning.engine import ClassMask, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import seeded_layers
+from fedquilt.learning.local import find_draws, seeded_layers
 
-_IGNORED_LABEL = -100
 _GPU_SHARE = 0.4
 _CPU_BYTES = 2**28
+# Memory is reckoned for batches up to this size, whatever the clients really hold.
+_WIDEST = 512
+
+
+class Batch(NamedTuple):
+    """One step of K clients: samples [K, B, ...] and targets [K, B].
+
+    `keys` are the keys of the step's draws, one [K, 2] for each; `hidden` are rows of the
+    task's class mask, [K, classes].
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    keys: Sequence[torch.Tensor] = ()
+    hidden: torch.Tensor | None = None
 
 
 class ModelStack:
     """A model that runs with K sets of weights at once."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
-        self.task = task
-        self.flat = FlatModel(model, task.inputs[:2])
-        self.flat.module.train()
-        self._forward: Callable[..., torch.Tensor] = vmap(self._one, randomness="different")
+        self.public = task.public()
+        self.flat = FlatModel(model, self.public.inputs)
+        self.state = self.flat.remember()
+        self.mask: ClassMask | None = task.class_mask
+        self.draws = find_draws(self.flat, self.public)
+        self.draw_shapes = [] if self.draws is None else list(self.draws.shapes)
+        self.reset()
+        # Whatever draws in another way than `draws` is an error: see `obstacle`.
+        self._forward: Callable[..., torch.Tensor] = vmap(self._one, randomness="error")
 
-    def _one(self, weights: list[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    def _one(
+        self, weights: list[torch.Tensor], inputs: torch.Tensor, bits: list[torch.Tensor]
+    ) -> torch.Tensor:
         named = dict(zip(self.flat.names, weights, strict=True))
+        if self.draws is not None:
+            self.draws.begin(_given(bits))
         outputs: torch.Tensor = functional_call(self.flat.module, named, (inputs,))
         return outputs
 
-    def losses(
-        self,
-        weights: list[torch.Tensor],
-        samples: torch.Tensor,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the loss of each sample, [K, B], under its client's weights.
+    def reset(self) -> None:
+        """Put the module back as it was, ready to train."""
+        self.flat.restore()
+        self.flat.module.train()
 
-        `hidden` are the rows of the task's class mask, [K, classes].
-        """
-        outputs = self._forward(weights, self.task.inputs[samples])
-        if hidden is not None and self.task.class_mask is not None:
-            outputs = self.task.class_mask.apply(outputs, hidden[:, None, :])
-        targets = self.task.targets[samples]
+    def losses(self, weights: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the loss of each sample, [K, B], under its client's weights."""
+        count, width = batch.targets.shape[:2]
+        bits = [
+            hashed_bits(keys, width * shape[1:].numel()).view(count, width, *shape[1:])
+            for keys, shape in zip(batch.keys, self.draw_shapes, strict=True)
+        ]
+        with own_draws(self.draws):
+            outputs = self._forward(weights, batch.inputs, bits)
+        if batch.hidden is not None and self.mask is not None:
+            outputs = self.mask.apply(outputs, batch.hidden[:, None, :])
         losses = functional.cross_entropy(
-            outputs.flatten(0, 1), targets.flatten(0, 1), reduction="none"
+            outputs.flatten(0, 1), batch.targets.flatten(0, 1), reduction="none"
         )
         return (
-            losses.view(*samples.shape, -1).mean(2) if losses.dim() > 1 else losses.view_as(samples)
+            losses.view(count, width, -1).mean(2) if losses.dim() > 1 else losses.view(count, width)
         )
 
     def spread(self, vector: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -73,27 +101,51 @@ class ModelStack:
             torch.sub(tensor.view(count, -1), start[part], out=rows[:, part])
         return rows
 
+    def trial_keys(self, count: int) -> list[torch.Tensor]:
+        """Return keys for the draws of a trial step of `count` clients."""
+        random = torch.Generator().manual_seed(0)
+        keys = torch.randint(-(2**31), 2**31, (len(self.draw_shapes), count, 2), generator=random)
+        return list(keys.to(torch.int32).to(self.flat.vector.device))
+
+
+def _given(bits: list[torch.Tensor]) -> Callable[[int, torch.Size, torch.device], torch.Tensor]:
+    """Return draws that were made before the step, for all of its clients."""
+
+    def draw(number: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        if number >= len(bits) or bits[number].shape[1:] != shape[1:]:
+            raise InvalidValueError(
+                "engine='batched' cannot train this model: its layers draw other random numbers "
+                "than in its first pass; use engine='sequential' or engine='processes'"
+            )
+        return bits[number]
+
+    return draw
+
 
 def obstacle(model: nn.Module, task: Task) -> str | None:
     """Return why the model cannot run as a stack, or None when it can.
 
-    What cannot be read off the model is tried: one step on two clients of two
-    samples.  An error of the model itself, stacked or not, is raised as it is.
+    What cannot be read off the model is tried, on public samples: one step on two clients
+    of two samples.  An error of the model itself, stacked or not, is raised as it is.
     """
     stack = ModelStack(model, task)
     if stack.flat.buffer_names:
         moving = ", ".join(stack.flat.buffer_names)
         return f"a training step changes its buffers ({moving}), as BatchNorm does"
-    if not task.targets.is_floating_point() and bool((task.targets == _IGNORED_LABEL).any()):
-        return f"the targets hold {_IGNORED_LABEL}, the label that the loss leaves out"
-    with seeded_layers(task.inputs.device, 0):
-        if _mixes_samples(stack.flat.module, task.inputs):
+    if any(shape[0] != len(stack.public.inputs) for shape in stack.draw_shapes):
+        return "a random layer of it draws for something else than the samples of a batch"
+    with seeded_layers(stack.public.inputs.device, 0):
+        if _mixes_samples(stack):
             return "its output for a sample depends on the other samples of the batch"
         plain = _plain_gradients(stack)
+        stack.reset()
         try:
             stacked, _ = _trial_step(stack)
         except Exception as error:
             return f"torch.func.vmap cannot run it ({_first_line(error)})"
+    moved = stack.state.moved()
+    if moved:
+        return f"a forward pass changes {', '.join(moved)}"
     for name, one, many in zip(stack.flat.names, plain, stacked, strict=True):
         if one is not None and many is None:
             return f"torch.func.functional_call does not reach its parameter {name}"
@@ -105,20 +157,29 @@ def _first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _mixes_samples(module: nn.Module, inputs: torch.Tensor) -> bool:
+def _mixes_samples(stack: ModelStack) -> bool:
     """Tell whether another second sample changes the first one's output."""
-    first, second = inputs[:1], inputs[-1:]
-    other = 1 - 2 * second if inputs.is_floating_point() else first
+    first, second = stack.public.inputs[:1], stack.public.inputs[1:]
+    other = 1 - 2 * second if second.is_floating_point() else first
     outputs = []
     for neighbour in (second, other):
-        with seeded_layers(inputs.device, 0):
-            outputs.append(module(torch.cat([first, neighbour]))[0])
+        stack.reset()
+        with seeded_layers(first.device, 0), own_draws(stack.draws):
+            _begin(stack.draws)
+            outputs.append(stack.flat.module(torch.cat([first, neighbour]))[0])
     return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
+def _begin(draws: ClientDraws | None) -> None:
+    if draws is not None:
+        draws.begin(bits_of(0, 0))
+
+
 def _plain_gradients(stack: ModelStack) -> tuple[torch.Tensor | None, ...]:
-    inputs, targets = stack.task.inputs[:2], stack.task.targets[:2]
-    loss = functional.cross_entropy(stack.flat.module(inputs), targets)
+    with own_draws(stack.draws):
+        _begin(stack.draws)
+        outputs = stack.flat.module(stack.public.inputs)
+    loss = functional.cross_entropy(outputs, stack.public.targets)
     return torch.autograd.grad(loss, stack.flat.parameters, allow_unused=True)
 
 
@@ -134,10 +195,10 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    samples = torch.zeros(2, 2, dtype=torch.int64, device=stack.task.inputs.device)
-    samples[:, 1] = len(stack.task.inputs) - 1
+    inputs, targets = stack.public.inputs, stack.public.targets
+    batch = Batch(torch.stack([inputs] * 2), torch.stack([targets] * 2), stack.trial_keys(2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = stack.losses(weights, samples).sum()
+        loss = stack.losses(weights, batch).sum()
     return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
 
 
@@ -146,12 +207,12 @@ def group_size(stack: ModelStack, batch_size: int) -> int:
 
     A client holds its weights, their gradient, its update and one tensor of
     scratch, and for each sample of a batch what the forward pass keeps and the
-    gradients with respect to it.
+    gradients with respect to it.  What clients really hold does not enter.
     """
-    with seeded_layers(stack.task.inputs.device, 0):
+    with seeded_layers(stack.public.inputs.device, 0):
         _, sample_bytes = _trial_step(stack)
     vector = stack.flat.vector
-    widest = min(batch_size, max((len(c) for c in stack.task.clients), default=1))
+    widest = min(batch_size, _WIDEST)
     client_bytes = 4 * vector.numel() * vector.element_size() + 2 * sample_bytes * widest
     return max(1, _memory(vector.device) // client_bytes)
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.learning.engine import LocalSettings
+from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import train_client
+from fedquilt.learning.local import find_draws, train_client
 
 
 class SharedTensor:
@@ -127,7 +127,10 @@ class _Trainer:
         self._targets = setting.targets.open()
         self._start = setting.start.open()
         self._settings = setting.settings
-        self._flat = FlatModel(model, self._inputs[:2])
+        public = Task(self._inputs, self._targets, []).public()
+        self._flat = FlatModel(model, public.inputs)
+        self._flat.remember()
+        self._draws = find_draws(self._flat, public)
         self._slots = slots
 
     def run(self, job: Job) -> Done | Failed:
@@ -142,6 +145,7 @@ class _Trainer:
                 job.learning_rate,
                 self._settings,
                 job.seed,
+                draws=self._draws,
             )
             torch.sub(self._flat.read(), self._start, out=self._slots[job.slot])
         except Exception as error:

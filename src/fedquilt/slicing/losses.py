@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedquilt.learning import ClassMask, Loss, LossOf, Task
+from fedquilt.learning.state import ModuleState
 from fedquilt.randomness import generator
 from fedquilt.slicing.depth import exits_loss
 from fedquilt.subnet import Axis, Selection, SlicePlan, self_distillation_loss
@@ -28,18 +29,16 @@ def class_mask(model: nn.Module, task: Task) -> ClassMask | None:
     Their logits count as zero in the client's loss, so that it does not push down what
     it has never seen (Diao et al. 2021, section 3).  A model that ends in
     log-probabilities has normalised over all classes already: there the hidden classes
-    are left out of the sum instead, which is what masking means for it.  None where
-    every client has every class.
+    are left out of the sum instead, which is what masking means for it.  Which of the two
+    a model is holds for all clients, so it is tried on public inputs.
     """
     if task.targets.is_floating_point() or task.targets.dim() != 1:
         return None
-    outputs = model(task.inputs[:2])
+    outputs = model(task.public().inputs)
     hidden = torch.ones(len(task.clients), outputs.shape[-1], dtype=torch.bool)
     labels = task.targets.cpu().numpy()
     for client, samples in enumerate(task.clients):
         hidden[client, torch.from_numpy(np.unique(labels[samples]))] = False
-    if not hidden.any():
-        return None
     normalised = bool((outputs.logsumexp(-1).abs() < 1e-4).all())
     return ClassMask(hidden.to(task.targets.device), -torch.inf if normalised else 0.0)
 
@@ -54,6 +53,7 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
     widths = sorted(set(slicing.widths))
 
     def loss_of(client: int, round_index: int) -> Loss:
+        narrow.restore()
         random = generator(slicing.seed, "ordered dropout", round_index, client)
         limit = slicing.widths[client]
         return lambda wide, inputs, targets: narrow.loss(
@@ -76,6 +76,12 @@ class _NarrowPasses:
         self._sample = sample
         self._plan: SlicePlan | None = None
         self._models: dict[Fraction, nn.Module] = {}
+        self._states: list[ModuleState] = []
+
+    def restore(self) -> None:
+        """Put the narrow models back as they were before any client."""
+        for state in self._states:
+            state.restore()
 
     def loss(self, wide: nn.Module, inputs: Tensor, targets: Tensor, share: Fraction) -> Tensor:
         """Return the loss of one step that draws the share p / w."""
@@ -87,6 +93,7 @@ class _NarrowPasses:
             self._plan = SlicePlan(self._model, self._sample)
         if share not in self._models:
             self._models[share] = self._plan.build(_AtLeastOne(share))
+            self._states.append(ModuleState(self._models[share]))
         held = self._plan.slice(_AtLeastOne(share)).gather(dict(wide.named_parameters()))
         narrow = functional_call(self._models[share].train(), held, (inputs,))
         return loss + self_distillation_loss(narrow, outputs, targets)

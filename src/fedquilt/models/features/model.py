@@ -102,17 +102,20 @@ def _zero_head(num_features: int, num_classes: int, bias: bool) -> nn.Linear:
 
 
 @torch.no_grad()
-def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 1024) -> torch.Tensor:
+def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 256) -> torch.Tensor:
     """Return the features of all images, [N, num_features], on their common device.
 
     A frozen front says the same of an image in every round, so a run may say it once and
-    train `model.on_features()` on the result.
+    train `model.on_features()` on the result.  All batches have one size, the last one
+    filled up, so that an image's features do not depend on how many images there are.
     """
     validate.integer("batch_size", batch_size, at_least=1)
     out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        out[start : start + batch_size] = front(batch).flatten(1)
+        missing = batch_size - len(batch)
+        filled = torch.cat([batch, batch[:1].expand(missing, *batch.shape[1:])])
+        out[start : start + batch_size] = front(filled).flatten(1)[: len(batch)]
     return out
 
 

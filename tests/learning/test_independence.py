@@ -1,0 +1,218 @@
+"""Nothing of one client reaches another's update, on any engine: not counts, values or state."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedquilt.errors import InvalidValueError
+from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
+from fedquilt.learning.batched import BatchedEngine
+from fedquilt.learning.sequential import SequentialEngine
+
+HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)
+SIZES = (20, 5, 9, 17, 1, 30)
+ENGINES = ("sequential", "batched")
+
+
+def task_of(sizes: tuple[int, ...] = SIZES, victim: int = 0, value: float | None = None) -> Task:
+    """Return clients with samples of their own; those of the victim may all be one value."""
+    inputs, targets, parts, start = [], [], [], 0
+    for client, size in enumerate(sizes):
+        draws = torch.Generator().manual_seed(client)
+        samples = torch.randn(200, 1, 8, 8, generator=draws)[:size]
+        if client == victim and value is not None:
+            samples = torch.full_like(samples, value)
+        inputs.append(samples)
+        targets.append(torch.randint(0, 10, (200,), generator=draws)[:size])
+        parts.append(np.arange(start, start + size))
+        start += size
+    return Task(torch.cat(inputs), torch.cat(targets), parts)
+
+
+def updates(engine: Engine, model: nn.Module, cohort: tuple[int, ...] = (0, 1, 2, 3, 4, 5)):
+    start = FlatModel(model).read().clone()
+    try:
+        return {u.client: u.delta.clone() for u in engine.train(start, cohort, 0, 0.3)}
+    finally:
+        engine.close()
+
+
+class Dropping(nn.Module):
+    """Random layers of every kind that the engines draw themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.maps = nn.Dropout2d(0.25)
+        self.fc = nn.Linear(4 * 36, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maps(self.conv(x).relu()).flatten(1)
+        x = functional.dropout(x, 0.5, self.training)
+        return self.fc(x + 0.1 * torch.randn_like(x) * torch.rand_like(x))
+
+
+class Stateful(nn.Module):
+    """A model with something that its forward pass moves, in a given way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.fc = nn.Linear(64, 10)
+        self.centre = nn.Parameter(torch.zeros(10), requires_grad=False)
+        self.attribute = torch.zeros(10)
+        self.register_buffer("late", torch.zeros(10))
+        self.register_buffer("with_gradients", torch.zeros(10))
+        self.calls = 0
+        self.notes: list[float] = []
+        self.source = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        mean = out.detach().mean(0)
+        self.calls += 1
+        if self.how == "frozen parameter":
+            self.centre.data.mul_(0.5).add_(mean)
+            return out - self.centre
+        if self.how == "attribute":
+            self.attribute = 0.5 * self.attribute + mean
+            return out - self.attribute
+        if self.how == "late buffer":
+            if self.calls > 4:
+                self.late.mul_(0.5).add_(mean)
+            return out - self.late
+        if self.how == "buffer with gradients":
+            if torch.is_grad_enabled() and self.calls > 4:
+                self.with_gradients.add_(mean)
+            return out - self.with_gradients
+        if self.how == "list":
+            self.notes.append(float(mean[0]))
+            return out * (1 + sum(self.notes))
+        if self.how == "counter":
+            return out * self.calls
+        return out * (1 + self.source.random() + random.random() + np.random.rand())
+
+
+STATES = (
+    *("frozen parameter", "attribute", "late buffer", "buffer with gradients"),
+    *("list", "counter", "generators"),
+)
+
+
+def make(kind: type[nn.Module], *arguments: str) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(*arguments)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sizes_and_values_of_one_client_leave_all_others_alone(engine: str) -> None:
+    model = make(Dropping)
+    reference = updates(make_engine(engine, model, task_of(), HOW), model)
+    for size in (0, 1, 19, 21, 40, 100):
+        changed = updates(make_engine(engine, model, task_of((size, *SIZES[1:])), HOW), model)
+        for client in range(1, len(SIZES)):
+            assert torch.equal(changed[client], reference[client]), (size, client)
+    for value in (float("nan"), float("inf"), 3e38, 0.0):
+        changed = updates(make_engine(engine, model, task_of(value=value), HOW), model)
+        for client in range(1, len(SIZES)):
+            assert torch.equal(changed[client], reference[client]), (value, client)
+
+
+def test_a_row_is_the_same_whoever_stands_beside_it() -> None:
+    model, rows = make(Dropping), LocalSettings(2, 8, 0.0, 3, group_rows=6)
+    whole = updates(BatchedEngine(model, task_of(), rows), model)
+    for cohort in ((3,), (3, 0), (5, 3, 1), (0, 2, 3, 4), (3, 4, 5, 0, 1)):
+        some = updates(BatchedEngine(model, task_of(), rows), model, cohort)
+        for client in cohort:
+            assert torch.equal(some[client], whole[client]), (cohort, client)
+
+
+def test_batch_sizes_that_mean_all_samples() -> None:
+    model = make(Dropping)
+    everything = LocalSettings(1, 10**6, 0.0, 3)
+    for sizes in (SIZES, (200, *SIZES[1:])):
+        task = task_of(sizes)
+        alone = updates(SequentialEngine(model, task, everything), model)
+        many = updates(BatchedEngine(model, task, everything), model)
+        for client, update in alone.items():
+            assert torch.allclose(many[client], update, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", STATES)
+def test_state_of_a_module_does_not_survive_from_client_to_client(how: str) -> None:
+    model = make(Stateful, how)
+    together = updates(make_engine("sequential", model, task_of(), HOW), model)
+    for client in range(len(SIZES)):
+        alone = updates(make_engine("sequential", model, task_of(), HOW), model, (client,))
+        assert torch.equal(alone[client], together[client]), client
+
+
+class Counting(nn.Module):
+    """Moves a frozen parameter, the same way for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+        self.centre = nn.Parameter(torch.zeros(10), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1)) - self.centre
+        self.centre.data.add_(1e-9)
+        return out
+
+
+def test_batched_refuses_state_that_a_forward_pass_moves() -> None:
+    with pytest.raises(InvalidValueError, match="a forward pass changes centre"):
+        BatchedEngine(make(Counting), task_of(), HOW)
+    for how in ("frozen parameter", "attribute"):
+        with pytest.raises(InvalidValueError, match="depends on the other samples"):
+            BatchedEngine(make(Stateful, how), task_of(), HOW)
+
+
+class Worldly(nn.Module):
+    """Keeps its state where no module can see it."""
+
+    seen = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Worldly.seen += 0.01
+        return self.fc(x.flatten(1)) * (1 + Worldly.seen)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched", "processes"])
+def test_state_that_cannot_be_put_back_is_refused(engine: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"cannot be put back .a global|depends on"):
+        make_engine(engine, make(Worldly), task_of(), HOW)
+
+
+class Noisy(nn.Module):
+    """Draws in a way that only torch's own generators know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.flatten(1)) + torch.randn(10)
+
+
+def test_batched_refuses_draws_that_are_not_the_clients_own() -> None:
+    with pytest.raises(InvalidValueError, match=r"vmap cannot run it.*random"):
+        BatchedEngine(make(Noisy), task_of(), HOW)
+
+
+def test_no_engine_looks_at_data_before_it_trains() -> None:
+    model, empty = make(Dropping), task_of()
+    empty.inputs.fill_(float("nan"))
+    for name in ENGINES:
+        make_engine(name, model, empty, HOW).close()
