@@ -1,0 +1,187 @@
+"""Whole neighbouring worlds through `fedquilt.run`: the sum moves by no more than was charged.
+
+Each world is a run of one round with the same noise.  The victim is client 0, and every
+client's clip is 1, so the released sum may move by 1 when the victim's data are taken away,
+and not at all between two worlds in which the victim sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedquilt
+from fedquilt.data import ImageDataset
+
+CLIENTS = 30
+SAMPLES = 12
+NAN, HUGE = float("nan"), 3e38
+
+
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4)
+        )
+
+
+class LogSoftmax(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4), nn.LogSoftmax(1)
+        )
+
+
+class Teacher(nn.Module):
+    """A frozen parameter follows the outputs, as a momentum teacher's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+        self.centre = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        if self.training:
+            self.centre.data = 0.5 * self.centre.data + 20 * out.detach().mean(0)
+        return out - self.centre
+
+
+class Attribute(nn.Module):
+    """A plain tensor that no list of parameters or buffers shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+        self.centre = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        if self.training:
+            self.centre = 0.5 * self.centre + 20 * out.detach().mean(0)
+        return out - self.centre
+
+
+class Late(nn.Module):
+    """A buffer that moves from the sixth call on, and only with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+        self.register_buffer("centre", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        self.calls += 1
+        if self.training and torch.is_grad_enabled() and self.calls > 5:
+            self.centre.copy_(0.5 * self.centre + 20 * out.detach().mean(0))
+        return out - self.centre
+
+
+def world(victim_samples: int, value: float | None = None) -> tuple[ImageDataset, list[np.ndarray]]:
+    """Return the data in which the victim has so many samples, all of one value or its own."""
+    draws = np.random.default_rng(0)
+    inputs = draws.standard_normal((CLIENTS, SAMPLES, 1, 4, 4)).astype(np.float32)
+    # Nobody holds all classes, or there would be nothing for HeteroFL to mask.
+    labels = np.repeat(np.arange(CLIENTS)[:, None] % 3, SAMPLES, axis=1)
+    labels[:, 0] = 3
+    own = inputs[0, :victim_samples]
+    if value is not None:
+        own = np.full_like(own, value)
+    others = inputs[1:].reshape(-1, 1, 4, 4)
+    y = np.concatenate([labels[0, :victim_samples], labels[1:].ravel()])
+    sizes = [len(own)] + [SAMPLES] * (CLIENTS - 1)
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    x = torch.from_numpy(np.concatenate([own, others]))
+    return ImageDataset(x, torch.from_numpy(y), "worlds", 4), parts
+
+
+def released(
+    model: nn.Module, data: tuple[ImageDataset, list[np.ndarray]], **options
+) -> torch.Tensor:
+    """Return the noised sum of one round, up to the model it started from."""
+    train, clients = data
+    done = fedquilt.run(
+        model, train, world(SAMPLES)[0], clients, output_dir=None, mode="certified", noise_seed=1,
+        num_rounds=1, clients_per_round=1.0, availability="always", clip_norm=1.0, epsilon=6.0,
+        policy="worst_case", learning_rate=1.0, local_epochs=2, batch_size=4, server_lr=1.0,
+        **options,
+    )  # fmt: skip
+    assert done.model is not None
+    weights = torch.cat([p.detach().flatten() for p in done.model.parameters() if p.requires_grad])
+    return weights.to(torch.float64) * CLIENTS
+
+
+def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+WAYS = {
+    "batched, dropout": (Dropping, {"engine": "batched"}),
+    "sequential, dropout": (Dropping, {"engine": "sequential"}),
+    "heterofl, log-softmax": (LogSoftmax, {"method": "heterofl", "tiers": "1,1/2"}),
+    "batched heterofl, log-softmax": (
+        LogSoftmax, {"method": "heterofl", "tiers": "1,1/2", "engine": "batched"}
+    ),
+    "frozen parameter": (Teacher, {}),
+    "attribute": (Attribute, {}),
+    "late buffer": (Late, {}),
+}  # fmt: skip
+# (the victim's samples, their value) in two worlds, and by how much the sum may move
+NEIGHBOURS = [
+    ((SAMPLES, None), (1, NAN), 1.0),
+    ((SAMPLES, None), (SAMPLES, HUGE), 1.0),
+    ((SAMPLES, NAN), (1, NAN), 0.0),
+    ((SAMPLES, NAN), (2, NAN), 0.0),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sum_moves_by_no_more_than_the_clip(way: str) -> None:
+    kind, options = WAYS[way]
+    for ours, theirs, allowed in NEIGHBOURS:
+        one, other = (released(seeded(kind), world(*held), **options) for held in (ours, theirs))
+        moved = float((one - other).norm())
+        # The model is kept in float32, 2**-24 of each weight; times the divisor.
+        rounding = 2**-22 * float(one.norm())
+        assert moved <= allowed + rounding, (ours, theirs)
+        if allowed == 0:
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), HUGE])
+def test_bad_samples_of_a_protected_client_refuse_nothing(value: float) -> None:
+    train, clients = world(SAMPLES, value)
+    pair = (train.images, train.targets)
+    options = {"mode": "certified", "num_rounds": 1, "output_dir": None, "availability": "always"}
+    done = fedquilt.run(seeded(LogSoftmax), pair, world(SAMPLES)[0], clients, **options)
+    assert done.statement.is_bounded
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+def test_an_empty_client_joins_contributes_nothing_and_is_charged(engine: str) -> None:
+    train, clients = world(SAMPLES)
+    empty = [[], *clients[1:]]
+    done = fedquilt.run(
+        seeded(Dropping), train, train, empty, mode="certified", num_rounds=2, output_dir=None,
+        availability="always", clients_per_round=1.0, engine=engine,
+    )  # fmt: skip
+    assert [0 in cohort for cohort in done.result["cohorts"]] == [True, True]
+    assert done.statement.epsilon_median == done.statement.epsilon_max
+    assert done.final_accuracy >= 0
+
+
+def test_the_classes_are_the_models_not_the_largest_label_of_somebody() -> None:
+    train, clients = world(SAMPLES)
+    labels = train.targets.clamp(max=2)
+    done = fedquilt.run(
+        seeded(LogSoftmax), (train.images, labels), train, clients,
+        mode="certified", num_rounds=1, output_dir=None,
+    )  # fmt: skip
+    assert done.result["metadata"]["num_classes"] == 4
