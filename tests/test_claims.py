@@ -136,7 +136,8 @@ WAYS = {
 # (the victim's samples, their value) in two worlds, and by how much the sum may move
 NEIGHBOURS = [
     ((SAMPLES, None), (1, NAN), 1.0),
-    ((SAMPLES, None), (SAMPLES, HUGE), 1.0),
+    ((SAMPLES, None), (SAMPLES, HUGE), 2.0),  # a replacement: one clip out, another in
+    ((SAMPLES, HUGE), (1, NAN), 1.0),
     ((SAMPLES, NAN), (1, NAN), 0.0),
     ((SAMPLES, NAN), (2, NAN), 0.0),
 ]
