@@ -21,7 +21,12 @@ from torch import nn
 from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
 from fedquilt.models import make_model
 
-SHAPES = {"mlp": (1, 28, 28), "mnist": (1, 28, 28), "digits": (1, 8, 8)}
+SHAPES = {
+    "mlp": (1, 28, 28),
+    "mnist": (1, 28, 28),
+    "digits": (1, 8, 8),
+    "cifar10": (3, 32, 32),
+}
 
 
 def parse() -> argparse.Namespace:

@@ -39,8 +39,8 @@ from fedquilt.learning.stack import Batch, ModelStack, group_size, obstacle
 _COMMON_WIDTH = 128
 # The label that torch's cross-entropy leaves out of the mean.
 _IGNORED_LABEL = -100
-# How many sample numbers are laid out at once.
-_LAID_OUT = 2**22
+# How many numbers are laid out at once: places of samples, draws of random layers.
+_LAID_OUT = 2**24
 
 
 class BatchedEngine:
@@ -155,14 +155,14 @@ class BatchedEngine:
         loss_sum = torch.zeros(count, device=start.device)
         leaves: list[torch.Tensor] = []
         program = self._program(table, rows, width)
-        for step in table.steps(program, rows, width, len(stack.draw_shapes)):
+        for step in table.steps(program, rows, width, stack):
             if not leaves or len(leaves[0]) != len(step.samples):
                 some = slice(len(step.samples))
                 leaves = [tensor[some].detach().requires_grad_() for tensor in weights]
             batch = Batch(
                 self.task.inputs[step.samples],
                 self.task.targets[step.samples],
-                step.keys,
+                step.bits,
                 step.hidden,
             )
             losses = (stack.losses(leaves, batch) * step.shares).sum(1)
@@ -221,14 +221,14 @@ class Step:
     """One step of a program: rows beyond `active` and samples of share 0 only fill it up.
 
     `shares` is 1/(batch size) for a sample of the batch; `sizes` [active] are the sizes of
-    the batches, `keys` those of the random layers' draws.
+    the batches, `bits` what the random layers draw from.
     """
 
     active: int
     samples: torch.Tensor
     shares: torch.Tensor
     sizes: torch.Tensor
-    keys: list[torch.Tensor]
+    bits: list[torch.Tensor]
     hidden: torch.Tensor | None
 
 
@@ -262,15 +262,20 @@ class BatchTable:
         self.seen = torch.from_numpy(self._sizes.sum(axis=0)).clamp(min=1)
 
     def steps(
-        self, shapes: list[tuple[int, int]], rows: int, columns: int, draws: int
+        self, shapes: list[tuple[int, int]], rows: int, columns: int, stack: ModelStack
     ) -> Iterator[Step]:
-        """Yield the steps, each in its shape (at most rows x columns), with keys of its draws."""
-        block = max(1, _LAID_OUT // (rows * columns))
+        """Yield the steps, each in its shape (at most rows x columns), with its draws."""
+        block = max(1, _LAID_OUT // (rows * columns * max(1, stack.draws_a_sample)))
         for first in range(0, len(shapes), block):
-            yield from self._block(first, shapes[first : first + block], rows, columns, draws)
+            yield from self._block(first, shapes[first : first + block], rows, columns, stack)
 
     def _block(
-        self, first: int, shapes: list[tuple[int, int]], rows: int, columns: int, draws: int
+        self,
+        first: int,
+        shapes: list[tuple[int, int]],
+        rows: int,
+        columns: int,
+        stack: ModelStack,
     ) -> Iterator[Step]:
         """Lay out a stretch of steps on the host and move it to the device at once."""
         device = self._task.inputs.device
@@ -289,9 +294,9 @@ class BatchTable:
         shares = torch.where(inside, 1.0 / lengths.clamp(min=1), 0.0)
         number = np.arange(first, first + len(shapes))[:, None]
         seeds = np.pad(self._seeds, (0, rows - len(self._seeds)))
-        keys = [
-            torch.from_numpy(draw_keys(seeds, number, draw)).to(device) for draw in range(draws)
-        ]
+        draws = range(len(stack.draw_shapes))
+        keys = [torch.from_numpy(draw_keys(seeds, number, draw)).to(device) for draw in draws]
+        bits = stack.bits(keys, columns)
         hidden = self._hidden(rows)
         for t, (count, width) in enumerate(shapes):
             active = self.active[first + t]
@@ -300,7 +305,7 @@ class BatchTable:
                 there[t, :count, :width],
                 shares[t, :count, :width],
                 lengths[t, :active, 0].float(),
-                [part[t, :count] for part in keys],
+                [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )
 

@@ -83,11 +83,13 @@ class ProgramShapes:
             tensor + 0.05 * torch.randn(tensor.shape, generator=random).to(tensor)
             for tensor in stack.spread(stack.flat.vector, rows)
         ]
-        keys = stack.trial_keys(rows)
+        bits = stack.trial_bits(rows, columns)
         order = torch.arange(rows).flip(0) if turned else torch.arange(rows)
         order = order[:count].to(device)
         leaves = [tensor[order].requires_grad_() for tensor in weights]
-        batch = Batch(inputs[order, :width], targets[order, :width], [part[order] for part in keys])
+        batch = Batch(
+            inputs[order, :width], targets[order, :width], [part[order, :width] for part in bits]
+        )
         stack.reset()
         losses = stack.losses(leaves, batch) * shares.to(device)[order, :width]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)

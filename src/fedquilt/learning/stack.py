@@ -25,13 +25,13 @@ _WIDEST = 512
 class Batch(NamedTuple):
     """One step of K clients: samples [K, B, ...] and targets [K, B].
 
-    `keys` are the keys of the step's draws, one [K, 2] for each; `hidden` are rows of the
-    task's class mask, [K, classes].
+    `bits` are what the step's random layers draw from, one [K, B, ...] for each draw;
+    `hidden` are rows of the task's class mask, [K, classes].
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    keys: Sequence[torch.Tensor] = ()
+    bits: Sequence[torch.Tensor] = ()
     hidden: torch.Tensor | None = None
 
 
@@ -66,12 +66,8 @@ class ModelStack:
     def losses(self, weights: list[torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the loss of each sample, [K, B], under its client's weights."""
         count, width = batch.targets.shape[:2]
-        bits = [
-            hashed_bits(keys, width * shape[1:].numel()).view(count, width, *shape[1:])
-            for keys, shape in zip(batch.keys, self.draw_shapes, strict=True)
-        ]
         with own_draws(self.draws):
-            outputs = self._forward(weights, batch.inputs, bits)
+            outputs = self._forward(weights, batch.inputs, list(batch.bits))
         if batch.hidden is not None and self.mask is not None:
             outputs = self.mask.apply(outputs, batch.hidden[:, None, :])
         losses = functional.cross_entropy(
@@ -101,11 +97,23 @@ class ModelStack:
             torch.sub(tensor.view(count, -1), start[part], out=rows[:, part])
         return rows
 
-    def trial_keys(self, count: int) -> list[torch.Tensor]:
-        """Return keys for the draws of a trial step of `count` clients."""
+    @property
+    def draws_a_sample(self) -> int:
+        """How many numbers the random layers draw for one sample."""
+        return sum(shape[1:].numel() for shape in self.draw_shapes)
+
+    def bits(self, keys: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
+        """Return what each draw gives under its keys, [..., 2] -> [..., width, ...]."""
+        return [
+            hashed_bits(part, width * shape[1:].numel()).view(*part.shape[:-1], width, *shape[1:])
+            for part, shape in zip(keys, self.draw_shapes, strict=True)
+        ]
+
+    def trial_bits(self, count: int, width: int) -> list[torch.Tensor]:
+        """Return the draws of a trial step of `count` clients."""
         random = torch.Generator().manual_seed(0)
         keys = torch.randint(-(2**31), 2**31, (len(self.draw_shapes), count, 2), generator=random)
-        return list(keys.to(torch.int32).to(self.flat.vector.device))
+        return self.bits(list(keys.to(torch.int32).to(self.flat.vector.device)), width)
 
 
 def _given(bits: list[torch.Tensor]) -> Callable[[int, torch.Size, torch.device], torch.Tensor]:
@@ -196,7 +204,7 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
         return tensor
 
     inputs, targets = stack.public.inputs, stack.public.targets
-    batch = Batch(torch.stack([inputs] * 2), torch.stack([targets] * 2), stack.trial_keys(2))
+    batch = Batch(torch.stack([inputs] * 2), torch.stack([targets] * 2), stack.trial_bits(2, 2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = stack.losses(weights, batch).sum()
     return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
