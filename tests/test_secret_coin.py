@@ -20,6 +20,7 @@ from fedquilt.experiment import run_config
 from fedquilt.population import selection
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoiseReport
+from fedquilt.run_folder import RunFolder
 
 COIN: dict[str, Any] = {
     "dataset": "digits",
@@ -87,7 +88,7 @@ def same_release(
 
 def watch(
     monkeypatch: pytest.MonkeyPatch, world: list[list[float]], config: RunConfig
-) -> tuple[list[Any], str, dict[str, Any]]:
+) -> tuple[list[Any], str, dict[str, Any], dict[str, bytes]]:
     """Run in one world; return what an observer saw and what the public files say."""
     coins = iter(world)
 
@@ -104,7 +105,21 @@ def watch(
     result["metadata"].pop("timestamp")
     for name in ("run_id", "head", "ledger"):
         result["ledger"].pop(name)
-    return watching.seen, rounds, result
+    return watching.seen, rounds, result, kept_files(done.folder)
+
+
+def kept_files(folder: Path) -> dict[str, bytes]:
+    """Return the names of all files; of images, weights and state also the bytes."""
+    files = {str(path.relative_to(folder)): b"" for path in folder.rglob("*") if path.is_file()}
+    for name in files:
+        if name.endswith(".safetensors") and name != "checkpoint.safetensors":
+            files[name] = (folder / name).read_bytes()
+    saved = RunFolder.open(folder).load_checkpoint()
+    assert saved is not None
+    tensors = {name: tensor.numpy() for name, tensor in saved.model.items()}
+    for name, array in {**tensors, **saved.state}.items():
+        files[f"checkpoint: {name}"] = np.asarray(array).tobytes()
+    return files
 
 
 @pytest.mark.parametrize("settings", [TRAINED, CONDENSED], ids=["training", "condensation"])
@@ -121,11 +136,12 @@ def test_what_is_seen_does_not_depend_on_the_coin(
         assert other[0] == seen[0][0], "what an observer is given"
         assert other[1] == seen[0][1], "rounds.jsonl"
         assert other[2] == seen[0][2], "result.json"
+        assert other[3] == seen[0][3], "files, images, checkpoint"
 
 
 def test_a_condensation_still_tells_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     with memory_folder() as folder:
         config = build_config({**COIN, **CONDENSED, "output_dir": str(folder)})
-        seen, _, _ = watch(monkeypatch, WORLDS[2], config)
+        seen, *_ = watch(monkeypatch, WORLDS[2], config)
     shares = [entry[2] for entry in seen if entry[:2] == ("working", "looking")]
     assert shares == [0.0, 1.0] * 3
