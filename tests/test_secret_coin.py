@@ -16,6 +16,7 @@ from fedquilt import modes
 from fedquilt.condense.growing import GrowingSettings
 from fedquilt.condensing import build
 from fedquilt.config import RunConfig, build_config
+from fedquilt.data import load_condensed
 from fedquilt.experiment import run_config
 from fedquilt.population import selection
 from fedquilt.privacy.certified import Certified
@@ -110,10 +111,11 @@ def watch(
 
 def kept_files(folder: Path) -> dict[str, bytes]:
     """Return the names of all files; of images, weights and state also the bytes."""
-    files = {str(path.relative_to(folder)): b"" for path in folder.rglob("*") if path.is_file()}
-    for name in files:
-        if name.endswith(".safetensors") and name != "checkpoint.safetensors":
-            files[name] = (folder / name).read_bytes()
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(folder)): b"" for path in paths}
+    for path in paths:
+        if path.suffix == ".safetensors" and path.stem != "checkpoint":
+            files[str(path.relative_to(folder))] = load_condensed(path).images.numpy().tobytes()
     saved = RunFolder.open(folder).load_checkpoint()
     assert saved is not None
     tensors = {name: tensor.numpy() for name, tensor in saved.model.items()}
