@@ -19,7 +19,7 @@ import fedquilt
 from run_processes import environment
 
 ROOT = Path(fedquilt.__file__).resolve().parent
-FOUNDATION = {"config", "errors", "validate", "randomness", "_version"}
+FOUNDATION = {"bounds", "config", "errors", "validate", "randomness", "_version"}
 LEAVES = {
     *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
     *("log", "monitor", "trackers"),
@@ -38,7 +38,7 @@ OPTIONAL = (
 # What each part may import beside itself.
 ALLOWED: dict[str, set[str]] = {
     "": {*FOUNDATION, "experiment", "results", "privacy"},  # fedquilt/__init__.py loads lazily
-    **{part: set() for part in ("errors", "_version", "randomness")},
+    **{part: set() for part in ("bounds", "errors", "_version", "randomness")},
     "validate": {"errors"},
     "config": {"errors", "validate"},
     **dict.fromkeys(LEAVES, FOUNDATION),

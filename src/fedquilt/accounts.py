@@ -8,6 +8,7 @@ from typing import Any
 from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.privacy.account import Account
+from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, Population, population_name
 from fedquilt.problem import Problem
 
@@ -36,7 +37,13 @@ def open_account(config: RunConfig, problem: Problem, path: Path, run_id: str) -
             epsilon=config.epsilon if is_bounded(config, problem) else None,
             on_short=config.on_short,
         )
-        return Account(ledger, population, run, reproducible=config.noise_seed is not None)
+        return Account(
+            ledger,
+            population,
+            run,
+            reproducible=config.noise_seed is not None,
+            adjacency=Adjacency.of(config.adjacency),
+        )
     except BaseException:
         ledger.close()
         raise

@@ -18,9 +18,10 @@ from fedquilt.condensing import Condensing
 from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import FlatModel
+from fedquilt.models.features import choice_note
 from fedquilt.population import CohortSelector
 from fedquilt.privacy.account import Account
-from fedquilt.privacy.accounting import calibrate, gaussian_mu
+from fedquilt.privacy.accounting import Adjacency, calibrate, gaussian_mu
 from fedquilt.privacy.allotment import make_policy
 from fedquilt.privacy.amplified import AmplifiedCertified
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
@@ -57,7 +58,8 @@ def _check_fixed_cost(config: RunConfig) -> None:
     multiplier = make_allocator(config).compute_noise_multiplier(
         config.epsilon / config.num_rounds, 1.0
     )
-    if 1.0 / multiplier > gaussian_mu(config.epsilon, config.delta):
+    moved = Adjacency.of(config.adjacency).sensitivity_factor
+    if moved / multiplier > gaussian_mu(config.epsilon, config.delta):
         raise InvalidValueError(
             f"epsilon={config.epsilon:g} in num_rounds={config.num_rounds} must leave a round less "
             "than all of it; the classic noise formula does not hold there: use more rounds"
@@ -99,7 +101,16 @@ def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) ->
         warmup_rounds=config.warmup_rounds,
         max_agg_norm=config.max_agg_norm,
         clip_is_public=fixed,
+        adjacency=Adjacency.of(config.adjacency),
+        notes=front_notes(config, flat),
     )
+
+
+def front_notes(config: RunConfig, flat: FlatModel) -> tuple[str, ...]:
+    """Say on which data the settings of a model's frozen front were chosen."""
+    chosen_on = getattr(flat.module, "chosen_on", ())
+    note = choice_note("the settings of the model's frozen front", chosen_on, config.dataset)
+    return () if note is None else (note,)
 
 
 def make_certified(
@@ -120,14 +131,15 @@ def make_certified(
         divisor=selector.expected_cohort,
         normalise=config.normalise_updates,
         sliced=config.method not in ("full", "smallest", "condense"),
-        notes=() if condensing is None else condensing.notes,
+        notes=front_notes(config, flat) if condensing is None else condensing.notes,
+        adjacency=account.adjacency,
     )
     noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
     if selector.secret:
         return make_amplified(config, settings, noise, selector, account)
     policy = make_policy(
         config.policy,
-        account.run.budget_mu2,
+        account.budget_mu2,
         config.num_rounds,
         expected_rate=selector.expected_cohort / num_clients,
         max_joins=config.max_joins,
@@ -172,6 +184,7 @@ def make_amplified(
         rounds=exposures,
         sampling_rate=selector.sampling_rate,
         method="pld",
+        adjacency=settings.adjacency,
     )
     return AmplifiedCertified(
         settings,
@@ -180,7 +193,7 @@ def make_amplified(
         sampling_rate=selector.sampling_rate,
         max_exposures=exposures,
         exposures=account.joins,
-        whole_allowance=account.run.budget_mu2,
+        whole_allowance=account.budget_mu2,
         num_clients=selector.availability.num_clients,
     )
 

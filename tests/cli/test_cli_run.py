@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import TimeRemainingColumn
 
 import fedquilt
 from fedquilt.cli.options import parse_count
-from fedquilt.config import MODES, RunConfig, option_fields
+from fedquilt.cli.progress import Watcher
+from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.run import METHODS
 from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
@@ -268,3 +270,16 @@ def test_a_seed_mode_refuses_slices(cli: Cli, here: Path) -> None:
 def test_depthfl_brings_its_model(configured: list[RunConfig], cli: Cli) -> None:
     cli("run", "--method", "depthfl")
     assert (configured[0].mode, configured[0].model) == ("fedavg", "exits")
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(None, False), (1.5, True)])
+def test_a_bar_hides_the_time_left_where_seconds_are_private(
+    seconds: float | None, shown: bool
+) -> None:
+    """How long rounds take tells how much clients hold, or how many a secret coin kept."""
+    config = build_config({"num_rounds": 4})
+    with Watcher() as watcher:
+        watcher.show("run")
+        watcher(config, {"round": 0, "seconds": seconds})
+        kinds = {type(column) for column in watcher._bar.columns}
+    assert (TimeRemainingColumn in kinds) == shown

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
 import pytest
 
-from fedquilt.privacy.statement import Statement
+from fedquilt.bounds import format_bound, format_left
+from fedquilt.privacy.statement import Statement, cautions
 
 BOUNDED = Statement(
     delta=1e-5,
@@ -54,3 +56,49 @@ def test_a_bound_is_stated_with_its_delta() -> None:
     assert lines[2:4] == ["covered    fc1.weight, fc1.bias", "uncovered  nothing"]
     assert BOUNDED.as_json()["unit"] == "client"
     assert BOUNDED.as_json()["adjacency"] == "zero-out"
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "words"),
+    [
+        ("zero-out", "zero-out (its data against nothing in their place)"),
+        ("replace-one", "replace-one (its data against any others, or nothing)"),
+    ],
+)
+def test_a_claim_says_which_worlds_it_compares(adjacency: str, words: str) -> None:
+    stated = dataclasses.replace(BOUNDED, adjacency=adjacency)
+    assert stated.as_text().splitlines()[1] == f"unit       client, adjacency {words}"
+    assert Statement.from_json(stated.as_json()).adjacency == adjacency
+
+
+@pytest.mark.parametrize(
+    "epsilon", [4.6549, 4.651, 0.30001, 2.1, 6.0, 5.9999999999999, 12.34, 9999]
+)
+def test_bounds_are_never_shown_smaller_than_they_are(epsilon: float) -> None:
+    assert float(format_bound(epsilon)) >= epsilon * (1 - 1e-12)
+    assert float(format_bound(epsilon)) < epsilon * 1.01
+    assert float(format_left(epsilon)) <= epsilon * (1 + 1e-12)
+    stated = dataclasses.replace(BOUNDED, epsilon_max=epsilon, epsilon_median=epsilon)
+    claim = stated.as_text().splitlines()[0]
+    shown = float(claim.split("<= ")[1].split(" ")[0])
+    assert shown >= epsilon * (1 - 1e-12)
+    assert float(claim.split("median ")[1].split(")")[0]) == shown
+
+
+def test_the_text_of_the_review() -> None:
+    stated = dataclasses.replace(BOUNDED, epsilon_max=4.6549)
+    assert "epsilon <= 4.66 " in stated.as_text()
+
+
+def test_weak_claims_are_called_weak() -> None:
+    assert cautions(3.0, 1e-5, 100) == ()
+    assert cautions(10.0, 1e-3, 1000) == ()
+    (delta,) = cautions(3.0, 0.5, 100)
+    assert "delta 0.5 is above 1/100" in delta
+    assert "one client's data outright" in delta
+    (alone,) = cautions(3.0, 0.5, 1)
+    assert "delta 0.5 is the probability with which the claim may fail" in alone
+    (epsilon,) = cautions(9999.0, 1e-5, 100)
+    assert "epsilon 10000 is above 10" in epsilon
+    assert "hardly a protection" in epsilon
+    assert len(cautions(11.0, 0.02, 100)) == 2

@@ -72,6 +72,14 @@ def test_the_claim_names_epsilon_unit_and_the_largest_delta() -> None:
     assert "for every record" in comparison_table(both)[0]["claim"]
 
 
+def test_the_claim_names_another_adjacency_than_the_usual_one() -> None:
+    run = make_run("certified", 1, 0.8, 2.1)
+    run["statement"]["adjacency"] = "replace-one"
+    assert comparison_table([run])[0]["claim"].endswith(", replace-one")
+    run["statement"]["adjacency"] = "zero-out"
+    assert "zero-out" not in comparison_table([run])[0]["claim"]
+
+
 @pytest.mark.parametrize(
     ("epsilon", "text"),
     [(2.1, "2.1"), (2.1001, "2.11"), (0.37912, "0.38"), (2, "2"), (0.0, "0"), (1234.5, "1240"),

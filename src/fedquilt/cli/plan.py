@@ -30,6 +30,9 @@ def plan(
     dataset: Annotated[str, typer.Option("--dataset", help="Its data set.")] = "digits",
     epsilon: Annotated[float, typer.Option("--epsilon", help="Epsilon of every client.")] = 3.0,
     delta: Annotated[float, typer.Option("--delta", help="Its delta.")] = 1e-5,
+    adjacency: Annotated[
+        str, typer.Option("--adjacency", help="What it compares: zero_out or replace_one.")
+    ] = "zero_out",
     clip_norm: Annotated[float, typer.Option("--clip-norm", help="Clip bound.")] = 1.0,
     amplification: Annotated[
         bool, typer.Option("--amplification", help="Cohorts by a secret Poisson coin.")
@@ -40,8 +43,11 @@ def plan(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Say what a bound for every client takes, and what to change first if it is hopeless."""
+    from fedquilt import validate
+    from fedquilt.config.run import ADJACENCIES
     from fedquilt.privacy import plan as planning
 
+    validate.choice("adjacency", adjacency, ADJACENCIES)
     size = parse_count(clients_per_round)
     cohort = size * num_clients if isinstance(size, float) else size
     made = planning.plan(
@@ -54,6 +60,7 @@ def plan(
         cohort=cohort,
         clip_norm=clip_norm,
         sampling_rate=cohort / num_clients if amplification else 1.0,
+        adjacency=adjacency,
     )
     if figure is not None:
         planning.plan_figure(made, figure)

@@ -111,11 +111,20 @@ class Watcher:
         """Take notice of a finished round; its line holds public values only."""
         self._done = line["round"] + 1
         if self._bar is not None:
+            if line.get("seconds") is None:
+                self._hide_time()
             self._bar.update(self._task, total=config.num_rounds, completed=self._done, doing="")
             if line.get("test_accuracy") is not None:
                 self._bar.update(self._task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
         if self._trackers is not None:
             self._trackers.log(line)
+
+    def _hide_time(self) -> None:
+        """Show no time left: a run that withholds its seconds would tell them by it."""
+        from rich.progress import TimeRemainingColumn
+
+        columns = self._bar.columns
+        self._bar.columns = tuple(c for c in columns if not isinstance(c, TimeRemainingColumn))
 
     def working(self, what: str, share: float) -> None:
         """Show what happens within a round."""

@@ -56,7 +56,9 @@ class Schedule:
 class BoundedEngine:
     """Look at the clients' samples through a public front and send one table each.
 
-    A front says the same of a sample in every round, so it is asked once.
+    A front says the same of a sample in every round, so it is asked once, about all
+    samples, whoever the first cohort is.  How many clients a round has may be the secret
+    of a coin, so progress is told as often, and in the same words, whatever the cohort.
 
     Parameters
     ----------
@@ -105,17 +107,21 @@ class BoundedEngine:
         senders = len(cohort) if self.senders is None else self.senders
         self.bytes_up = senders * numbers * _FLOAT_BYTES
         self.bytes_down = senders * self.released.head.numel() * _FLOAT_BYTES
-        for place, client in enumerate(map(int, cohort)):
-            index = self.task.index(client)
-            table = self._table(index, round_index)
-            yield ClientUpdate(client, table.flatten(), len(index), math.nan)
-            if self.progress is not None:
-                self.progress("looking", (place + 1) / len(cohort))
-
-    def _table(self, index: torch.Tensor, round_index: int) -> torch.Tensor:
+        self._tell(0.0)
         if self._features is None:
             self._features = precompute(self._front, self.task.inputs)
-        features, labels = self._features[index], self.task.targets[index]
+        for client in map(int, cohort):
+            index = self.task.index(client)
+            table = self._table(self._features[index], index, round_index)
+            yield ClientUpdate(client, table.flatten(), len(index), math.nan)
+        self._tell(1.0)
+
+    def _tell(self, share: float) -> None:
+        if self.progress is not None:
+            self.progress("looking", share)
+
+    def _table(self, features: torch.Tensor, index: torch.Tensor, round_index: int) -> torch.Tensor:
+        labels = self.task.targets[index]
         if self.schedule.asks_for_means(round_index):
             return mean_table(features, labels, len(self.released.head))
         return residual_table(features, labels, self.released.head)

@@ -26,7 +26,7 @@ from fedquilt.condensing.training import Trainer
 from fedquilt.config import CondenseConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import Task
-from fedquilt.models.features import make_feature_model
+from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
 from fedquilt.randomness import generator
 
@@ -130,9 +130,20 @@ def _make_bounded(
         "clients send one bounded vector a round, over all classes; the synthetic images and "
         "the model are computed from the noised sums alone",
         f"features come from a public front ({config.front}) and images begin as public drawings",
+        *_choice_notes(config),
     )
     size = released.means_total.numel()
     return Condensing(engine, server, lambda: RunningMean(size, device), RELEASED, notes)
+
+
+def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
+    """Say on which data the front and the defaults of a condensation were chosen."""
+    chosen = {
+        "the front's settings": CHOSEN_ON[config.front],
+        "the condensation's default settings": CHOSEN_ON["condensation"],
+    }
+    notes = (choice_note(what, where, config.dataset) for what, where in chosen.items())
+    return tuple(note for note in notes if note is not None)
 
 
 def make_lens(

@@ -136,7 +136,7 @@ class CondenseConfig(RunConfig):
     front: str = declare(
         "hog-linear",
         _BOUNDED,
-        "The public front that certified statistics are taken through.",
+        "The fixed front that certified statistics are taken through; chosen on MNIST.",
         choices=FRONTS,
     )
     mean_rounds: int | None = declare(

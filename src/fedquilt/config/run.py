@@ -21,6 +21,7 @@ MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
 POLICIES = ("adaptive", "cap", "worst_case", "paper")
 CLIPPINGS = ("fixed", "quantile")
 ON_SHORT = ("refuse", "sit_out")
+ADJACENCIES = ("zero_out", "replace_one")
 PARTITIONS = ("dirichlet", "iid", "shards", "writer")
 SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
@@ -95,7 +96,7 @@ class RunConfig:
         "auto",
         _TRAINING,
         "auto (made for the data set), digits, mnist, cifar10, mlp, linear, exits; hog-linear or "
-        "scatter-linear train a small head on a frozen, data-free front.",
+        "scatter-linear train a small head on a frozen front, whose settings were chosen on MNIST.",
     )
     trainable: str = declare(
         "all",
@@ -137,6 +138,13 @@ class RunConfig:
 
     epsilon: float = declare(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
     delta: float = declare(1e-5, _PRIVACY, "Delta of the privacy budget.", above=0, below=1)
+    adjacency: str = declare(
+        "zero_out",
+        _PRIVACY,
+        "What a claim compares: a client's data with nothing in their place, or (replace_one, "
+        "twice the noise) with any other data.",
+        choices=ADJACENCIES,
+    )
     budget_alpha: float = declare(
         0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", at_least=0
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
 
 
@@ -25,15 +26,31 @@ class Account:
         comes out the same again: it is planned from the balances before it
         (`rewind`) and not charged twice.  Secret noise never repeats, so a round
         that runs again is another release and is charged again.
+    adjacency : Adjacency
+        What the ledger's charges are about.  Mechanisms count under zero-out, where
+        client i moves a sum by its clip c_i; where data are exchanged for others it
+        moves by up to 2 c_i (and its quantile bit by 1 instead of 1/2), so every
+        charge is four times as large.  `remaining`, `budget_mu2`, what is asked of
+        `reserve` and what it grants are in the mechanisms' units, `spent` and
+        `epsilons` in the ledger's.
     """
 
     def __init__(
-        self, ledger: Ledger, population: Population, run: Run, *, reproducible: bool = False
+        self,
+        ledger: Ledger,
+        population: Population,
+        run: Run,
+        *,
+        reproducible: bool = False,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
     ) -> None:
         self.ledger = ledger
         self.population = population
         self.run = run
         self.reproducible = reproducible
+        self.adjacency = adjacency
+        # A power of two: dividing by it and multiplying again changes no bit.
+        self._per_charge = adjacency.sensitivity_factor**2
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
         self._joins = run.joins()
@@ -44,14 +61,19 @@ class Account:
         """Whether the run has a budget; a run without one can only record infinity."""
         return self.run.info.epsilon is not None
 
+    @property
+    def budget_mu2(self) -> float:
+        """What the run may charge each client, in squared GDP units of zero-out."""
+        return self.run.budget_mu2 / self._per_charge
+
     def remaining(self, round_index: int) -> NDArray[np.float64]:
-        """Return what each client may still spend from this round on, in squared GDP units."""
+        """Return what each client may still be charged from this round on (see `budget_mu2`)."""
         if not self.is_bounded:
             return np.full(self.population.info.num_clients, np.inf)
         left = np.asarray(self.run.remaining())
         if self._ahead is not None and round_index in self._settled:
-            return np.asarray(left + self._ahead)
-        return left
+            left = np.asarray(left + self._ahead)
+        return np.asarray(left / self._per_charge)
 
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
@@ -75,10 +97,12 @@ class Account:
         """
         repeated = round_index in self._settled
         reservation = (
-            None if charges is None or repeated else self.run.reserve(round_index, clients, charges)
+            None
+            if charges is None or repeated
+            else self.run.reserve(round_index, clients, charges * self._per_charge)
         )
         self._open = (round_index, clients, reservation)
-        return charges if reservation is None else reservation.charges_mu2
+        return charges if reservation is None else reservation.charges_mu2 / self._per_charge
 
     def settle(self, release: torch.Tensor) -> str:
         """Make the charge durable, before the release is used (step 8); return the head."""

@@ -1,7 +1,8 @@
 """How much of its budget a client may spend on one join: the policies of `certified`.
 
-Everything is counted in squared GDP units: a client clipped at c under noise s
-spends (c / s)^2.  With a run's budget B = mu^2 per client, T rounds and B_i left,
+Everything is counted in squared GDP units of zero-out adjacency: a client clipped at c
+under noise s spends (c / s)^2; under replace-one the account hands out a quarter.  With a run's
+budget B = mu^2 per client, T rounds and B_i left,
 
 | policy | allotment of a join | clip | noise |
 |---|---|---|---|
@@ -11,7 +12,7 @@ spends (c / s)^2.  With a run's budget B = mu^2 per client, T rounds and B_i lef
 | paper | (epsilon_t / kappa)^2 with the seed's epsilon_t | the same for all | follows epsilon_t |
 
 All of it is a function of the public participation history, so clip bounds and
-charges may be published (zero-out adjacency).
+charges may be published: both adjacencies fix it in both worlds.
 """
 
 from __future__ import annotations

@@ -6,6 +6,16 @@ client that was *available*, whether or not it was kept - and only if the cohort
 stay secret and the divisor does not depend on them.  Availability itself is the
 client's doing and amplifies nothing.
 
+Where data are exchanged for others (replace-one), a kept client sends a vector u in one
+world and v in the other, both within the clip C, so the pair of releases is
+
+    (1 - q) N(0, s^2) + q N(u, s^2)    against    (1 - q) N(0, s^2) + q N(v, s^2).
+
+The worst is u = -v of length C.  For a set S with N(0, s^2)(S) = p, the lemma of Neyman
+and Pearson gives N(u, s^2)(S) <= Phi(Phi^-1(p) + C/s) and N(v, s^2)(S) >=
+Phi(Phi^-1(p) - C/s), both with equality for one half-space when u = -v; so every
+difference P(S) - e^eps Q(S) is largest there.
+
 Subsampled releases are not described by one GDP parameter, so they cannot share an
 account with others.  Therefore the run is accounted for as a whole: its noise is
 calibrated (PLD) for at most `max_exposures` rounds of availability, a client's
@@ -18,6 +28,7 @@ the ledger's count of them - which survives any crash - ends a client's part in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,13 +103,10 @@ class AmplifiedCertified(Certified):
             "the ledger counts the whole allowance as spent from the first exposure",
             *stated.notes,
         )
-        return Statement(
-            delta=stated.delta,
+        return replace(
+            stated,
             epsilon_max=float(amplified[0]),
             epsilon_median=float(amplified[1]),
-            covered=stated.covered,
-            uncovered=(),
-            noise_source=stated.noise_source,
             notes=notes,
         )
 
@@ -106,4 +114,6 @@ class AmplifiedCertified(Certified):
         if exposures == 0:
             return 0.0
         release = Release(self.noise_multiplier, exposures, self.sampling_rate)
-        return epsilon([release], self.settings.delta, method="pld").epsilon
+        return epsilon(
+            [release], self.settings.delta, method="pld", adjacency=self.settings.adjacency
+        ).epsilon

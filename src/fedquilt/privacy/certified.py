@@ -5,10 +5,11 @@ For round t with noise s_t on the sum and client i clipped at c_i,
     release  sum_i clip(u_i, c_i) + s_t N(0, I),   divided by a public number,
     cost of client i:  (c_i / s_t)^2 [+ 1 / (4 sigma_b^2) for its quantile bit]
 
-in squared GDP units, exactly additive over rounds and runs (Dong, Roth and Su
-2022), also when clips and noise are chosen from earlier releases and the public
-history, as long as nobody passes its budget (Smith and Thakurta 2022,
-arXiv:2210.17520; per client: Koskela, Tobaben and Honkela 2023,
+in squared GDP units under zero-out adjacency (under replace-one, where the sum moves
+by up to 2 c_i, the account charges four times as much), exactly additive
+over rounds and runs (Dong, Roth and Su 2022), also when clips and noise are chosen from
+earlier releases and the public history, as long as nobody passes its budget (Smith and
+Thakurta 2022, arXiv:2210.17520; per client: Koskela, Tobaben and Honkela 2023,
 arXiv:2209.15596).  The ledger refuses whatever would pass it.
 
 A client's clip is a public function of the participation history; what its data
@@ -39,12 +40,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.allotment import JoinFacts, Policy
 from fedquilt.privacy.clip import norm
 from fedquilt.privacy.correlated import BandedNoise
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
 from fedquilt.privacy.quantile import PrivateQuantile
-from fedquilt.privacy.statement import Statement
+from fedquilt.privacy.statement import NOT_COVERED, Statement, cautions
 
 # Keeps the norm of a clipped vector below its bound through float64 rounding.
 _SHAVE = 1 - 1e-12
@@ -75,6 +77,8 @@ class CertifiedSettings:
         Clients hold parts of the model.
     notes : tuple of str
         What else the statement should say.
+    adjacency : Adjacency
+        What the claim is about; the account converts charges to it.
     """
 
     tensor_names: tuple[str, ...]
@@ -86,6 +90,7 @@ class CertifiedSettings:
     normalise: bool = False
     sliced: bool = False
     notes: tuple[str, ...] = ()
+    adjacency: Adjacency = Adjacency.ZERO_OUT
 
 
 class Certified:
@@ -142,7 +147,7 @@ class Certified:
         joins: NDArray[np.float64],
         rounds_done: int,
     ) -> NDArray[np.float64]:
-        """Fix noise and clips of the round and return what each join will cost.
+        """Fix noise and clips of the round and return what each join will cost (zero-out).
 
         With allotment a_i, bit cost b and the correlation factor k,
         c_i = s_t sqrt(max(0, a_i - b) / k), at most clip_cap * C_t, and the cost
@@ -244,24 +249,28 @@ class Certified:
                 uncovered=(),
                 noise_source=self.noise.source.description,
                 notes=("reproducible noise: no privacy", *notes),
+                adjacency=self.settings.adjacency.words,
             )
+        worst = float(epsilons.max())
         return Statement(
             delta=self.settings.delta,
-            epsilon_max=float(epsilons.max()),
+            epsilon_max=worst,
             epsilon_median=float(np.median(epsilons)),
             covered=self.settings.tensor_names,
             uncovered=(),
             noise_source=self.noise.source.description,
             notes=(
+                *cautions(worst, self.settings.delta, len(self._last_join)),
                 "the claim covers every released version of the model, all rounds together",
                 *notes,
             ),
+            adjacency=self.settings.adjacency.words,
         )
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
             f"public by this adjacency: {self.public_facts}",
-            "not covered: the private file of the run, and what is tuned by looking at results",
+            NOT_COVERED,
             *self.settings.notes,
         ]
         if self.settings.frozen_names:

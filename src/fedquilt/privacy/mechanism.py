@@ -93,6 +93,9 @@ class Mechanism(Protocol):
     ) -> NDArray[np.float64] | None:
         """Return what joining costs each client in squared GDP units; None is unbounded.
 
+        Under zero-out adjacency: a client's part of the sum against nothing.  The account
+        converts it where the run's claim is about another.
+
         `remaining` and `joins` (in the `rounds_done` rounds so far) belong to
         these clients.
         """

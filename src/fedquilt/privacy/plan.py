@@ -15,8 +15,9 @@ Signal is taken at its largest: every update at the clip bound, all in the same
 direction, round after round.  A ratio of the run above 1 is therefore hopeless
 for anybody; below 1 it is workable, and better the smaller it is.
 
-Without sampling z = √K/μ, with μ that of (epsilon, delta), so the ratio of the
-run is √(d·K/T)/(m·μ): where every client joins every round the number of rounds
+Without sampling z = √K/μ, with μ that of (epsilon, delta), or 2·√K/μ where a client's
+data may be exchanged for any others (replace-one).  The ratio of the run is then
+√(d·K/T)/(m·μ), or twice that: where every client joins every round the number of rounds
 cancels.
 """
 
@@ -28,8 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedquilt import validate
+from fedquilt.bounds import format_bound
 from fedquilt.errors import InvalidValueError, StorageError
-from fedquilt.privacy.accounting import Release, calibrate
+from fedquilt.privacy.accounting import Adjacency, Release, calibrate
 from fedquilt.privacy.accounting import epsilon as total_epsilon
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Plan:
     clip_norm: float
     sampling_rate: float
     method: str
+    adjacency: str
     noise_multiplier: float
     noise_std_on_mean: float
     noise_to_signal_round: float
@@ -85,13 +88,15 @@ def plan(
     cohort: float,
     clip_norm: float = 1.0,
     sampling_rate: float = 1.0,
+    adjacency: str | Adjacency = Adjacency.ZERO_OUT,
 ) -> Plan:
     """Return what (epsilon, delta) for every client costs a run.
 
     `joins` is the most rounds any client takes part in, `None` for all of them;
     `cohort` the number of clients expected in a round.  With `sampling_rate` < 1
     the server tosses a secret coin for each client, and `joins` counts tosses.
-    The guarantee is that of ZERO_OUT adjacency.
+    The guarantee compares a client's data with nothing in their place; with
+    `adjacency="replace_one"` it compares any data of a client with any other.
     """
     validate.integer("population", population, at_least=1)
     validate.integer("rounds", rounds, at_least=1)
@@ -105,7 +110,15 @@ def plan(
     cohort = _cohort(cohort, population * joins * sampling_rate / rounds)
 
     method = "gdp" if sampling_rate == 1 else "pld"
-    z = calibrate(epsilon, delta, rounds=joins, sampling_rate=sampling_rate, method=method)
+    relation = Adjacency.of(adjacency)
+    z = calibrate(
+        epsilon,
+        delta,
+        rounds=joins,
+        sampling_rate=sampling_rate,
+        method=method,
+        adjacency=relation,
+    )
     per_round = z * math.sqrt(parameters) / cohort
     asked = Plan(
         population=population,
@@ -118,6 +131,7 @@ def plan(
         clip_norm=clip_norm,
         sampling_rate=sampling_rate,
         method=method,
+        adjacency=relation.value,
         noise_multiplier=z,
         noise_std_on_mean=z * clip_norm / cohort,
         noise_to_signal_round=per_round,
@@ -141,6 +155,7 @@ def plan_table(plan: Plan) -> str:
         ("sampling rate", f"{plan.sampling_rate:g}"),
         ("trainable parameters", f"{plan.parameters:,}"),
         ("promise to every client", f"epsilon {plan.epsilon:g}, delta {plan.delta:g}"),
+        ("adjacency", Adjacency.of(plan.adjacency).words),
         ("noise multiplier, on the sum", f"{plan.noise_multiplier:.4g}"),
         ("noise std per coordinate, on the mean", f"{plan.noise_std_on_mean:.4g}"),
         ("noise / signal of a round", f"{plan.noise_to_signal_round:.3g}"),
@@ -277,14 +292,16 @@ def _rounds_note(asked: Plan) -> str:
 def _larger_epsilon(asked: Plan) -> str:
     needed = _spent(asked, asked.joins)
     weak = ", a promise too weak to mean much" if needed > _WEAK_EPSILON else ""
-    return f"Accept a larger epsilon: {_rounded_up(needed)} or more (now {asked.epsilon:g}){weak}."
+    return f"Accept a larger epsilon: {format_bound(needed)} or more (now {asked.epsilon:g}){weak}."
 
 
 def _spent(asked: Plan, joins: int) -> float:
     """Return the epsilon of `joins` at the noise with which the ratio of the run is 1."""
     noise = asked.cohort * math.sqrt(asked.rounds / asked.parameters)
     release = Release(noise, joins, asked.sampling_rate)
-    return total_epsilon([release], asked.delta, method=asked.method).epsilon
+    return total_epsilon(
+        [release], asked.delta, method=asked.method, adjacency=Adjacency.of(asked.adjacency)
+    ).epsilon
 
 
 def _usable_joins(asked: Plan) -> int:
@@ -297,12 +314,6 @@ def _usable_joins(asked: Plan) -> int:
         else:
             high = middle
     return low
-
-
-def _rounded_up(value: float) -> str:
-    """Return `value` with three digits, never below it."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return f"{math.ceil(value / unit) * unit:,.6g}"
 
 
 def _population_note(asked: Plan, cohort: float, joins: int) -> str:

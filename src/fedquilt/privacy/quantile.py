@@ -7,9 +7,9 @@ round adds the bit b_i = [||u_i|| <= C_t], 1 when it was not clipped:
     C_(t+1)  = C_t exp(-eta (fraction - gamma))
 
 The shifted bit is +-1/2, and 0 for a zero update, so its sum has sensitivity 1/2
-under zero-out adjacency and costs a client
-1 / (4 sigma_b^2) in squared GDP units.  The bound of a round depends on earlier
-rounds only.
+under zero-out adjacency and costs a client 1 / (4 sigma_b^2) in squared GDP units.  Under
+replace-one it may turn from -1/2 to 1/2, and costs four times that, like everything else.
+The bound of a round depends on earlier rounds only.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt import validate
+from fedquilt.bounds import format_bound
+from fedquilt.privacy.accounting.adjacency import Adjacency
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.budget import AdaptivePrivacyAllocator
 from fedquilt.privacy.clip import QuantileClipper, norm
@@ -30,7 +32,7 @@ from fedquilt.privacy.mechanism import (
     is_finite,
 )
 from fedquilt.privacy.noise import NoiseSource
-from fedquilt.privacy.statement import Statement
+from fedquilt.privacy.statement import NOT_COVERED, Statement, cautions
 
 
 class Clipper(Protocol):
@@ -50,7 +52,11 @@ class Clipper(Protocol):
 
 
 class SeedMechanism(Unbounded):
-    """What the two mechanisms share: budget, clip rule, bookkeeping of the spend."""
+    """What the two mechanisms share: budget, clip rule, bookkeeping of the spend.
+
+    `adjacency` is what a claim is about, if there is one; noise does not follow it,
+    only what the noise costs.  `notes` are what else such a claim should say.
+    """
 
     def __init__(
         self,
@@ -63,6 +69,8 @@ class SeedMechanism(Unbounded):
         warmup_rounds: int = 0,
         max_agg_norm: float = math.inf,
         clip_is_public: bool = False,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
+        notes: Sequence[str] = (),
     ) -> None:
         self.allocator = allocator
         self.clipper = clipper
@@ -71,6 +79,8 @@ class SeedMechanism(Unbounded):
         self.warmup_rounds = warmup_rounds
         self.max_agg_norm = max_agg_norm
         self.clip_is_public = clip_is_public
+        self.adjacency = adjacency
+        self.notes = tuple(notes)
         self.nominal_epsilon = np.zeros(num_clients)
         self.squared_gdp = np.zeros(num_clients)
         self._facts: RoundFacts | None = None
@@ -153,12 +163,12 @@ class SeedMechanism(Unbounded):
 
     def _slice_note(self, counts: NDArray[np.float64]) -> str:
         who = int(np.argmax(self.squared_gdp))
-        worst = float(self.squared_gdp[who])
+        worst = float(self._cost()[who])
         epsilon = gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0
         return (
             "if the clip bounds had been fixed in advance and nothing but the covered tensors had "
-            f"been released: epsilon {epsilon:.3g} at delta {self.allocator.delta:g} for the "
-            f"client that spent most (in {int(counts[who])} joins)"
+            f"been released: epsilon {format_bound(epsilon)} at delta {self.allocator.delta:g} "
+            f"for the client that spent most (in {int(counts[who])} joins)"
         )
 
     def statement(
@@ -168,7 +178,7 @@ class SeedMechanism(Unbounded):
         excuses = self._excuses()
         nominal = (
             f"nominal budgets summed per client (the seed documents' accounting): "
-            f"at most {float(self.nominal_epsilon.max()):.3g}"
+            f"at most {format_bound(float(self.nominal_epsilon.max()))}"
         )
         if excuses:
             return Statement.without_bound(
@@ -177,22 +187,35 @@ class SeedMechanism(Unbounded):
                 uncovered=self.coverage.uncovered,
                 noise_source=self.noise.description,
                 notes=(*excuses, nominal, self._slice_note(counts)),
+                adjacency=self.adjacency.words,
             )
         if epsilons is None:
             # Charges of rounds that ran twice are in a ledger only; without one, none is lost.
-            epsilons = gaussian_epsilon_many(self.squared_gdp, self.allocator.delta)
+            epsilons = gaussian_epsilon_many(self._cost(), self.allocator.delta)
+        worst = float(epsilons.max())
         return Statement(
             delta=self.allocator.delta,
-            epsilon_max=float(epsilons.max()),
+            epsilon_max=worst,
             epsilon_median=float(np.median(epsilons)),
             covered=self.coverage.covered,
             uncovered=(),
             noise_source=self.noise.description,
             notes=(
+                *cautions(worst, self.allocator.delta, len(self.squared_gdp)),
+                "the claim covers every released version of the model, all rounds together",
                 "exact composition of Gaussian releases over the rounds each client joined",
+                "public by this adjacency: who joined when, the clip bound, noise levels, charges, "
+                "cohort sizes, which divide the mean",
+                NOT_COVERED,
+                *self.notes,
                 nominal,
             ),
+            adjacency=self.adjacency.words,
         )
+
+    def _cost(self) -> NDArray[np.float64]:
+        """Return what each client has spent under the claim's adjacency."""
+        return np.asarray(self.squared_gdp * self.adjacency.sensitivity_factor**2)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return clip state and spend."""
@@ -223,7 +246,8 @@ class LayerNoise(SeedMechanism):
         update = lr_t * (mean + [0, N(0, sigma^2 I)])                        (eq. 7)
 
     One release at noise multiplier z_t = sigma / (C_t / m) costs a client of the
-    cohort mu^2 = 1 / z_t^2 in squared GDP units, and nothing to the others.
+    cohort mu^2 = 1 / z_t^2 in squared GDP units under zero-out adjacency (four times
+    that under replace-one, by the account), and nothing to the others.
     """
 
     @property

@@ -7,16 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedquilt.bounds import format_bound
+
 SCHEMA_VERSION = 1
+
+ADJACENCIES = {
+    "zero-out": "its data against nothing in their place",
+    "replace-one": "its data against any others, or nothing",
+}
+"""Which worlds a claim about a client compares, in words."""
+
+NOT_COVERED = "not covered: the private file of the run, and what is tuned by looking at results"
+
+_WEAK_EPSILON = 10.0
+_LARGE_DELTA = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
     """An (epsilon, delta) claim about every client, or the word that there is none.
 
-    Zero-out adjacency: two runs are neighbours when one client's data are
-    replaced by nothing, while roster, participation and cohort sizes stay as
-    they are and are public (Kairouz et al. 2021, Definition 1.1).
+    Adjacency zero-out: two worlds are neighbours when in one of them there is
+    nothing in the place of one client's data (Kairouz et al. 2021, Definition
+    1.1).  Adjacency replace-one: when one client's data differ in any way.  In
+    both, roster, participation and cohort sizes are the same and are public.
 
     An epsilon of `math.inf` is written as the text "inf".
     """
@@ -40,6 +54,7 @@ class Statement:
         uncovered: Sequence[str],
         noise_source: str,
         notes: Sequence[str],
+        adjacency: str = "zero-out",
     ) -> Statement:
         """Say that no finite epsilon may be claimed."""
         return cls(
@@ -50,6 +65,7 @@ class Statement:
             uncovered=tuple(uncovered),
             noise_source=noise_source,
             notes=tuple(notes),
+            adjacency=adjacency,
         )
 
     @property
@@ -90,19 +106,48 @@ class Statement:
         """Return the statement in words, one fact a line."""
         if self.is_bounded:
             claim = (
-                f"every client: epsilon <= {self.epsilon_max:.3g} "
-                f"(median {self.epsilon_median:.3g}) at delta {self.delta:g}"
+                f"every client: epsilon <= {format_bound(self.epsilon_max)} "
+                f"(median {format_bound(self.epsilon_median)}) at delta {self.delta:g}"
             )
         else:
             claim = "epsilon: inf, no guarantee for the released model"
         lines = [
             f"claim      {claim}",
-            f"unit       {self.unit}, adjacency {self.adjacency}",
+            f"unit       {self.unit}, adjacency {self._adjacency_in_words()}",
             f"covered    {', '.join(self.covered) or 'nothing'}",
             f"uncovered  {', '.join(self.uncovered) or 'nothing'}",
             f"noise      {self.noise_source}",
         ]
         return "\n".join(lines + [f"note       {note}" for note in self.notes])
+
+    def _adjacency_in_words(self) -> str:
+        """Name the adjacency and, where something is claimed, say what it compares."""
+        meaning = ADJACENCIES.get(self.adjacency) if self.is_bounded else None
+        return self.adjacency if meaning is None else f"{self.adjacency} ({meaning})"
+
+
+def cautions(epsilon: float, delta: float, num_clients: int) -> tuple[str, ...]:
+    """Say in plain words where a finite claim protects little.
+
+    Showing the data of one of N clients, picked at random, is (0, 1/N)-private:
+    a delta above that permits it.
+    """
+    notes = []
+    if delta > 1.0 / num_clients:
+        notes.append(
+            f"caution: delta {delta:g} is above 1/{num_clients}, one over the number of clients; "
+            "so large a delta would permit showing one client's data outright"
+        )
+    elif delta > _LARGE_DELTA:
+        notes.append(
+            f"caution: delta {delta:g} is the probability with which the claim may fail altogether"
+        )
+    if epsilon > _WEAK_EPSILON:
+        notes.append(
+            f"caution: epsilon {format_bound(epsilon)} is above 10; what is released may then be "
+            "more than 20,000 times as likely with a client's data as without: hardly a protection"
+        )
+    return tuple(notes)
 
 
 def _json_epsilon(value: float) -> float | str:

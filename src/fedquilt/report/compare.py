@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
 import numpy as np
 
+from fedquilt.bounds import format_bound
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.report.series import as_number, column
 
 MODE_ORDER = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
 NO_GUARANTEE = "no guarantee (ε = ∞)"
-_EPSILON_DIGITS = 3
 
 Run = Mapping[str, Any]
 
@@ -109,20 +108,14 @@ def _claim(epsilon: float, delta: float | None, runs: Sequence[Run]) -> str:
     if not math.isfinite(epsilon) or delta is None:
         return NO_GUARANTEE
     units = {str(_statement(run).get("unit") or "client") for run in runs}
-    return f"ε ≤ {epsilon_text(epsilon)} for every {' or '.join(sorted(units))}, δ = {delta:g}"
+    claim = f"ε ≤ {epsilon_text(epsilon)} for every {' or '.join(sorted(units))}, δ = {delta:g}"
+    others = {str(_statement(run).get("adjacency")) for run in runs} - {"zero-out", "None"}
+    return ", ".join([claim, *sorted(others)])
 
 
 def epsilon_text(epsilon: float | str) -> str:
-    """Return an epsilon in three digits, rounded up: a claim may not shrink.
-
-    The last digits of a float are dropped first, so that 2.1 stays 2.1.
-    """
-    value = as_number(epsilon)
-    if not math.isfinite(value):
-        return "∞"
-    exact = Context(prec=12).create_decimal(Decimal(value))
-    shown = Context(prec=_EPSILON_DIGITS, rounding=ROUND_CEILING).plus(exact)
-    return f"{float(shown):g}"
+    """Return an epsilon of a record, a number or "inf", as `format_bound` shows it."""
+    return format_bound(as_number(epsilon))
 
 
 def accuracy_text(row: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedquilt.bounds import format_bound, format_left
 from fedquilt.report.style import (
     BLUE,
     GREY,
@@ -42,11 +43,11 @@ def ledger_tables(
             s.clients,
             s.joined,
             f"{s.epsilon_allowance:g} at {s.delta:g}",
-            _number(s.epsilon_max),
-            _number(s.epsilon_median),
+            _spent(s.epsilon_max),
+            _spent(s.epsilon_median),
             s.near_end,
             s.exhausted,
-            _number(s.largest_run_epsilon),
+            format_left(s.largest_run_epsilon),
         )
         for s in summaries
     ]
@@ -67,8 +68,8 @@ def _clients(rows: Sequence[Any], most: int) -> str:
         (
             row.client,
             row.joins,
-            _number(row.epsilon_spent),
-            _number(row.epsilon_left),
+            _spent(row.epsilon_spent),
+            format_left(row.epsilon_left),
             "-" if row.last_round is None else f"{row.last_run}, round {row.last_round}",
         )
         for row in dearest
@@ -128,5 +129,5 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     axes.legend(loc="lower right", frameon=True)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "inf"
+def _spent(epsilon: float) -> str:
+    return format_bound(epsilon) if math.isfinite(epsilon) else "inf"

@@ -1,4 +1,4 @@
-"""Small trainable models on a frozen front that needs no data.
+"""Small trainable models on a frozen front that is computed without data.
 
 >>> import torch
 >>> from fedquilt.models.features import make_feature_model, precompute
@@ -12,6 +12,7 @@
 True
 """
 
+from fedquilt.models.features.chosen import CHOSEN_ON, choice_note
 from fedquilt.models.features.frozen import FrozenFront, SampleStandard
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.model import (
@@ -25,6 +26,7 @@ from fedquilt.models.features.scattering import Scattering
 from fedquilt.models.features.synthetic import draw
 
 __all__ = [
+    "CHOSEN_ON",
     "FEATURE_MODELS",
     "FeatureModel",
     "FrozenFront",
@@ -32,6 +34,7 @@ __all__ = [
     "OrientedGradients",
     "SampleStandard",
     "Scattering",
+    "choice_note",
     "draw",
     "make_feature_model",
     "precompute",

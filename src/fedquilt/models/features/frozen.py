@@ -1,10 +1,11 @@
-"""Fixed features made fit for a linear head, without looking at any data.
+"""Fixed features made fit for a linear head, computed without looking at any data.
 
 The noise of a private release grows with the number of coordinates it covers, so a
 whole-model guarantee among few clients needs a small trainable head.  A front that is
 frozen and known to everybody costs nothing: noise on the head is then noise on everything
 that was learned.  That holds only while the front is a public function, so its centring
-and whitening may not come from the clients' data either.
+and whitening may not come from the clients' data either.  Its settings are another
+matter: `chosen.py` says on what they were chosen.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedquilt import validate
 from fedquilt.errors import InvalidValueError
+from fedquilt.models.features.chosen import CHOSEN_ON
 from fedquilt.models.features.frozen import FrozenFront, SampleStandard, count_features
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.scattering import Scattering
@@ -22,7 +23,7 @@ from fedquilt.models.features.synthetic import draw
 _PUBLIC_IMAGES = {"hog-linear": 2000, "scatter-linear": 1000}  # scattering takes long
 FEATURE_MODELS = tuple(_PUBLIC_IMAGES)
 
-_CELLS_PER_SIDE = 28 / 6  # the grid that served best on MNIST
+_CELLS_PER_SIDE = 28 / 6  # the grid that served best on MNIST, see CHOSEN_ON
 _SCATTERING_DIMENSION = 256
 
 
@@ -44,10 +45,20 @@ class FeatureModel(nn.Module):
         Number of logits.
     bias
         Whether the head has a bias.
+    chosen_on
+        The data sets on which the front's settings were chosen (`CHOSEN_ON`); the
+        statement of a run says so.
     """
 
-    def __init__(self, front: nn.Module, num_classes: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        front: nn.Module,
+        num_classes: int,
+        bias: bool = False,
+        chosen_on: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
+        self.chosen_on = chosen_on
         self.front = front.requires_grad_(False)
         self.head = _zero_head(count_features(front), num_classes, bias)
 
@@ -65,7 +76,7 @@ class FeatureModel(nn.Module):
         It learns what this model would, and its state dict fits both.
         """
         given = GivenFeatures(self.head.in_features)
-        other = FeatureModel(given, self.head.out_features)
+        other = FeatureModel(given, self.head.out_features, chosen_on=self.chosen_on)
         other.head = self.head
         return other
 
@@ -132,11 +143,12 @@ def make_feature_model(
         shorter side, projected to 256 dimensions if it has more.
 
     Both are centred and whitened by images drawn from a fixed seed, strokes for one channel
-    and leaves for several.  Equal arguments give equal models.
+    and leaves for several.  Equal arguments give equal models.  No data set has a part in
+    a front, but its settings were chosen on one: see `CHOSEN_ON`.
     """
     validate.choice("model", name, FEATURE_MODELS)
     front = copy.deepcopy(_front(name, image_shape(input_shape)))
-    return FeatureModel(front, num_classes, bias)
+    return FeatureModel(front, num_classes, bias, CHOSEN_ON[name])
 
 
 @functools.lru_cache(maxsize=8)

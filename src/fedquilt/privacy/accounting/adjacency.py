@@ -24,17 +24,19 @@ class Adjacency(Enum):
         vector, while the roster and who joins which round stay as they are
         (Kairouz et al. 2021, Definition 1.1).  Public: roster, participation
         history, device tiers, cohort sizes.  The sum moves by at most C, and so
-        may be divided by the actual cohort size.  This is the default, and the
-        only relation under which a public participation history may set noise
-        or clip bounds.
+        may be divided by the actual cohort size; a public participation history
+        may set noise and clip bounds.  This is the default.  Two worlds with data
+        of the client in both are not neighbours: only by way of nothing.
     ADD_REMOVE
         The client is not in the population at all.  Nothing about membership is
         public: not the roster, not the participation history, not the cohort
         size.  The sum moves by at most C, but it may only be divided by a
         constant fixed beforehand.
     REPLACE_ONE
-        The client is swapped for any other.  Public: how many clients there are.
-        The sum moves by up to 2·C, from C in one direction to C in the opposite.
+        The client's data are exchanged for any others, or for nothing, while the
+        roster and who joins which round stay as they are.  Public: the same as
+        under ZERO_OUT.  The sum moves by up to 2·C, from C in one direction to C in
+        the opposite.
     """
 
     ZERO_OUT = "zero_out"
@@ -45,6 +47,11 @@ class Adjacency(Enum):
     def sensitivity_factor(self) -> float:
         """The L2 sensitivity of a sum of clipped vectors, in units of the clip bound."""
         return 2.0 if self is Adjacency.REPLACE_ONE else 1.0
+
+    @property
+    def words(self) -> str:
+        """The relation's name in a sentence."""
+        return self.value.replace("_", "-")
 
     @classmethod
     def of(cls, value: object) -> Adjacency:
