@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from fedquilt.population import (
 )
 from fedquilt.privacy.account import Account
 from fedquilt.randomness import generator, torch_seed
+from fedquilt.roster import Roster, roster_of_own, roster_of_split
 from fedquilt.round import Federation
 from fedquilt.slicing import (
     SlicedEngine,
@@ -63,6 +64,7 @@ class Problem:
     flat: FlatModel
     num_classes: int
     selector: CohortSelector
+    roster: Roster
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
     slicing: Slicing | None = None
@@ -109,6 +111,10 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         groups=groups,
     )
     clients = [pool[part] for part in parts]
+    people = None
+    if config.partition == "writer" and train.groups is not None:
+        people = [int(train.groups[part[0]]) for part in clients]
+    roster = roster_of_split(config.dataset, clients, people)
     model = make_model(
         config.model,
         train.images.shape[1:],
@@ -116,7 +122,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         torch_seed(config.seed, "model"),
     )
     config = _settle(config, len(clients))
-    return config, _assemble(config, model, train, test, clients, held_out)
+    return config, _assemble(config, model, train, test, clients, roster, held_out)
 
 
 def problem_from(
@@ -125,6 +131,7 @@ def problem_from(
     train: object,
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]],
+    client_ids: Iterable[str] | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     train_set, test_set = as_dataset(train), as_dataset(test)
@@ -140,7 +147,8 @@ def problem_from(
         )
     config = _settle(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
-    return config, _assemble(config, model, train_set, test_set, parts, none)
+    roster = roster_of_own(parts, client_ids)
+    return config, _assemble(config, model, train_set, test_set, parts, roster, none)
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
@@ -236,6 +244,7 @@ def _assemble(
     train: ImageDataset,
     test: ImageDataset,
     clients: list[NDArray[np.int64]],
+    roster: Roster,
     held_out: NDArray[np.int64],
 ) -> Problem:
     device = pick_device(config.device)
@@ -262,6 +271,7 @@ def _assemble(
         num_classes=train.num_classes,
         model_width=model_width,
         selector=build_selector(config, len(clients)),
+        roster=roster,
         input_shape=input_shape,
         front=front,
     )

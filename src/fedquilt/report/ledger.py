@@ -41,7 +41,8 @@ def ledger_tables(
             s.population,
             s.clients,
             s.joined,
-            f"{s.epsilon_allowance:g} at {s.delta:g}",
+            f"{s.epsilon_allowance:g} at {s.delta:g}"
+            + (", replace-one" if s.adjacency == "replace_one" else ""),
             _number(s.epsilon_max),
             _number(s.epsilon_median),
             s.near_end,
@@ -65,7 +66,7 @@ def _clients(rows: Sequence[Any], most: int) -> str:
     dearest = sorted(rows, key=lambda row: (-row.epsilon_spent, row.client))[:most]
     lines = [
         (
-            row.client,
+            row.client if row.client_id is None else row.client_id,
             row.joins,
             _number(row.epsilon_spent),
             _number(row.epsilon_left),
