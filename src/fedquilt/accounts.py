@@ -156,8 +156,9 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
         name = older
     allowance, ids = config.allowance, roster.ids
     if name not in known:
-        if config.population is not None and not config.new_population:
-            _check_not_near(f"population {name!r} of ledger {ledger.path}", name, known)
+        near = [] if config.population is None else _near(name, known)
+        if near and not config.new_population:
+            raise _not_there(f"population {name!r} of ledger {ledger.path}", near[0])
         allowance = config.epsilon if allowance is None else allowance
     elif not known[name].named and not roster.given:
         ids = None  # made when clients were known by number only, and goes on so
@@ -190,20 +191,24 @@ def _check_new_ledger(config: RunConfig, path: Path) -> None:
     """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
     if config.new_population or path.exists() or not path.parent.is_dir():
         return
-    beside = {file.stem for file in path.parent.iterdir() if file.is_file() and is_ledger(file)}
-    _check_not_near(f"ledger {path}", path.stem, beside)
+    beside = {file.stem: file for file in path.parent.iterdir() if file.is_file()}
+    for near in _near(path.stem, beside):
+        if is_ledger(beside[near]):
+            raise _not_there(f"ledger {path}", beside[near].name)
 
 
-def _check_not_near(what: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known and nearly the same as one that is."""
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are nearly this one, the nearest first."""
     plain = {other.strip().casefold(): other for other in known}
-    near = difflib.get_close_matches(name.strip().casefold(), plain, n=1, cutoff=_ALIKE)
-    if near:
-        raise InvalidValueError(
-            f"{what} is not there, and {plain[near[0]]!r} is: a new one would give its clients a "
-            "fresh allowance. If it is meant to be new, say new_population=True "
-            "(--new-population)"
-        )
+    near = difflib.get_close_matches(name.strip().casefold(), plain, n=5, cutoff=_ALIKE)
+    return [plain[other] for other in near]
+
+
+def _not_there(what: str, near: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{what} is not there, and {near!r} is: a new one would give its clients a fresh "
+        "allowance. If it is meant to be new, say new_population=True (--new-population)"
+    )
 
 
 def _older_name(config: RunConfig, count: int) -> str:

@@ -14,7 +14,12 @@ from fedquilt.privacy.ledger import chain, export, files, verify
 from fedquilt.privacy.ledger.account import Account
 from fedquilt.privacy.ledger.errors import LedgerConflictError
 from fedquilt.privacy.ledger.members import check_ids
-from fedquilt.privacy.ledger.population import Population, check_name, create_population
+from fedquilt.privacy.ledger.population import (
+    Population,
+    check_name,
+    check_named,
+    create_population,
+)
 from fedquilt.privacy.ledger.records import ADJACENCIES, MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.store import Store, now
 
@@ -196,6 +201,8 @@ _FIXED = {
 def _check_agreement(
     info: PopulationInfo, asked: dict[str, Any], ids: tuple[str, ...] | None
 ) -> None:
+    if ids is not None:
+        check_named(info)
     if info.named and asked["num_clients"] is not None and ids is None:
         raise LedgerConflictError(
             f"population {info.name!r} knows its {info.num_clients} clients by id: name them "

@@ -78,6 +78,16 @@ def check_new_name(what: str, name: str) -> str:
     return name
 
 
+def check_named(info: PopulationInfo) -> None:
+    """Refuse ids for a population that knows its clients by number."""
+    if not info.named:
+        raise LedgerConflictError(
+            f"population {info.name!r} was made without client ids and knows its clients by "
+            "number; it is not mixed with ids. Leave client_ids out, or say once who its clients "
+            "are: Ledger.open(...).population(...).adopt_ids([...])"
+        )
+
+
 class Population:
     """Clients 0 … num_clients − 1 and their accounts; made by `Ledger.population`.
 
@@ -134,12 +144,7 @@ class Population:
 
         The account in memory learns of them when the transaction is over.
         """
-        if not self.info.named:
-            raise LedgerConflictError(
-                f"population {self.info.name!r} was made without client ids and knows its clients "
-                "by number; it is not mixed with ids. Leave client_ids out, or say once who its "
-                "clients are: Ledger.open(...).population(...).adopt_ids([...])"
-            )
+        check_named(self.info)
         numbers = numbers_of(ids, self._account.numbers)
         new = np.flatnonzero(numbers == UNKNOWN)
         if new.size:
