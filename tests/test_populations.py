@@ -204,7 +204,7 @@ def test_blanks_around_a_population_are_refused(tmp_path: Path) -> None:
 def test_a_misspelt_ledger_is_refused(tmp_path: Path, name: str) -> None:
     certify(tmp_path)
     (tmp_path / "cliente.sqlite").write_text("no ledger")
-    with pytest.raises(InvalidValueError, match=r"and 'clients.sqlite' is"):
+    with pytest.raises(InvalidValueError, match=r"and 'clients.sqlite' does"):
         certify(tmp_path, ledger=str(tmp_path / name))
     assert not (tmp_path / name).exists()
     certify(tmp_path, ledger=str(tmp_path / name), new_population=True)

@@ -158,7 +158,7 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
     if name not in known:
         near = [] if config.population is None else _near(name, known)
         if near and not config.new_population:
-            raise _not_there(f"population {name!r} of ledger {ledger.path}", near[0])
+            raise _not_there(f"population {name!r} is not in {ledger.path}, and {near[0]!r} is")
         allowance = config.epsilon if allowance is None else allowance
     elif not known[name].named and not roster.given:
         ids = None  # made when clients were known by number only, and goes on so
@@ -194,7 +194,7 @@ def _check_new_ledger(config: RunConfig, path: Path) -> None:
     beside = {file.stem: file for file in path.parent.iterdir() if file.is_file()}
     for near in _near(path.stem, beside):
         if is_ledger(beside[near]):
-            raise _not_there(f"ledger {path}", beside[near].name)
+            raise _not_there(f"ledger {path} does not exist, and {beside[near].name!r} does")
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
@@ -204,10 +204,10 @@ def _near(name: str, known: Iterable[str]) -> list[str]:
     return [plain[other] for other in near]
 
 
-def _not_there(what: str, near: str) -> InvalidValueError:
+def _not_there(found: str) -> InvalidValueError:
     return InvalidValueError(
-        f"{what} is not there, and {near!r} is: a new one would give its clients a fresh "
-        "allowance. If it is meant to be new, say new_population=True (--new-population)"
+        f"{found}: a new one would give its clients a fresh allowance. If it is meant to be new, "
+        "say new_population=True (--new-population)"
     )
 
 

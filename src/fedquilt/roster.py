@@ -87,7 +87,7 @@ def named_clients(
 
 def _part_digest(dataset: str, part: NDArray[np.int64]) -> str:
     numbers = np.sort(part).astype("<i8").tobytes()
-    return hashlib.sha256(dataset.encode() + b"\0" + numbers).hexdigest()[:24]
+    return hashlib.sha256(dataset.encode() + b"\0" + numbers).hexdigest()[:16]
 
 
 def _digest(ids: tuple[str, ...] | None, parts: Parts) -> str:

@@ -1,6 +1,6 @@
 """How far a ledger was checked the last time, so that a long past is hashed once.
 
-Whoever opens a ledger for its balances hashes every entry first.  That takes well under
+Whoever opens a ledger for its balances hashes every entry first.  That takes about half
 a second for ten thousand entries and is always done up to there.  A longer ledger gets a
 mark when it is closed: the newest entry that was checked, digests of the snapshots that
 were found to be what the entries add up to, and what the file looked like then (inode,
