@@ -158,7 +158,9 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
     if name not in known:
         near = [] if config.population is None else _near(name, known)
         if near and not config.new_population:
-            raise _not_there(f"population {name!r} is not in {ledger.path}, and {near[0]!r} is")
+            raise _not_there(
+                f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
+            )
         allowance = config.epsilon if allowance is None else allowance
     elif not known[name].named and not roster.given:
         ids = None  # made when clients were known by number only, and goes on so
