@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,11 @@ from run_samples import tiny
 # that interrupt children need it back.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Runs note in the user's state folder how far they came; those of tests do so elsewhere.
+_STATE = tempfile.TemporaryDirectory()
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ LEAVES = {
 JOINS = {"round", "slicing", "condensing"}
 EXPERIMENT = {
     *("problem", "modes", "history", "run_folder", "accounts", "results", "experiment"),
-    *("condensation", "baselines"),
+    *("condensation", "baselines", "roster", "witness"),
     *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
 }
 OPTIONAL = (

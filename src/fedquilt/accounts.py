@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,13 @@ from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.privacy.account import Account
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.ledger import Ledger, Population, population_name
+from fedquilt.privacy.ledger import Ledger, Population, is_ledger, population_name
+from fedquilt.privacy.ledger.members import UNKNOWN
 from fedquilt.problem import Problem
+from fedquilt.witness import Witness
+
+# Names at least so alike are taken for one name and a slip of the keyboard.
+_ALIKE = 0.8
 
 
 def needs_account(config: RunConfig, problem: Problem) -> bool:
@@ -18,35 +26,65 @@ def needs_account(config: RunConfig, problem: Problem) -> bool:
     return config.ledger is not None or is_bounded(config, problem)
 
 
-def open_account(config: RunConfig, problem: Problem, path: Path, run_id: str) -> Account:
+def open_account(
+    config: RunConfig,
+    problem: Problem,
+    path: Path,
+    run_id: str,
+    *,
+    resumed: bool = False,
+    witness: Witness | None = None,
+) -> Account:
     """Open the ledger at `path` and start, or resume, the run in it.
 
     A run that may claim a bound gets a budget of `epsilon`; any other is entered
     without one, and each of its releases puts its clients at infinity.
     """
-    if config.population is None and config.ledger is not None and config.dataset == "custom":
+    if config.population is None and config.ledger is not None and problem.roster.name is None:
         raise InvalidValueError(
             "population must be named when your own data meet a ledger that outlives the run: "
             "a name is how the same clients are known again"
         )
-    ledger = Ledger.open(path, create=True)
+    if config.ledger is not None and not resumed:
+        _check_new_ledger(config, path)
+    if resumed and not path.exists():
+        raise RunFolderError(
+            f"ledger {path} of this run is missing: it was deleted, rolled back or exchanged. "
+            "Restore the newest copy; a run must not go on with a ledger that has forgotten charges"
+        )
+    ledger = Ledger.open(path, create=not resumed)
     try:
+        if witness is not None:
+            witness.check(ledger)
         population = _population(ledger, config, problem)
         run = population.start_run(
             run_id,
             epsilon=config.epsilon if is_bounded(config, problem) else None,
             on_short=config.on_short,
+            client_ids=problem.roster.ids if population.info.named else None,
         )
+        if witness is not None:
+            witness.note(run.head)
         return Account(
             ledger,
             population,
             run,
             reproducible=config.noise_seed is not None,
             adjacency=Adjacency.of(config.adjacency),
+            seen=None if witness is None else witness.note,
         )
     except BaseException:
         ledger.close()
         raise
+
+
+def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
+    """Refuse other clients than those a run was begun with; an older folder does not say."""
+    if entered.get("clients", problem.roster.digest) != problem.roster.digest:
+        raise RunFolderError(
+            f"run folder {str(folder)!r} was begun with other clients: their number, order, ids "
+            "and samples must be the same when it is resumed"
+        )
 
 
 def check_not_rolled_back(account: Account, head: str | None) -> None:
@@ -69,20 +107,117 @@ def is_bounded(config: RunConfig, problem: Problem) -> bool:
     return covered >= set(problem.flat.names)
 
 
+def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tuple[str, ...]:
+    """Return what a statement says about the ledger, given the run's `ledger` record.
+
+    Parameters
+    ----------
+    shared
+        The ledger outlives the run.
+    resumed
+        The run went on after it had been stopped.
+    """
+    if not shared:
+        alone = (
+            "resumed with the ledger in its own folder: this claim leaves out what a copy of "
+            "that folder released that was resumed by another user or on another machine"
+        )
+        return (alone,) if resumed else ()
+    where = f"ledger {record['ledger']}, population {record['population']!r}"
+    worst = record["lifetime_epsilon_max"]
+    lifetime = f"lifetime: over all runs of {where}, "
+    if worst == "inf":
+        notes = [lifetime + "some client has no bound (epsilon inf)"]
+    else:
+        notes = [f"{lifetime}every client has epsilon <= {_rounded_up(worst)}"]
+    if record["created"] is not None:
+        notes.append(
+            f"new: this {record['created']} begins with this run; what its clients gave away "
+            "before is not counted"
+        )
+    elif record["enrolled"]:
+        notes.append(
+            f"new: {record['enrolled']} clients joined the population with this run, each with "
+            "an untouched allowance"
+        )
+    return tuple(notes)
+
+
+def _rounded_up(epsilon: float) -> str:
+    """Return three digits of an epsilon that are never below it."""
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(epsilon))):g}"
+
+
 def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
     """Find the clients in the ledger, or enter them with their lifetime allowance."""
-    count = len(problem.task.clients)
-    name = config.population or _default_name(config, count)
-    known = {population.info.name for population in ledger.populations()}
-    allowance = config.allowance
-    if name not in known and allowance is None:
-        allowance = config.epsilon
-    return ledger.population(name, num_clients=count, epsilon=allowance, delta=config.delta)
+    roster, count = problem.roster, len(problem.task.clients)
+    known = {population.info.name: population.info for population in ledger.populations()}
+    name = config.population or roster.name or f"{config.dataset}-{count}"
+    older = _older_name(config, count)
+    if config.population is None and name not in known and older in known:
+        name = older
+    allowance, ids = config.allowance, roster.ids
+    if name not in known:
+        near = [] if config.population is None else _near(name, known)
+        if near and not config.new_population:
+            raise _not_there(
+                f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
+            )
+        allowance = config.epsilon if allowance is None else allowance
+    elif not known[name].named and not roster.given:
+        ids = None  # made when clients were known by number only, and goes on so
+    population = ledger.population(
+        name,
+        num_clients=count if ids is None else None,
+        client_ids=ids,
+        epsilon=allowance,
+        delta=config.delta,
+        adjacency=config.adjacency,
+    )
+    if ids is not None and population.info.named and not config.new_population:
+        _check_somebody_known(population, ids)
+    return population
 
 
-def _default_name(config: RunConfig, count: int) -> str:
-    """Name the clients by how they were made; nothing in it depends on what they hold."""
-    split: dict[str, Any] = {
+def _check_somebody_known(population: Population, ids: tuple[str, ...]) -> None:
+    """Refuse clients of whom the population knows nobody: they would all begin anew."""
+    if (population.numbers(ids) == UNKNOWN).all():
+        raise InvalidValueError(
+            f"none of the {len(ids)} clients of this run is among the "
+            f"{population.info.num_clients} of population {population.info.name!r} (the first "
+            f"is {ids[0]!r}; a split dealt otherwise makes other clients). Name another "
+            "population, or say that they are to join this one: new_population=True "
+            "(--new-population)"
+        )
+
+
+def _check_new_ledger(config: RunConfig, path: Path) -> None:
+    """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
+    if config.new_population or path.exists() or not path.parent.is_dir():
+        return
+    beside = {file.stem: file for file in path.parent.iterdir() if file.is_file()}
+    for near in _near(path.stem, beside):
+        if is_ledger(beside[near]):
+            raise _not_there(f"ledger {path} does not exist, and {beside[near].name!r} does")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are nearly this one, the nearest first."""
+    plain = {other.strip().casefold(): other for other in known}
+    near = difflib.get_close_matches(name.strip().casefold(), plain, n=5, cutoff=_ALIKE)
+    return [plain[other] for other in near]
+
+
+def _not_there(found: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{found}: a new one would give its clients a fresh allowance. If it is meant to be new, "
+        "say new_population=True (--new-population)"
+    )
+
+
+def _older_name(config: RunConfig, count: int) -> str:
+    """Return what a ledger of schema 1 called the clients of these options."""
+    split = {
         "kind": config.partition,
         "alpha": config.dirichlet_alpha,
         "classes": config.classes_per_client,

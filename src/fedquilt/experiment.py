@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.accounts import check_not_rolled_back, needs_account, open_account
+from fedquilt.accounts import (
+    account_notes,
+    check_not_rolled_back,
+    check_same_clients,
+    needs_account,
+    open_account,
+)
 from fedquilt.condensation import (
     catch_up,
     condensation_record,
@@ -36,8 +43,10 @@ from fedquilt.problem import (
     problem_from,
 )
 from fedquilt.results import CUSTOM, RunResult, build_result, load, load_tensors
+from fedquilt.roster import named_clients
 from fedquilt.round import Federation, run_round
 from fedquilt.run_folder import RunFolder, run_stem
+from fedquilt.witness import open_witness
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
@@ -55,8 +64,9 @@ def run(
     model: nn.Module,
     train: object,
     test: object,
-    clients: Sequence[Sequence[int] | NDArray[Any]],
+    clients: Sequence[Sequence[int] | NDArray[Any]] | Mapping[str, Sequence[int] | NDArray[Any]],
     *,
+    client_ids: Iterable[str] | None = None,
     output_dir: str | None = "./results",
     resume: str | Path | None = None,
     observer: Observer | None = None,
@@ -71,8 +81,11 @@ def run(
     train, test : data sets
         An `ImageDataset`, a pair `(inputs, labels)`, or anything with `len` and
         `[i] -> (tensor, int)`.
-    clients : sequence of index lists
+    clients : sequence of index lists, or mapping from client ids to them
         The samples of `train` that each client holds.
+    client_ids : sequence of str, optional
+        Who the clients are.  A ledger finds each one's account by its id, wherever it
+        stands in the list; clients may be absent from a run, and new ones join.
     output_dir : str or None
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
@@ -89,7 +102,8 @@ def run(
     else:
         place = {} if output_dir is None else {"output_dir": output_dir}
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
-    config, problem = problem_from(config, model, train, test, clients)
+    parts, ids = named_clients(clients, client_ids)
+    config, problem = problem_from(config, model, train, test, parts, ids)
     return _run(config, problem, folder, output_dir, observer)
 
 
@@ -173,12 +187,14 @@ def _open(
     in the run's folder, or in a temporary one when nothing is kept.
     """
     entered = folder.read_account() if folder is not None else None
+    if entered is not None and folder is not None:
+        check_same_clients(problem, entered, folder.path)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
     if config.ledger is not None:
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
-        account = open_account(config, problem, place, run_id)
+        account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
     federation = None if own_ledger else build_federation(config, problem, account, engine)
     if folder is None and output_dir is not None:
@@ -187,11 +203,22 @@ def _open(
     if own_ledger:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = folder.path if folder is not None else place
-        account = open_account(config, problem, place / "ledger.sqlite", run_id)
+        witness = None if folder is None else open_witness(run_id, folder.path)
+        if witness is not None:
+            stack.callback(witness.close)
+        account = open_account(
+            config,
+            problem,
+            place / "ledger.sqlite",
+            run_id,
+            resumed=entered is not None,
+            witness=witness,
+        )
         stack.callback(account.close)
     if account is not None and folder is not None and entered is None:
         name = "ledger.sqlite" if own_ledger else str(account.ledger.path.resolve())
-        folder.write_account({"run_id": run_id, "ledger": name})
+        clients = problem.roster.digest
+        folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, engine), folder
 
 
@@ -382,6 +409,11 @@ def _finish(
     if account is not None:
         account.finish(federation.weights if account.reproducible else None)
         result["ledger"] = account.summary()
+        shared, resumed = config.ledger is not None, account.run.is_resumed
+        resumed = resumed and statement.is_bounded
+        notes = account_notes(result["ledger"], shared=shared, resumed=resumed)
+        statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
+        result["statement"] = statement.as_json()
     if folder is not None:
         folder.write_result(result)
     path = None if folder is None else folder.path

@@ -167,7 +167,7 @@ def make_amplified(
     account: Account,
 ) -> AmplifiedCertified:
     """Build `certified` under the selector's secret coin; accounts must be untouched."""
-    elsewhere = account.population.spent() - account.spent()
+    elsewhere = account.spent_elsewhere()
     whole = account.population.info.epsilon
     begins = not account.joins().any()  # later on, whoever was touched simply takes no part
     if (begins and elsewhere.max() > 0) or account.run.info.epsilon != whole:

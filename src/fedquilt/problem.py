@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from fedquilt.population import (
 )
 from fedquilt.privacy.account import Account
 from fedquilt.randomness import generator, torch_seed
+from fedquilt.roster import Roster, roster_of_own, roster_of_split
 from fedquilt.round import Federation
 from fedquilt.slicing import (
     SlicedEngine,
@@ -64,6 +65,7 @@ class Problem:
     flat: FlatModel
     num_classes: int
     selector: CohortSelector
+    roster: Roster
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
     slicing: Slicing | None = None
@@ -110,6 +112,10 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         groups=groups,
     )
     clients = [pool[part] for part in parts]
+    people = None
+    if config.partition == "writer" and train.groups is not None:
+        people = [int(train.groups[part[0]]) for part in clients]
+    roster = roster_of_split(config.dataset, clients, people)
     model = make_model(
         config.model,
         train.images.shape[1:],
@@ -117,7 +123,8 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         torch_seed(config.seed, "model"),
     )
     config = _settle(config, len(clients))
-    return config, _assemble(config, model, train, test, clients, held_out, train.num_classes)
+    known = train.num_classes
+    return config, _assemble(config, model, train, test, clients, roster, held_out, known)
 
 
 def problem_from(
@@ -126,6 +133,7 @@ def problem_from(
     train: object,
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]],
+    client_ids: Iterable[str] | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
@@ -143,9 +151,10 @@ def problem_from(
         )
     config = _settle(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
+    roster = roster_of_own(parts, client_ids)
     # What classes there are is public knowledge: the model's, not the largest label's.
     known = train_set.num_classes if isinstance(train, ImageDataset) else None
-    return config, _assemble(config, model, train_set, test_set, parts, none, known)
+    return config, _assemble(config, model, train_set, test_set, parts, roster, none, known)
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
@@ -245,6 +254,7 @@ def _assemble(
     train: ImageDataset,
     test: ImageDataset,
     clients: list[NDArray[np.int64]],
+    roster: Roster,
     held_out: NDArray[np.int64],
     num_classes: int | None,
 ) -> Problem:
@@ -274,6 +284,7 @@ def _assemble(
         num_classes=num_classes or 0,
         model_width=model_width,
         selector=build_selector(config, len(clients)),
+        roster=roster,
         input_shape=input_shape,
         front=front,
     )

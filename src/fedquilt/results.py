@@ -50,7 +50,7 @@ class RunResult:
         """Return the object that `fedquilt run --json` prints."""
         metadata = self.result["metadata"]
         own: dict[str, Any] = {
-            k: self.result[k] for k in ("slices", "condensation") if k in self.result
+            k: self.result[k] for k in ("slices", "condensation", "ledger") if k in self.result
         }
         if self.result.get("stopped"):
             own["stopped"] = self.result["stopped"]

@@ -7,7 +7,7 @@
 | checkpoint.safetensors | model and state after some round | replaced, about once a second |
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
-| ledger.json | where the run's account is | once, at the start |
+| ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
 | baselines.json | what stands beside a condensation | at the start, after each baseline |
@@ -151,10 +151,13 @@ class RunFolder:
                 path.unlink()
 
     def write_account(self, account: dict[str, Any]) -> None:
-        """Write ledger.json: where the account of this run is."""
+        """Write ledger.json: where the account of this run is, and whose it is.
+
+        The digest of its clients depends on what they hold: it is for the owner only.
+        """
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
         with storage_errors(self.path):
-            self._replace("ledger.json", text.encode())
+            self._replace("ledger.json", text.encode(), 0o600)
 
     def read_account(self) -> dict[str, Any] | None:
         """Return what ledger.json says, None for a run without a ledger.

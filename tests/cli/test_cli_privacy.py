@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedquilt.experiment import RunResult, run_config
-from run_samples import tiny
+from run_samples import flags, tiny
 
 Cli = Callable[..., Any]
 
@@ -147,3 +148,28 @@ def test_plans_that_cannot_be_made(cli: Cli, here: Path, flag: str, text: str) -
     assert said.out == ""
     assert "Traceback" not in said.err
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["export"], ["export", "--csv"]])
+def test_an_edited_ledger_is_not_shown(cli: Cli, certified: Path, command: list[str]) -> None:
+    with sqlite3.connect(certified / "ledger.sqlite") as connection:
+        connection.execute("UPDATE entries SET charges = zeroblob(8) WHERE charges IS NOT NULL")
+    connection.close()
+    said = cli("ledger", *command, "run")
+    assert said.code == 2
+    assert said.out == ""
+    assert "NOT WHOLE: entry 5 (reserve) was edited" in said.words
+    assert "entry 5 (reserve) was edited" in cli("ledger", "verify", "run").out
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_new_population_is_said_and_a_near_name_refused(cli: Cli, here: Path) -> None:
+    shared = flags(mode="certified", noise_seed=None, ledger="l.sqlite", epsilon=1, allowance=6)
+    said = cli("run", *shared, "--population", "clinics", "--quiet")
+    assert f"Ledger {here / 'l.sqlite'}, population clinics (both new)" in said.out
+    assert "note       new: this ledger begins with this run" in said.out
+    said = cli("run", *shared, "--population", "clinic", "--quiet")
+    assert said.code == 2
+    assert "--new-population" in said.words
+    said = cli("run", *shared, "--population", "clinic", "--new-population", "--json")
+    assert said.json()["ledger"]["created"] == "population"

@@ -93,6 +93,17 @@ def draw_history(finished: RunResult) -> Path | None:
     return path
 
 
+def _ledger_line(record: dict[str, Any]) -> str:
+    """Say which account the run is in, and whether it is a new one."""
+    new = {"ledger": " (both new)", "population": " (new population)"}.get(
+        record.get("created") or "", ""
+    )
+    joined = record.get("enrolled") or 0
+    if joined and not new:
+        new = f" ({joined} clients new)"
+    return f"Ledger {record['ledger']}, population {record['population']}{new}"
+
+
 def _print(finished: RunResult) -> None:
     from fedquilt.report import generate_summary_table, slices_table
 
@@ -110,6 +121,8 @@ def _print(finished: RunResult) -> None:
     )
     if "slices" in finished.result:
         print(f"\n{slices_table(finished.result['slices'])}")
+    if "ledger" in finished.result:
+        print(f"\n{_ledger_line(finished.result['ledger'])}")
     print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
     print(f"\n{finished.folder}")
     sys.stdout.flush()

@@ -222,6 +222,12 @@ class RunConfig:
     population: str | None = declare(
         None, _CERTIFIED, "Name of the clients in the ledger; absent is a digest of the split."
     )
+    new_population: bool = declare(
+        False,
+        _CERTIFIED,
+        "Make a ledger or population, or let only new clients join one, though the name is near "
+        "a known one or nobody is known in it.",
+    )
     allowance: float | None = declare(
         None, _CERTIFIED, "Lifetime epsilon of a new population; absent is epsilon.", above=0
     )

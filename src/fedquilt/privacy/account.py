@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,13 @@ class Account:
     A run without a bound reserves nothing and records, before each release, that
     its clients stand at infinity.
 
+    The round knows its clients by their number in the run, 0 to n - 1, and so do all
+    arrays here; `run.places` is where each of them stands in the population.
+
     Parameters
     ----------
+    seen : callable, optional
+        Told the ledger's head after every settled release.
     reproducible : bool
         The run's noise is seeded.  A round that was settled before a crash then
         comes out the same again: it is planned from the balances before it
@@ -43,6 +49,7 @@ class Account:
         *,
         reproducible: bool = False,
         adjacency: Adjacency = Adjacency.ZERO_OUT,
+        seen: Callable[[str], None] | None = None,
     ) -> None:
         self.ledger = ledger
         self.population = population
@@ -51,9 +58,11 @@ class Account:
         self.adjacency = adjacency
         # A power of two: dividing by it and multiplying again changes no bit.
         self._per_charge = adjacency.sensitivity_factor**2
+        self._seen = seen
+        self._places = run.places
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
-        self._joins = run.joins()
+        self._joins = run.joins()[self._places]
         self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
 
     @property
@@ -69,15 +78,19 @@ class Account:
     def remaining(self, round_index: int) -> NDArray[np.float64]:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
         if not self.is_bounded:
-            return np.full(self.population.info.num_clients, np.inf)
-        left = np.asarray(self.run.remaining())
+            return np.full(self._places.size, np.inf)
+        left = np.asarray(self.run.remaining()[self._places])
         if self._ahead is not None and round_index in self._settled:
             left = np.asarray(left + self._ahead)
         return np.asarray(left / self._per_charge)
 
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
-        return np.asarray(self.run.spent())
+        return np.asarray(self.run.spent()[self._places])
+
+    def spent_elsewhere(self) -> NDArray[np.float64]:
+        """Return what each client has spent in other runs, in squared GDP units."""
+        return np.asarray(self.population.spent()[self._places] - self.spent())
 
     def joins(self) -> NDArray[np.int64]:
         """Return how many releases of this run, crashed ones included, each client was in."""
@@ -99,13 +112,19 @@ class Account:
         reservation = (
             None
             if charges is None or repeated
-            else self.run.reserve(round_index, clients, charges * self._per_charge)
+            else self.run.reserve(round_index, self._places[clients], charges * self._per_charge)
         )
         self._open = (round_index, clients, reservation)
         return charges if reservation is None else reservation.charges_mu2 / self._per_charge
 
     def settle(self, release: torch.Tensor) -> str:
         """Make the charge durable, before the release is used (step 8); return the head."""
+        head = self._settle(release)
+        if self._seen is not None:
+            self._seen(head)
+        return head
+
+    def _settle(self, release: torch.Tensor) -> str:
         if self._open is None:
             raise RuntimeError("a release is settled once, after its reservation")
         round_index, clients, reservation = self._open
@@ -121,11 +140,11 @@ class Account:
                 f"round {round_index} of run {self.run.info.name!r} was settled before and came "
                 "out differently under the same noise seed: data, code or machine changed"
             )
-        return self.run.record_unbounded(round_index, clients, digest)
+        return self.run.record_unbounded(round_index, self._places[clients], digest)
 
     def epsilons(self) -> NDArray[np.float64] | None:
         """Return each client's epsilon in this run; None for a run without a bound."""
-        return np.asarray(self.run.epsilons()) if self.is_bounded else None
+        return np.asarray(self.run.epsilons()[self._places]) if self.is_bounded else None
 
     def summary(self) -> dict[str, Any]:
         """Return where the account is and how it stands, for the run's record."""
@@ -135,6 +154,9 @@ class Account:
             "population": self.population.info.name,
             "allowance": self.population.info.epsilon,
             "delta": self.population.info.delta,
+            "adjacency": self.population.info.adjacency,
+            "created": self.run.began(),
+            "enrolled": self.run.info.enrolled,
             "run_id": self.run.info.name,
             "lifetime_epsilon_max": worst if np.isfinite(worst) else "inf",
             "head": self.run.head,
@@ -149,7 +171,7 @@ class Account:
         joined = np.flatnonzero(self._joins)
         if unprotected is not None and joined.size:
             last = max(self.run.settled(), default=0)
-            self.run.record_unbounded(last + 1, joined, _digest(unprotected))
+            self.run.record_unbounded(last + 1, self._places[joined], _digest(unprotected))
         self.run.finish()
 
     def close(self) -> None:

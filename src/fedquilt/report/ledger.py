@@ -42,7 +42,8 @@ def ledger_tables(
             s.population,
             s.clients,
             s.joined,
-            f"{s.epsilon_allowance:g} at {s.delta:g}",
+            f"{s.epsilon_allowance:g} at {s.delta:g}"
+            + (", replace-one" if s.adjacency == "replace_one" else ""),
             _spent(s.epsilon_max),
             _spent(s.epsilon_median),
             s.near_end,
@@ -66,7 +67,7 @@ def _clients(rows: Sequence[Any], most: int) -> str:
     dearest = sorted(rows, key=lambda row: (-row.epsilon_spent, row.client))[:most]
     lines = [
         (
-            row.client,
+            row.client if row.client_id is None else row.client_id,
             row.joins,
             _spent(row.epsilon_spent),
             format_left(row.epsilon_left),

@@ -39,7 +39,9 @@ from fedquilt.privacy.ledger.errors import (
     ReservationError,
 )
 from fedquilt.privacy.ledger.export import csv_rows
+from fedquilt.privacy.ledger.files import is_ledger
 from fedquilt.privacy.ledger.ledger import Ledger
+from fedquilt.privacy.ledger.members import check_ids, roster_name
 from fedquilt.privacy.ledger.population import Population, population_name
 from fedquilt.privacy.ledger.records import PopulationInfo, Reservation, RunInfo
 from fedquilt.privacy.ledger.rows import ClientRow, Summary
@@ -63,6 +65,9 @@ __all__ = [
     "RunInfo",
     "Summary",
     "VerifyReport",
+    "check_ids",
     "csv_rows",
+    "is_ledger",
     "population_name",
+    "roster_name",
 ]

@@ -2,25 +2,32 @@
 
 An account is a cache in memory.  It changes in one way only, by reading committed
 entries it has not seen yet, its own as well as those of other processes; so it
-cannot hold what the file does not.  Reading starts from a snapshot in the file
-where there is one, so that opening does not read the whole past.
+cannot hold what the file does not.  What it reads was hashed first (`Store.check`).
+Reading starts from a snapshot in the file where there is one that was checked before,
+so that opening a long ledger does not add up its whole past; any other snapshot is
+compared with what the entries add up to.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedquilt.privacy.ledger import chain
 from fedquilt.privacy.ledger.chain import Entry
 from fedquilt.privacy.ledger.codec import decode_charges, decode_clients
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
+from fedquilt.privacy.ledger.members import members_of
 from fedquilt.privacy.ledger.records import PopulationInfo, Reservation
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
+_Number = TypeVar("_Number", bound=np.generic)
 _SNAPSHOT_FLOOR = 1 << 16  # bytes of charges below which a snapshot is not worth it
 
 
@@ -28,10 +35,14 @@ class Account:
     """What every client of one population has spent and reserved, as of entry `seq`."""
 
     def __init__(self, info: PopulationInfo) -> None:
-        self.info = info
+        self._made = info
         self._clear()
 
     def _clear(self) -> None:
+        # A named population has the clients that its "members" entries name, in order.
+        self.info = replace(self._made, num_clients=0) if self._made.named else self._made
+        self.ids: list[str] = []
+        self.numbers: dict[str, int] = {}
         self.seq = 0
         self.hash = b""
         self.spent = np.zeros(self.info.num_clients)
@@ -44,21 +55,26 @@ class Account:
 
     def refresh(self, store: Store) -> None:
         """Read what was committed since the last time; call it first in a transaction."""
+        store.check()
         head, digest = store.head()
-        if self.seq and store.hash_of(self.seq) != self.hash:
-            raise LedgerCorruptError(
-                f"ledger {store.path} was rolled back or edited while it was open: entry "
-                f"{self.seq} is not what it was"
-            )
         try:
             if not self.seq:
-                self._load_snapshot(store, head)
-            for entry in store.entries("population = ? AND seq > ?", self.info.key, self.seq):
-                self.apply(entry)
+                self._begin(store, head)
+            self._read(store, head)
         except BaseException:
             self._clear()  # half of the entries would be worse than none
             raise
         self.seq, self.hash = head, digest
+
+    def _read(self, store: Store, upto: int) -> None:
+        """Take the entries after `seq` and up to `upto` into the balances.
+
+        The plus sign keeps SQLite from its index of populations: the hashes are of the
+        entries, not of the index, so it is the entries that are looked through.
+        """
+        where = "+population = ? AND seq > ? AND seq <= ?"
+        for entry in store.entries(where, self.info.key, self.seq, upto):
+            self.apply(entry)
 
     def track(self, store: Store, run: int) -> FloatArray:
         """Return what each client has spent in one run; kept up to date from here on.
@@ -101,6 +117,30 @@ class Account:
         elif entry.kind == chain.UNBOUNDED:
             clients = decode_clients(entry.clients or b"", self.info.num_clients)
             self._charge(entry, clients, np.full(clients.size, np.inf))
+        elif entry.kind == chain.MEMBERS:
+            self._enrol(entry)
+        elif entry.kind not in (chain.POPULATION, chain.RUN):
+            raise LedgerCorruptError(f"entry {entry.seq} has no place here: {entry.kind!r}")
+
+    def _enrol(self, entry: Entry) -> None:
+        """Open an account for each client of a "members" entry.
+
+        In a population that knew its clients by number so far, the first of these entries
+        says who they are.
+        """
+        joining = members_of(entry)
+        first = len(self.ids)
+        if any(value in self.numbers for value in joining):
+            raise LedgerCorruptError(f"entry {entry.seq} names a member a second time")
+        if not self.info.named and len(joining) != self.info.num_clients:
+            raise LedgerCorruptError(f"entry {entry.seq} names {len(joining)} of the clients only")
+        self.ids += joining
+        self.numbers |= {value: first + place for place, value in enumerate(joining)}
+        more = len(self.ids) - self.info.num_clients
+        self.info = replace(self.info, num_clients=len(self.ids), named=True)
+        self.spent, self.reserved = _longer(self.spent, more), _longer(self.reserved, more)
+        self.joins, self.last_entry = _longer(self.joins, more), _longer(self.last_entry, more)
+        self.run_spent = {run: _longer(spent, more) for run, spent in self.run_spent.items()}
 
     def _open(self, reservation: Reservation) -> None:
         self.open[reservation.entry] = reservation
@@ -134,10 +174,9 @@ class Account:
         size = self.spent.nbytes + self.joins.nbytes + self.last_entry.nbytes
         if self.unsaved_bytes < max(2 * size, _SNAPSHOT_FLOOR):
             return
-        store.execute(
-            "REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)",
-            *(self.info.key, self.seq, *self.as_bytes()),
-        )
+        row = (self.seq, *self.as_bytes())
+        store.execute("REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", self.info.key, *row)
+        store.note_snapshot(self.info.key, row)
         self.unsaved_bytes = 0
 
     def as_bytes(self) -> tuple[bytes, bytes, bytes, str]:
@@ -149,15 +188,29 @@ class Account:
         )
         return *balances, json.dumps(sorted(self.open))
 
-    def _load_snapshot(self, store: Store, head: int) -> None:
+    def _begin(self, store: Store, head: int) -> None:
+        """Come to the snapshot: by believing it if it was checked before, else by adding up."""
         row = store.first(
             "SELECT seq, spent, joins, last_entry, open FROM snapshots WHERE population = ?",
             self.info.key,
         )
         if row is None:
             return
-        if not 0 < row[0] <= head:
+        if not isinstance(row[0], int) or not 0 < row[0] <= head:
             raise LedgerCorruptError(f"ledger {store.path}: a snapshot is newer than the entries")
+        if store.knows_snapshot(self.info.key, row):
+            self._load_snapshot(store, row)
+            return
+        self._read(store, row[0])
+        self.seq, self.unsaved_bytes = row[0], 0
+        if row[1:] != self.as_bytes():
+            raise store.refuse_snapshot(self.info.key)
+        store.note_snapshot(self.info.key, row)
+
+    def _load_snapshot(self, store: Store, row: tuple[Any, ...]) -> None:
+        members = "population = ? AND kind = ? AND seq <= ?"
+        for entry in store.entries(members, self.info.key, chain.MEMBERS, row[0]):
+            self._enrol(entry)
         try:
             self.spent[:] = np.frombuffer(row[1], dtype="<f8")
             self.joins[:] = np.frombuffer(row[2], dtype="<u4")
@@ -169,6 +222,11 @@ class Account:
             for entry in store.entries("seq = ?", number):
                 self._open(reservation_of(entry, self.info.num_clients))
         self.seq = int(row[0])
+
+
+def _longer(array: NDArray[_Number], more: int) -> NDArray[_Number]:
+    """Return the array with `more` zeros at its end."""
+    return np.concatenate([array, np.zeros(more, dtype=array.dtype)]) if more else array
 
 
 def reservation_of(entry: Entry, num_clients: int) -> Reservation:

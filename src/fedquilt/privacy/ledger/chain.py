@@ -26,6 +26,7 @@ from fedquilt.privacy.ledger.errors import LedgerCorruptError
 
 LEDGER = "ledger"
 POPULATION = "population"
+MEMBERS = "members"
 RUN = "run"
 RESUME = "resume"
 RESERVE = "reserve"
@@ -33,6 +34,10 @@ SETTLE = "settle"
 RELEASE = "release"
 UNBOUNDED = "unbounded"
 FINISH = "finish"
+KINDS = (
+    *(LEDGER, POPULATION, MEMBERS, RUN, RESUME, RESERVE, SETTLE, RELEASE, UNBOUNDED),
+    FINISH,
+)
 
 _TAG = b"fedquilt ledger 1\n"
 GENESIS = bytes(32)
@@ -48,6 +53,8 @@ class Entry:
     ========== ==================================================================
     ledger     the file was made; `digest` is its random identity
     population clients share an allowance; `body` has their number, epsilon, delta
+    members    clients joined the population; `body` has their ids, in the order of
+               their numbers, which go on from those before them
     run        a run may spend so much of it; `clients` sit out
     resume     the run goes on; its open reservations are dropped, nothing had left
     reserve    `charges` of `clients` count as spent, replacing the same round's
@@ -105,6 +112,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("clients", "charges"), (bytes, NoneType)),
     "seq": (int,),
 }
+
+
+def read_row(row: Sequence[Any], last: int, previous: bytes) -> tuple[Entry | None, list[str]]:
+    """Read the columns of an entry and its hash; return it and what is wrong with it.
+
+    `last` and `previous` are the number and the hash of the entry before it.
+    """
+    problems = [] if row[0] == last + 1 else [f"entry {last + 1} is missing"]
+    try:
+        entry = Entry.of(row[:-1])
+    except LedgerCorruptError as error:
+        return None, [*problems, str(error)]
+    if entry.chained(previous) != row[-1]:
+        problems.append(
+            f"entry {entry.seq} ({entry.kind}) was edited, or does not follow the entry before it"
+        )
+    if entry.kind not in KINDS:
+        problems.append(f"entry {entry.seq} has no place here: {entry.kind!r}")
+    return entry, problems
 
 
 def make_body(**values: object) -> str:

@@ -21,10 +21,11 @@ def export_ledger(
 ) -> dict[str, Any]:
     """Return everything the ledger says that is not a cohort, ready for `json.dump`."""
     with store.reading():
+        store.check()
         return {
             "schema_version": SCHEMA_VERSION,
             "head": store.head()[1].hex(),
-            "unit": "squared GDP units (mu^2), zero-out adjacency",
+            "unit": "squared GDP units (mu^2), under each population's adjacency",
             "populations": [_population(population, clients) for population in populations],
             "entries": list(_history(store)),
         }

@@ -31,7 +31,9 @@ from fedquilt.privacy.ledger.errors import (
     LedgerFileError,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 since populations may have members and an adjacency; 1 is read and continued."""
+
 _APPLICATION_ID = 0x46514C31  # "FQL1": marks the file as ours in its SQLite header
 
 _TABLES = (
@@ -58,6 +60,17 @@ def insert_entry(connection: sqlite3.Connection, entry: Entry, previous: bytes) 
     )
     connection.execute("REPLACE INTO head VALUES (1, ?, ?)", (entry.seq, digest))
     return digest
+
+
+def is_ledger(path: Path) -> bool:
+    """Tell whether a file is a fedquilt ledger, whole or not."""
+    try:
+        uri = f"file:{quote(str(path.absolute()))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+            row = connection.execute("PRAGMA application_id").fetchone()
+            return bool(row is not None and row[0] == _APPLICATION_ID)
+    except sqlite3.Error:
+        return False
 
 
 def create_file(path: Path, time: str) -> None:

@@ -13,8 +13,14 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import chain, export, files, verify
 from fedquilt.privacy.ledger.account import Account
 from fedquilt.privacy.ledger.errors import LedgerConflictError
-from fedquilt.privacy.ledger.population import Population, check_name, create_population
-from fedquilt.privacy.ledger.records import MAX_CLIENTS, PopulationInfo
+from fedquilt.privacy.ledger.members import check_ids
+from fedquilt.privacy.ledger.population import (
+    Population,
+    check_name,
+    check_named,
+    create_population,
+)
+from fedquilt.privacy.ledger.records import ADJACENCIES, MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.store import Store, now
 
 
@@ -84,18 +90,36 @@ class Ledger:
         num_clients: int | None = None,
         epsilon: float | None = None,
         delta: float | None = None,
+        adjacency: str | None = None,
+        client_ids: Iterable[str] | None = None,
     ) -> Population:
-        """Return the population of that name, made when all three values are given.
+        """Return the population of that name, made when its clients, epsilon and delta are given.
 
         The allowance is fixed for good when the population is made.  Values that
         are given later must agree with it; None takes what is there.
+
+        Parameters
+        ----------
+        num_clients
+            So many clients, known by their number from then on.
+        client_ids
+            Instead: who the clients are.  Later on they are found by id, and others may
+            join (`Population.enrol`, `start_run`).
+        adjacency
+            "zero_out", the default of a new population, or "replace_one": what its
+            charges are counted under.
         """
         check_name("population", name)
-        asked = _checked_values(num_clients, epsilon, delta)
+        asked = _checked_values(num_clients, epsilon, delta, adjacency)
+        ids = None if client_ids is None else check_ids(client_ids)
         with self._store.reading():
+            self._store.check()
             found = self._store.named(chain.POPULATION, name)
         if found is None:
-            absent = [key for key, value in asked.items() if value is None]
+            made = {**asked, "adjacency": asked["adjacency"] or ADJACENCIES[0]}
+            if ids is not None:
+                made["num_clients"] = len(ids)
+            absent = [key for key, value in made.items() if value is None]
             if absent:
                 raise LedgerConflictError(
                     f"population {name!r} is not in ledger {self.path}; to make it, "
@@ -103,22 +127,28 @@ class Ledger:
                 )
             with self._store.writing():
                 found = self._store.named(chain.POPULATION, name) or create_population(
-                    self._store, name, **asked
+                    self._store, name, **made, client_ids=ids
                 )
-        info = PopulationInfo.of(found)
-        _check_agreement(info, asked)
+        population = self._handle(PopulationInfo.of(found))
+        _check_agreement(population.info, asked, ids)
+        return population
+
+    def _handle(self, info: PopulationInfo) -> Population:
         if info.key not in self._populations:
             self._populations[info.key] = Population(self._store, Account(info))
-        return self._populations[info.key]
+        population = self._populations[info.key]
+        population.refresh()
+        return population
 
     def populations(self) -> list[Population]:
         """Return all populations, oldest first."""
         with self._store.reading():
+            self._store.check()
             infos = [
                 PopulationInfo.of(entry)
                 for entry in self._store.entries("kind = ?", chain.POPULATION)
             ]
-        return [self.population(info.name) for info in infos]
+        return [self._handle(info) for info in infos]
 
     def head(self) -> str:
         """Return the newest entry's hash, which stands for everything before it."""
@@ -144,7 +174,7 @@ class Ledger:
 
 
 def _checked_values(
-    num_clients: int | None, epsilon: float | None, delta: float | None
+    num_clients: int | None, epsilon: float | None, delta: float | None, adjacency: str | None
 ) -> dict[str, Any]:
     if num_clients is not None:
         num_clients = validate.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
@@ -152,13 +182,37 @@ def _checked_values(
         epsilon = validate.number("epsilon", epsilon, above=0)
     if delta is not None:
         delta = validate.number("delta", delta, above=0, below=1)
-    return {"num_clients": num_clients, "epsilon": epsilon, "delta": delta}
+    if adjacency is not None:
+        validate.choice("adjacency", adjacency, ADJACENCIES)
+    values = {"num_clients": num_clients, "epsilon": epsilon, "delta": delta}
+    return {**values, "adjacency": adjacency}
 
 
-def _check_agreement(info: PopulationInfo, asked: dict[str, Any]) -> None:
+_FIXED = {
+    "num_clients": "a population that knows its clients by number keeps their number. To let "
+    "clients join or leave, know them by id (client_ids)",
+    "epsilon": "an allowance is fixed when it is made",
+    "delta": "an allowance is fixed when it is made",
+    "adjacency": "what two neighbouring worlds are is fixed when a population is made, because "
+    "its charges are counted under it",
+}
+
+
+def _check_agreement(
+    info: PopulationInfo, asked: dict[str, Any], ids: tuple[str, ...] | None
+) -> None:
+    if ids is not None:
+        check_named(info)
+    if info.named and asked["num_clients"] is not None and ids is None:
+        raise LedgerConflictError(
+            f"population {info.name!r} knows its {info.num_clients} clients by id: name them "
+            "(client_ids) instead of their number"
+        )
     for key, value in asked.items():
+        if key == "num_clients" and info.named:
+            continue
         if value is not None and value != getattr(info, key):
             raise LedgerConflictError(
-                f"population {info.name!r} has {key}={getattr(info, key)!r}, not {value!r}; "
-                "an allowance is fixed when it is made. Use another name for other clients"
+                f"population {info.name!r} has {key}={getattr(info, key)!r}, not {value!r}: "
+                f"{_FIXED[key]}"
             )

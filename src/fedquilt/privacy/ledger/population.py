@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,13 @@ from fedquilt.privacy.ledger import chain, codec
 from fedquilt.privacy.ledger.account import Account
 from fedquilt.privacy.ledger.chain import Entry, make_body
 from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
+from fedquilt.privacy.ledger.members import (
+    UNKNOWN,
+    check_ids,
+    members_body,
+    numbers_of,
+    roster_digest,
+)
 from fedquilt.privacy.ledger.records import PopulationInfo, RunInfo
 from fedquilt.privacy.ledger.rows import (
     ClientRow,
@@ -39,10 +46,11 @@ from fedquilt.privacy.ledger.units import (
 def population_name(
     dataset: str, partition: str | Mapping[str, object], seed: int, num_clients: int
 ) -> str:
-    """Return the name of the population that a split of a data set makes.
+    """Return the name that ledgers of schema 1 gave the clients of a split.
 
-    The same data set, partition, seed and number of clients are the same clients,
-    so their runs share an allowance without anybody having to name it.
+    It names options and not clients: options that a split ignores change it, and some
+    that change who holds what do not.  New populations are named after who their
+    clients are (`roster_name`); this one is kept to find the older ones again.
 
     >>> population_name("mnist", {"kind": "dirichlet", "alpha": 0.5}, 42, 100)
     'mnist-100-051df6bca7383d51'
@@ -63,8 +71,28 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def check_new_name(what: str, name: str) -> str:
+    """Return `name` unless there are blanks around it, which nobody sees."""
+    if name != name.strip():
+        raise InvalidValueError(f"{what}={name!r} must not begin or end with blanks")
+    return name
+
+
+def check_named(info: PopulationInfo) -> None:
+    """Refuse ids for a population that knows its clients by number."""
+    if not info.named:
+        raise LedgerConflictError(
+            f"population {info.name!r} was made without client ids and knows its clients by "
+            "number; it is not mixed with ids. Leave client_ids out, or say once who its clients "
+            "are: Ledger.open(...).population(...).adopt_ids([...])"
+        )
+
+
 class Population:
-    """Clients 0 … num_clients − 1 and their accounts; made by `Ledger.population`."""
+    """Clients 0 … num_clients − 1 and their accounts; made by `Ledger.population`.
+
+    A named population also knows each client's id, and finds its number by it.
+    """
 
     def __init__(self, store: Store, account: Account) -> None:
         self._store = store
@@ -75,7 +103,63 @@ class Population:
         """Return the name, the number of clients and the allowance."""
         return self._account.info
 
-    def start_run(self, run_id: str, *, epsilon: float | None, on_short: str = "refuse") -> Run:
+    def ids(self) -> list[str]:
+        """Return the clients' ids in the order of their numbers; empty when they have none."""
+        return list(self._fresh().ids)
+
+    def numbers(self, client_ids: Iterable[str]) -> IntArray:
+        """Return the number of each id; -1 for one that is not in the population."""
+        return numbers_of(check_ids(client_ids), self._fresh().numbers)
+
+    def enrol(self, client_ids: Iterable[str]) -> IntArray:
+        """Return the numbers of these clients; those who are new get an untouched account."""
+        ids = check_ids(client_ids)
+        with self._store.writing():
+            self._account.refresh(self._store)
+            numbers, _ = self._enrol(ids)
+        self.refresh()
+        return numbers
+
+    def adopt_ids(self, client_ids: Iterable[str]) -> None:
+        """Say who the clients of a population are that knew them by number so far.
+
+        It is your word that client number k was `client_ids[k]` in every run so far; from
+        now on they are known by these ids, and others may join.
+        """
+        ids = check_ids(client_ids)
+        with self._store.writing():
+            self._account.refresh(self._store)
+            if self.info.named:
+                raise LedgerConflictError(f"population {self.info.name!r} has ids already")
+            if len(ids) != self.info.num_clients:
+                raise LedgerConflictError(
+                    f"population {self.info.name!r} has {self.info.num_clients} clients, and "
+                    f"{len(ids)} ids were given: each needs one"
+                )
+            append_members(self._store, self.info.key, ids)
+        self.refresh()
+
+    def _enrol(self, ids: tuple[str, ...]) -> tuple[IntArray, int]:
+        """Append those of `ids` that are new; return the numbers of all, and how many were.
+
+        The account in memory learns of them when the transaction is over.
+        """
+        check_named(self.info)
+        numbers = numbers_of(ids, self._account.numbers)
+        new = np.flatnonzero(numbers == UNKNOWN)
+        if new.size:
+            append_members(self._store, self.info.key, [ids[place] for place in new])
+            numbers[new] = self.info.num_clients + np.arange(new.size)
+        return numbers, int(new.size)
+
+    def start_run(
+        self,
+        run_id: str,
+        *,
+        epsilon: float | None,
+        on_short: str = "refuse",
+        client_ids: Iterable[str] | None = None,
+    ) -> Run:
         """Start a run that may spend `epsilon` of each client's allowance, or resume it.
 
         The run's budget is gaussian_mu(epsilon, delta)² at the population's delta.
@@ -83,7 +167,11 @@ class Population:
         with "sit_out" those clients take no part in it.  `epsilon=None` is a run
         that bounds nothing: it can only `record_unbounded`.
 
-        Calling it again with the same `run_id` and `epsilon` resumes the run.  What
+        `client_ids` names the clients of the run in its own order (`Run.places` has their
+        numbers).  Those who are new join the population; members who are not named sit
+        out.  Without it everybody takes part.
+
+        Calling it again with the same `run_id`, `epsilon` and ids resumes the run.  What
         it had reserved and not settled is dropped then: a release is settled before
         it is used, so nothing of those rounds has left.  An older handle of the run
         is refused from then on.
@@ -93,21 +181,33 @@ class Population:
         if epsilon is not None:
             epsilon = validate.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
+        ids = None if client_ids is None else check_ids(client_ids)
+        roster = None if ids is None else roster_digest(ids)
         with self._store.writing():
             self._account.refresh(self._store)
             self._account.save_snapshot(self._store)
             found = self._store.named(chain.RUN, name)
             if found is not None:
-                return self._resume(found, epsilon)
-            sits_out = np.empty(0, dtype=np.int64)
+                return self._resume(found, epsilon, ids)
+            places, enrolled = (None, 0) if ids is None else self._enrol(ids)
+            absent = self._absent(places)
             if epsilon is not None:
-                sits_out = self._short_of(budget, epsilon, on_short)
-            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short)
-            blob = codec.encode_clients(sits_out)
+                short = self._short_of(budget, epsilon, on_short, places)
+                absent = np.union1d(absent, short)
+            told = {} if ids is None else {"roster": roster, "enrolled": enrolled}
+            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short, **told)
+            blob = codec.encode_clients(absent)
             entry = Entry(0, chain.RUN, now(), self.info.key, name=name, body=body, clients=blob)
             seq, _ = self._store.append(entry)
-        info = RunInfo(seq, name, self.info.key, epsilon, budget, sits_out)
-        return Run(self._store, self._account, info, session=seq)
+        self.refresh()  # who has just joined is in the account from here on
+        info = RunInfo(seq, name, self.info.key, epsilon, budget, absent, roster, enrolled)
+        return Run(self._store, self._account, info, session=seq, places=places)
+
+    def _absent(self, places: IntArray | None) -> IntArray:
+        """Return the members that a run at these numbers does not name."""
+        if places is None:
+            return np.empty(0, dtype=np.int64)
+        return np.setdiff1d(np.arange(self.info.num_clients), places)
 
     def _budget(self, epsilon: float | None) -> float:
         if epsilon is None:
@@ -120,7 +220,7 @@ class Population:
         asked = min(allowance_mu2(epsilon, self.info.delta), self.info.allowance_mu2)
         return round_down(asked, grid_unit(self.info.allowance_mu2))
 
-    def _resume(self, found: Entry, epsilon: float | None) -> Run:
+    def _resume(self, found: Entry, epsilon: float | None, ids: tuple[str, ...] | None) -> Run:
         info = RunInfo.of(found, self.info.num_clients)
         if info.population != self.info.key:
             raise LedgerConflictError(f"run {info.name!r} belongs to another population")
@@ -129,27 +229,43 @@ class Population:
                 f"run {info.name!r} was started with epsilon={info.epsilon!r} and cannot go on "
                 f"with epsilon={epsilon!r}; use that epsilon or another run_id"
             )
+        if info.roster != (None if ids is None else roster_digest(ids)):
+            raise LedgerConflictError(
+                f"run {info.name!r} was started with other clients, or with the same in another "
+                "order, and cannot go on with these"
+            )
+        places = None if ids is None else numbers_of(ids, self._account.numbers)
         entry = Entry(0, chain.RESUME, now(), self.info.key, info.key)
         seq, _ = self._store.append(entry)
-        return Run(self._store, self._account, info, session=seq)
+        return Run(self._store, self._account, info, session=seq, places=places)
 
-    def _short_of(self, budget: float, epsilon: float, on_short: str) -> IntArray:
-        """Return who has less than `budget` left, or refuse."""
-        left = self._account.left()
-        short = np.flatnonzero(falls_short(budget, left, self.info.allowance_mu2))
-        if short.size == 0 or (on_short == "sit_out" and short.size < left.size):
+    def _short_of(
+        self, budget: float, epsilon: float, on_short: str, places: IntArray | None
+    ) -> IntArray:
+        """Return which clients of the run have less than `budget` left, or refuse."""
+        left, who = self._account.left(), np.arange(self.info.num_clients)
+        if places is not None:
+            known = places < left.size  # the others join just now, with all of their allowance
+            left, who = left[places[known]], places[known]
+        wanting = falls_short(budget, left, self.info.allowance_mu2)
+        short, left_of_short = who[wanting], left[wanting]
+        size = who.size if places is None else places.size
+        if short.size == 0 or (on_short == "sit_out" and short.size < size):
             return short
         payable = float(epsilon_left(left.min(keepdims=True), self.info.delta)[0])
-        nobody = short.size == left.size
-        who = "any client" if nobody else f"{short.size} of {left.size} clients"
+        nobody = short.size == size
+        whose = "any client" if nobody else f"{short.size} of {size} clients"
         hint = "" if on_short == "sit_out" else ', or on_short="sit_out" to leave them out'
         raise BudgetExceededError(
-            f"a run at epsilon={epsilon!r} asks more than {who} of population "
-            f"{self.info.name!r} {'has' if nobody else 'have'} left (client {short[0]} has "
-            f"mu²={left[short[0]]:.6g} of {budget:.6g} asked). The largest epsilon that everybody "
-            f"can still pay is {payable:.6g}{hint}",
-            *(short, np.full(short.size, budget), left[short]),
+            f"a run at epsilon={epsilon!r} asks more than {whose} of population "
+            f"{self.info.name!r} {'has' if nobody else 'have'} left (client "
+            f"{self._label(int(short[0]))} has mu²={left_of_short[0]:.6g} of {budget:.6g} asked). "
+            f"The largest epsilon that everybody can still pay is {payable:.6g}{hint}",
+            *(short, np.full(short.size, budget), left_of_short),
         )
+
+    def _label(self, number: int) -> str:
+        return repr(self._account.ids[number]) if self.info.named else str(number)
 
     def runs(self) -> list[RunInfo]:
         """Return the population's runs, oldest first."""
@@ -158,9 +274,13 @@ class Population:
             found = self._store.entries(condition, self.info.key, chain.RUN)
             return [RunInfo.of(entry, self.info.num_clients) for entry in found]
 
-    def _fresh(self) -> Account:
+    def refresh(self) -> None:
+        """Read what was appended since the last time, after checking it."""
         with self._store.reading():
             self._account.refresh(self._store)
+
+    def _fresh(self) -> Account:
+        self.refresh()
         return self._account
 
     def spent(self) -> FloatArray:
@@ -217,15 +337,32 @@ class Population:
 
 
 def create_population(
-    store: Store, name: str, num_clients: int, epsilon: float, delta: float
+    store: Store,
+    name: str,
+    *,
+    num_clients: int,
+    epsilon: float,
+    delta: float,
+    adjacency: str,
+    client_ids: tuple[str, ...] | None = None,
 ) -> Entry:
-    """Append a "population" entry, inside a transaction, and return it."""
+    """Append a "population" entry and its members, inside a transaction; return the first."""
+    check_new_name("population", name)
     body = make_body(
         num_clients=num_clients,
         epsilon=epsilon,
         delta=delta,
         allowance_mu2=allowance_mu2(epsilon, delta),
+        adjacency=adjacency,
+        named=client_ids is not None,
     )
     entry = Entry(0, chain.POPULATION, now(), name=name, body=body)
     seq, _ = store.append(entry)
+    if client_ids is not None:
+        append_members(store, seq, client_ids)
     return replace(entry, seq=seq, population=seq)
+
+
+def append_members(store: Store, population: int, ids: Iterable[str]) -> None:
+    """Append a "members" entry, inside a transaction."""
+    store.append(Entry(0, chain.MEMBERS, now(), population, body=members_body(ids)))

@@ -13,13 +13,17 @@ from fedquilt.privacy.ledger.units import FloatArray, IntArray
 MAX_CLIENTS = 100_000_000
 """More clients than this would not fit one SQLite value."""
 
+ADJACENCIES = ("zero_out", "replace_one")
+"""What two neighbouring worlds differ in: a client's data against nothing, or other data."""
+
 
 @dataclass(frozen=True)
 class PopulationInfo:
     """Clients 0 … num_clients − 1, each with the same lifetime allowance.
 
     `allowance_mu2` is gaussian_mu(epsilon, delta)² on the safe side, fixed when the
-    population is made.
+    population is made, as is the adjacency its charges are counted under.  A `named`
+    population knows its clients by id and may grow; any other knows them by number.
     """
 
     key: int
@@ -28,6 +32,8 @@ class PopulationInfo:
     epsilon: float
     delta: float
     allowance_mu2: float
+    adjacency: str = ADJACENCIES[0]
+    named: bool = False
 
     @classmethod
     def of(cls, entry: Entry) -> PopulationInfo:
@@ -41,17 +47,24 @@ class PopulationInfo:
                 epsilon=float(body["epsilon"]),
                 delta=float(body["delta"]),
                 allowance_mu2=float(body["allowance_mu2"]),
+                adjacency=body.get("adjacency", ADJACENCIES[0]),
+                named=bool(body.get("named", False)),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise LedgerCorruptError(f"entry {entry.seq} is not a population: {error}") from error
-        if not 0 < info.num_clients <= MAX_CLIENTS or not info.allowance_mu2 > 0:
+        wrong = not 0 < info.num_clients <= MAX_CLIENTS or not info.allowance_mu2 > 0
+        if wrong or info.adjacency not in ADJACENCIES:
             raise LedgerCorruptError(f"entry {entry.seq} is not a population: {entry.body}")
         return info
 
 
 @dataclass(frozen=True, eq=False)
 class RunInfo:
-    """What a run may spend of each client's allowance; None: it has no bound to state."""
+    """What a run may spend of each client's allowance; None: it has no bound to state.
+
+    `roster` is the digest of the ids of its clients, in the run's order, where it named
+    them; `enrolled` of them were new to the population.
+    """
 
     key: int
     name: str
@@ -59,6 +72,8 @@ class RunInfo:
     epsilon: float | None
     budget_mu2: float
     sits_out: IntArray
+    roster: str | None = None
+    enrolled: int = 0
 
     @classmethod
     def of(cls, entry: Entry, num_clients: int) -> RunInfo:
@@ -67,11 +82,12 @@ class RunInfo:
             body = json.loads(entry.body or "")
             epsilon = None if body["epsilon"] is None else float(body["epsilon"])
             budget = float(body["budget_mu2"])
+            roster, enrolled = body.get("roster"), int(body.get("enrolled", 0))
         except (ValueError, KeyError, TypeError) as error:
             raise LedgerCorruptError(f"entry {entry.seq} is not a run: {error}") from error
         sits_out = decode_clients(entry.clients or b"", num_clients)
         name, population = str(entry.name), int(entry.population or 0)
-        return cls(entry.seq, name, population, epsilon, budget, sits_out)
+        return cls(entry.seq, name, population, epsilon, budget, sits_out, roster, enrolled)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,14 @@ _NOTHING = 1e-6  # share of the allowance that is too little for another round
 class ClientRow:
     """What one client has given away and what it has left.
 
+    `client_id` is None in a population that knows its clients by number.
     `mu2_…` are squared GDP units, which add up; epsilons are what they mean at the
     population's delta, and do not add up.  `epsilon_left` is the largest epsilon a
     new run may ask of this client.
     """
 
     client: int
+    client_id: str | None
     joins: int
     mu2_spent: float
     epsilon_spent: float
@@ -64,6 +66,8 @@ class Summary:
     reserved: int
     open_reservations: int
     largest_run_epsilon: float
+    adjacency: str
+    named: bool
 
 
 def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
@@ -86,6 +90,7 @@ def client_rows(account: Account, places: Mapping[int, tuple[str, int]]) -> Iter
     left = account.left()
     columns = zip(
         range(info.num_clients),
+        list(account.ids) if info.named else [None] * info.num_clients,
         account.joins.tolist(),
         account.spent.tolist(),
         bounded_epsilons(account.spent, info).tolist(),
@@ -102,12 +107,13 @@ def _row(
     info: PopulationInfo,
     places: Mapping[int, tuple[str, int]],
     client: int,
+    client_id: str | None,
     joins: int,
     *amounts_and_last: Any,
 ) -> ClientRow:
     spent, epsilon, reserved, left, payable, last = amounts_and_last
     amounts = (spent, epsilon, reserved, left, payable, info.epsilon, info.delta)
-    return ClientRow(client, joins, *amounts, *places.get(last, (None, None)))
+    return ClientRow(client, client_id, joins, *amounts, *places.get(last, (None, None)))
 
 
 def summarise(account: Account) -> Summary:
@@ -131,6 +137,8 @@ def summarise(account: Account) -> Summary:
         reserved=int(np.count_nonzero(account.reserved)),
         open_reservations=len(account.open),
         largest_run_epsilon=float(epsilon_left(left.min(keepdims=True), info.delta)[0]),
+        adjacency=info.adjacency,
+        named=info.named,
     )
 
 

@@ -28,11 +28,46 @@ class Run:
     the same run cannot both go on.
     """
 
-    def __init__(self, store: Store, account: Account, info: RunInfo, session: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        account: Account,
+        info: RunInfo,
+        session: int,
+        places: IntArray | None = None,
+    ) -> None:
         self.info = info
         self._store = store
         self._account = account
         self._session = session
+        self._places = places
+
+    @property
+    def places(self) -> IntArray:
+        """Return the numbers of the run's clients in the population, in the run's own order."""
+        if self._places is not None:
+            return self._places
+        return np.arange(self._account.info.num_clients)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this handle goes on with a run that was begun before."""
+        return self._session != self.info.key
+
+    def began(self) -> str | None:
+        """Return what began with this run: the "ledger", its "population", or None.
+
+        They begin with a run when nobody was charged before it: what their clients gave
+        away earlier, elsewhere, is not in them.
+        """
+        query = "SELECT seq FROM entries WHERE seq < ? AND kind IN (?, ?)"
+        values = (self.info.key, chain.SETTLE, chain.UNBOUNDED)
+        theirs = f"{query} AND population = ? LIMIT 1"
+        with self._store.reading():
+            if self._store.first(theirs, *values, self._account.info.key) is not None:
+                return None
+            anybody = self._store.first(f"{query} LIMIT 1", *values)
+        return "ledger" if anybody is None else "population"
 
     @property
     def budget_mu2(self) -> float:

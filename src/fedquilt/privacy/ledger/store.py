@@ -11,11 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedquilt.privacy.ledger import files
+from fedquilt.privacy.ledger import chain, files, mark
 from fedquilt.privacy.ledger.chain import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
 from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError
 
 _ENTRY = ", ".join(COLUMNS)
+# Entries that an older fedquilt would misread: with one of them a file of schema 1 becomes
+# one of schema 2, which that one refuses.
+_NEWER_KINDS = (POPULATION, chain.MEMBERS)
 
 
 def now() -> str:
@@ -38,12 +41,86 @@ class Store:
         self._process = os.getpid()
         self._closed = False
         self._cursors: list[sqlite3.Cursor] = []
+        self._checked = (0, chain.GENESIS)
+        self._snapshots: dict[int, str] = {}
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         if not self._closed and self._process == os.getpid():
+            self._leave_mark()
             self._connection.close()
         self._closed = True
+
+    def check(self) -> None:
+        """Refuse a ledger whose entries are not what was written; call it in a transaction.
+
+        The first call hashes every entry, or those after the mark (see `mark`); later
+        ones hash what was appended since.  Whether charges keep the rules is for
+        `verify`; that nobody changed them is found here.
+        """
+        seq, previous = self._checked
+        if seq and self.hash_of(seq) != previous:
+            raise LedgerCorruptError(
+                f"ledger {self.path} was rolled back or edited while it was open: entry "
+                f"{seq} is not what it was"
+            )
+        if not seq:
+            seq, previous = self._take_mark()
+        head = self.head()
+        query = f"SELECT {_ENTRY}, hash FROM entries WHERE seq > ? ORDER BY seq"
+        for row in self.select(query, seq):
+            _, problems = chain.read_row(row, seq, previous)
+            if problems:
+                raise self._not_whole(problems[0])
+            seq, previous = row[0], row[-1]
+        if head != (seq, previous):
+            raise self._not_whole("the newest entries are missing: the stored head is another")
+        self._checked = (seq, previous)
+
+    def _not_whole(self, problem: str) -> LedgerCorruptError:
+        return LedgerCorruptError(
+            f"ledger {self.path} is NOT WHOLE: {problem}. Its balances cannot be trusted and "
+            'nothing was recorded; "fedquilt ledger verify" says all that is wrong with it'
+        )
+
+    def refuse_snapshot(self, population: int) -> LedgerCorruptError:
+        """Return the error about balances in the file that its entries do not add up to."""
+        return self._not_whole(
+            f"the balances of population {population} are not what its entries add up to"
+        )
+
+    def knows_snapshot(self, population: int, row: tuple[Any, ...]) -> bool:
+        """Tell whether this row was checked before, here or when the mark was made."""
+        return self._snapshots.get(population) == mark.snapshot_digest(row)
+
+    def note_snapshot(self, population: int, row: tuple[Any, ...]) -> None:
+        """Remember that this row is what the entries add up to."""
+        self._snapshots[population] = mark.snapshot_digest(row)
+
+    def _take_mark(self) -> tuple[int, bytes]:
+        """Return how far the ledger was checked before, if that can still be believed."""
+        found = mark.read_mark(self.path)
+        if found is not None:
+            digest = self.hash_of(found.seq)
+            if isinstance(digest, bytes) and digest.hex() == found.hash:
+                self._snapshots |= found.snapshots
+                return found.seq, digest
+        return 0, chain.GENESIS
+
+    def _leave_mark(self) -> None:
+        """Note how far a long ledger is checked; a reader leaves everything as it is."""
+        if self.read_only or self._checked[0] < mark.MARK_FROM or self._connection.in_transaction:
+            return
+        # Whatever is wrong now is found, and said, by the next one who opens the ledger.
+        with contextlib.suppress(LedgerError, OSError), self.reading():
+            self.check()
+            columns = "population, seq, spent, joins, last_entry, open"
+            rows = list(self.select(f"SELECT {columns} FROM snapshots"))
+            there = {row[0]: mark.snapshot_digest(row[1:]) for row in rows}
+            kept = {key: v for key, v in there.items() if self._snapshots.get(key) == v}
+            seq, digest = self._checked
+            written = mark.Mark(seq, digest.hex(), mark.looks(self.path), kept)
+            mark.write_mark(self.path, written)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -128,6 +205,8 @@ class Store:
             numbered = replace(numbered, population=numbered.seq)
         elif entry.kind == RUN:
             numbered = replace(numbered, run=numbered.seq)
+        if entry.kind in _NEWER_KINDS:
+            self.execute(f"PRAGMA user_version = {files.SCHEMA_VERSION}")
         digest = files.insert_entry(self._connection, numbered, previous)
         return numbered.seq, digest.hex()
 

@@ -1,0 +1,87 @@
+"""Who the clients of a population are: ids, in the order of their numbers.
+
+An id is a text that stands for one client in every run: the name of a hospital, the
+number of a writer.  It says nothing about what the client holds.  The ledger keeps ids
+in entries of their own ("members"), appended when a population is made and when clients
+join it later; balances are kept by number, so a client's account is found by its id
+wherever it stands in a run's list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from fedquilt.errors import InvalidValueError
+from fedquilt.privacy.ledger.chain import Entry, make_body
+from fedquilt.privacy.ledger.errors import LedgerCorruptError
+from fedquilt.privacy.ledger.units import IntArray
+
+UNKNOWN = -1
+"""Stands for the number of a client that is not in the population."""
+
+_LONGEST = 200
+
+
+def check_ids(client_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return the ids when each is a short text without blanks around it, and all differ."""
+    if isinstance(client_ids, str):
+        raise InvalidValueError(f"client_ids={client_ids!r} must be a list of texts, not a text")
+    ids = tuple(client_ids)
+    if not ids:
+        raise InvalidValueError("client_ids=[] must name at least one client")
+    for value in ids:
+        if (
+            not isinstance(value, str)
+            or not 0 < len(value) <= _LONGEST
+            or value != value.strip()
+            or not value.isprintable()
+        ):
+            raise InvalidValueError(
+                f"client id {value!r} must be a text of 1 to {_LONGEST} printable characters "
+                "without blanks around it"
+            )
+    if len(set(ids)) < len(ids):
+        seen: set[str] = set()
+        twice = next(value for value in ids if value in seen or seen.add(value))  # type: ignore[func-returns-value]
+        raise InvalidValueError(f"client id {twice!r} must be given only once")
+    return ids
+
+
+def roster_digest(ids: Iterable[str]) -> str:
+    """Return what stands for these ids in this order."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+
+
+def roster_name(dataset: str, ids: Iterable[str]) -> str:
+    """Return the name of the population of these clients, in whatever order.
+
+    >>> roster_name("digits", ["b", "a"]) == roster_name("digits", ["a", "b"])
+    True
+    >>> roster_name("digits", ["a", "b"])
+    'digits-2-f30a0f21996fa08f'
+    """
+    ordered = sorted(ids)
+    return f"{dataset}-{len(ordered)}-{roster_digest([dataset, *ordered])[:16]}"
+
+
+def members_body(ids: Iterable[str]) -> str:
+    """Return the body of a "members" entry."""
+    return make_body(ids=list(ids))
+
+
+def members_of(entry: Entry) -> list[str]:
+    """Read a "members" entry."""
+    try:
+        ids = json.loads(entry.body or "")["ids"]
+        return list(check_ids(ids))
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerCorruptError(f"entry {entry.seq} is not a list of members: {error}") from error
+
+
+def numbers_of(ids: Iterable[str], known: Mapping[str, int]) -> IntArray:
+    """Return the number of each id, `UNKNOWN` for those that have none."""
+    return np.fromiter((known.get(value, UNKNOWN) for value in ids), dtype=np.int64)
