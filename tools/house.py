@@ -207,13 +207,13 @@ def measure(source: Path, package: str) -> Iterator[tuple[str, str]]:
     yield "longest file", f"{lengths[longest]} lines ({longest})"
     yield "below 60 lines", f"{sum(length < 60 for length in lengths.values())} files"
     yield "exactly one importer", f"{len(one_importer(edges, modules))} modules"
-    yield from _cycle_lines("cycle of modules", cycles(edges))
-    yield from _cycle_lines("cycle of parts", cycles(packages_of(edges, package)))
+    yield from _cycle_lines("cycles of modules", cycles(edges))
+    yield from _cycle_lines("cycles of parts", cycles(packages_of(edges, package)))
 
 
 def _cycle_lines(name: str, found: list[list[str]]) -> Iterator[tuple[str, str]]:
     if not found:
-        yield f"{name}s", "0"
+        yield name, "0"
     for members in found:
         shown = ", ".join(members[:8]) + (", ..." if len(members) > 8 else "")
         yield name, f"{len(members)}: {shown}"
