@@ -54,7 +54,7 @@ def replay_table(findings: Sequence[ReplayFinding]) -> str:
 
 
 def _findings(name: str, seed: int) -> list[ReplayFinding]:
-    with tempfile.TemporaryDirectory(dir=_scratch()) as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder, contextlib.ExitStack() as stack:
         try:
             compared = list(_comparisons(CASES[name], seed, Path(folder), stack))
         except Exception as error:
@@ -66,7 +66,7 @@ def _findings(name: str, seed: int) -> list[ReplayFinding]:
     ]
 
 
-def _scratch() -> str | None:
+def scratch_folder() -> str | None:
     """Return a folder in memory where there is one: these ledgers need not survive a crash."""
     memory = "/dev/shm"
     return memory if os.access(memory, os.W_OK) else None
