@@ -7,7 +7,8 @@ round, for the released sum S and what the victim's charge declares, c:
     ||S(world) - S(data)|| <= 2 c         what follows from it; c itself with replace-one
 
 Worlds in which the victim contributes nothing must release the same to the last bit.
-Every other public value must be the same in all worlds.
+Every other public value must be the same in all worlds; where a secret coin picks the
+cohort, also in a world in which it has fallen otherwise for everybody.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedquilt import validate
 from fedquilt.audit import checks
 from fedquilt.audit.findings import scratch_folder
 from fedquilt.audit.models import CONDENSED_SIDE, SIDE, audit_model
 from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
 from fedquilt.audit.public import differing, same
-from fedquilt.audit.watch import Seen, WatchedRound, watched_run
+from fedquilt.audit.watch import Seen, WatchedRound, swapped, watched_run
 from fedquilt.audit.whole_cases import SHARED, WholeCase, missing, whole_cases
+from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
 
 ROUNDING_SLACK = {"sequential": 0.0, "batched": 0.0, "processes": 0.0}
 """How far the releases of two worlds without the victim's data may lie apart, in units of
 what one client may move.  Zero: no row of a batch may depend on its neighbours."""
 
-_DATA = "data"
+_DATA, _COINS = "data", "other coins"
+_secret_coins = selection.secret_coins
+_SHOWN = 4  # problems of a case that the table shows
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def replay_case(
     chosen = [kind for kind in case.kinds if kinds is None or kind in kinds]
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
         worlds = dict(_worlds(case, chosen, seed, device, Path(scratch)))
-    return _finding(name, case, worlds)
+    return _finding(name, case, worlds, _victim(case, worlds[_DATA]))
 
 
 def worlds_table(findings: Sequence[WholeFinding]) -> str:
@@ -112,7 +119,11 @@ def worlds_table(findings: Sequence[WholeFinding]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join([*map(str.ljust, row[:5], widths), row[5]]).rstrip() for row in rows]
     lines.insert(1, "  ".join(["-" * width for width in widths] + ["-" * 19]))
-    lines += [""] + [f"{f.case}: {problem}" for f in findings for problem in f.problems]
+    lines.append("")
+    for f in findings:
+        lines += [f"{f.case}: {problem}" for problem in f.problems[:_SHOWN]]
+        if len(f.problems) > _SHOWN:
+            lines.append(f"{f.case}: and {len(f.problems) - _SHOWN} more")
     failed = sum(not f.ok for f in findings)
     worlds, values = sum(f.worlds for f in findings), sum(f.values for f in findings)
     lines.append(
@@ -130,8 +141,11 @@ def _worlds(
     data = audit_data(seed, CONDENSED_SIDE if condenses else SIDE)
     base = _world(case, data, data, seed, device, scratch, None)
     yield _DATA, base
+    if case.settings.get("amplification"):
+        with swapped(selection, "secret_coins", _other_coins):
+            yield _COINS, _world(case, data, data, seed, device, scratch, base)
     for kind in kinds:
-        changed = KINDS[kind](data, case.victim)
+        changed = KINDS[kind](data, _victim(case, base))
         yield kind, _world(case, changed, data, seed, device, scratch, base)
 
 
@@ -148,7 +162,7 @@ def _world(
     settings = {**shared, **case.settings, "seed": seed, "device": device}
     ledger = None
     if "ledger" in settings:
-        ledger = scratch / "people.sqlite"
+        ledger = scratch / "ledger.sqlite"
         settings["ledger"] = str(ledger)
     place = scratch / "runs"
     model = audit_model(case.model, seed)
@@ -167,12 +181,24 @@ def _world(
             ledger.unlink(missing_ok=True)
 
 
+def _other_coins(size: int) -> NDArray[np.float64]:
+    """Return coins that keep whom the real ones leave out, from the same secret bytes."""
+    return np.asarray((_secret_coins(size) + 0.5) % 1.0)
+
+
 def _can_write() -> bool:
     """Tell whether a checkpoint could be written; where not, runs are kept in memory."""
     return importlib.util.find_spec("safetensors") is not None
 
 
-def _finding(name: str, case: WholeCase, worlds: dict[str, Seen]) -> WholeFinding:
+def _victim(case: WholeCase, base: Seen) -> int:
+    """Return the case's victim, or the first of those who join most often."""
+    if case.victim is not None or not base.rounds:
+        return case.victim or 0
+    return int(np.argmax(np.sum([one.declared > 0 for one in base.rounds], axis=0)))
+
+
+def _finding(name: str, case: WholeCase, worlds: dict[str, Seen], victim: int) -> WholeFinding:
     base = worlds[_DATA]
     errors = {seen.error for seen in worlds.values()}
     if base.error is not None and len(errors) == 1:
@@ -186,25 +212,25 @@ def _finding(name: str, case: WholeCase, worlds: dict[str, Seen]) -> WholeFindin
         differ = differing(base.public, seen.public)
         if differ:
             problems.append(f"{kind}: {len(differ)} public values differ: {_some(differ)}")
-    problems += _told_apart({kind: seen for kind, seen in ran.items() if kind in NOTHING}, case)
-    moves = list(_moves(ran, case))
-    ratio, where = max(moves, default=(math.nan, "nothing was released"))
     slack = ROUNDING_SLACK[case.settings.get("engine", "sequential")]
+    empty = {kind: seen for kind, seen in ran.items() if kind in NOTHING}
+    problems += _told_apart(empty, victim, slack)
+    moves = list(_moves(ran, victim, case.settings.get("adjacency") == "replace_one"))
+    ratio, where = max(moves, default=(math.nan, "nothing was released"))
     problems += [f"{place}: moved {r:.4g} of 1" for r, place in moves if r > 1.0 + slack]
     ok = not problems
     return WholeFinding(name, len(worlds), values, ratio, ok, where, tuple(problems))
 
 
-def _told_apart(worlds: dict[str, Seen], case: WholeCase) -> Iterator[str]:
+def _told_apart(worlds: dict[str, Seen], victim: int, slack: float) -> Iterator[str]:
     """Yield how worlds in which the victim contributes nothing differ in their releases."""
-    slack = ROUNDING_SLACK[case.settings.get("engine", "sequential")]
     kinds = list(worlds)
     for kind in kinds[1:]:
         pair = f"{kind} beside {kinds[0]}"
         ours, theirs = worlds[kinds[0]], worlds[kind]
         for index, (one, other) in enumerate(zip(ours.rounds, theirs.rounds, strict=False)):
             apart = _apart(one, other)
-            if apart > slack * float(one.declared[case.victim]):
+            if apart > slack * float(one.declared[victim]):
                 yield f"{pair}, round {index}: the victim has nothing, the sum moved {apart:.4g}"
             if not same(one.fraction, other.fraction):
                 yield f"{pair}, round {index}: the released fraction moved"
@@ -213,17 +239,20 @@ def _told_apart(worlds: dict[str, Seen], case: WholeCase) -> Iterator[str]:
             yield f"{pair}: {_some(differ)}"
 
 
-def _moves(worlds: dict[str, Seen], case: WholeCase) -> Iterator[tuple[float, str]]:
+def _moves(
+    worlds: dict[str, Seen], victim: int, replace_one: bool
+) -> Iterator[tuple[float, str]]:
     """Yield the moves of released sums and fractions over what may move them, and where."""
-    replace_one = case.settings.get("adjacency") == "replace_one"
     for name, allowed in (("nothing", 1.0), (_DATA, 1.0 if replace_one else 2.0)):
         if name not in worlds:
             continue
         for kind, seen in worlds.items():
+            if kind == _COINS:
+                continue  # with them others come and go, which costs them, not the victim
             pairs = zip(worlds[name].rounds, seen.rounds, strict=False)
             for index, (one, other) in enumerate(pairs):
                 where = f"{kind} beside {name}, round {index}"
-                limit = allowed * float(one.declared[case.victim])
+                limit = allowed * float(one.declared[victim])
                 yield _ratio(_apart(one, other), limit, _slack(one, limit)), where
                 if one.fraction is not None and other.fraction is not None:
                     moved, limit = abs(one.fraction - other.fraction), one.fraction_declared

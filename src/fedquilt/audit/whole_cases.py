@@ -25,8 +25,9 @@ class WholeCase:
         Fields of `RunConfig` beside `SHARED`.
     model : str
         One of `fedquilt.audit.models.MODELS`.
-    victim : int
-        The client whose data are exchanged.
+    victim : int, optional
+        The client whose data are exchanged; None: whoever joins most often in the base
+        world, the first of them.
     kinds : tuple of str
         What is put in their place, of `fedquilt.audit.neighbours.KINDS`.
     needs : tuple of str
@@ -35,7 +36,7 @@ class WholeCase:
 
     settings: dict[str, Any]
     model: str = "plain"
-    victim: int = 0
+    victim: int | None = None
     kinds: tuple[str, ...] = tuple(KINDS)
     needs: tuple[str, ...] = ()
 
@@ -62,7 +63,7 @@ CONDENSE: dict[str, Any] = {
     "drawings": 4,
     "model_epochs": 1,
     "epsilon": 6.0,
-    "eval_every": 1,
+    "eval_every": 2,  # images are grown at evaluations, which takes long
     "clip_norm": 0.05,
 }
 
@@ -72,13 +73,14 @@ _COIN: dict[str, Any] = {
     "policy": "worst_case",
     "clients_per_round": 4,
     "epsilon": 20.0,
+    "num_rounds": 4,
 }
 _TIERS = "1,1/2,1/4"
 _SLICED = ("heterofl", "fedrolex", "dropout", "mfl", "smallest", "largest")
 _OWN_LOSS = ("fjord", "depthfl")  # only the sequential engine trains these
 _STATELESS = ("dropout layer", "dropout call", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
-_FEW = (*SHORT, "replaced")  # a process engine takes a second to start
+_FEW = (*SHORT, "replaced")  # a process engine takes a second to start, images to grow
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "even clips": {"policy": "worst_case"},
@@ -98,7 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wide clip": {"clip_norm": 10.0},
     "adam": {"server_optimizer": "adam", "num_rounds": 3},
     "fedprox": {"fedprox_mu": 0.5},
-    "poisson": {"selection": "poisson", "clients_per_round": 4},
+    "poisson": {"selection": "poisson", "clients_per_round": 4, "num_rounds": 4},
     "noise seed": {"noise_seed": 5},
     "fixed_dp": {"mode": "fixed_dp", "noise_layers": "all", "clip_norm": 0.1},
     "some layers": {"trainable": "last*"},
@@ -113,7 +115,7 @@ def whole_cases() -> dict[str, WholeCase]:
     for number, (name, settings) in enumerate(OPTIONS.items()):
         if set(settings) <= known:
             engine = ("sequential", "batched")[number % 2]
-            victim = (0, 3)[number // 2 % 2]
+            victim = None if number // 2 % 2 == 0 or "availability" in settings else 3
             cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine}, victim=victim)
     cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
     cases["ledger file, sequential"] = WholeCase(
@@ -174,12 +176,10 @@ def _process_cases() -> dict[str, WholeCase]:
 
 
 def _condense_cases() -> dict[str, WholeCase]:
+    coin = {**CONDENSE, **_COIN, "eval_every": 4, "normalise_updates": True}
     return {
-        "condense": WholeCase(CONDENSE, "condensed"),
-        "condense, normalised": WholeCase({**CONDENSE, "normalise_updates": True}, "condensed"),
-        "condense, secret coin": WholeCase(
-            {**CONDENSE, **_COIN}, "condensed", needs=("dp_accounting",)
-        ),
+        "condense": WholeCase(CONDENSE, "condensed", kinds=(*_FEW, "removed", "one class")),
+        "condense, secret coin": WholeCase(coin, "condensed", kinds=_FEW, needs=("dp_accounting",)),
     }
 
 
