@@ -193,9 +193,7 @@ def _mass(mean: float, std: float, low: float, high: float) -> float:
     return 0.5 * (math.erf(b) - math.erf(a))
 
 
-def _last_below(
-    rising: Callable[[float], float], level: float, low: float, high: float
-) -> float:
+def _last_below(rising: Callable[[float], float], level: float, low: float, high: float) -> float:
     """Return the largest argument at which an increasing function is below `level`."""
     for _ in range(_STEPS):
         middle = (low + high) / 2

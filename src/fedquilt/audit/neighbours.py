@@ -146,9 +146,7 @@ def _given(data: Data, victim: int, inputs: torch.Tensor, labels: torch.Tensor) 
     )
 
 
-def _relabelled(
-    data: Data, victim: int, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Data:
+def _relabelled(data: Data, victim: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Data:
     labels = data.labels.clone()
     held = data.clients[victim]
     labels[held] = change(labels[held])

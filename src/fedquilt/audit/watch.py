@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt import experiment
-from fedquilt.audit import checks, public
+from fedquilt.audit import checks
+from fedquilt.audit.public import Recorder, Values, folder_values, renamed
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.errors import FedquiltError
 from fedquilt.randomness import generator
@@ -57,8 +58,8 @@ class Seen:
     """
 
     rounds: list[WatchedRound] = field(default_factory=list)
-    public: public.Values = field(default_factory=dict)
-    from_release: public.Values = field(default_factory=dict)
+    public: Values = field(default_factory=dict)
+    from_release: Values = field(default_factory=dict)
     error: str | None = None
 
 
@@ -70,7 +71,7 @@ def watched_run(
     ledger: Path | None = None,
 ) -> Seen:
     """Run `fedquilt.run(*arguments, **settings)` and return all that was seen of it."""
-    seen, recorder, printed = Seen(), public.Recorder(), io.StringIO()
+    seen, recorder, printed = Seen(), Recorder(), io.StringIO()
     watch = _Watch(seen.rounds, [] if base is None else base.rounds)
     result = None
     with (
@@ -85,7 +86,7 @@ def watched_run(
             result = experiment.run(*arguments, observer=recorder, **settings)
         except FedquiltError as error:
             seen.error = f"{type(error).__name__}: {error}"
-    told: public.Values = {
+    told: Values = {
         "observer": recorder.told,
         "printed": printed.getvalue(),
         "warnings": [str(warning.message) for warning in warned],
@@ -100,8 +101,8 @@ def watched_run(
             name: tensor.cpu().numpy().tobytes() for name, tensor in result.state_dict.items()
         }
     if folder is not None:
-        seen.public, seen.from_release = public.folder_values(folder, ledger)
-    seen.public |= public.renamed(told, folder)
+        seen.public, seen.from_release = folder_values(folder, ledger)
+    seen.public |= renamed(told, folder)
     return seen
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedquilt import validate
 from fedquilt.audit import checks
-from fedquilt.audit.findings import scratch_folder
+from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.models import CONDENSED_SIDE, SIDE, audit_model
 from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
 from fedquilt.audit.public import differing, same
@@ -111,15 +111,13 @@ def replay_case(
 
 def worlds_table(findings: Sequence[WholeFinding]) -> str:
     """Return the findings as a table, with a line that sums them up."""
-    rows = [("whole run", "worlds", "values", "moved/declared", "", "where it moved most")]
+    head = ("whole run", "worlds", "values", "moved/declared", "", "where it moved most")
+    rows = []
     for f in findings:
         ratio = "-" if math.isnan(f.ratio) else f"{f.ratio:.6f}"
         verdict = "ok" if f.ok else "FAILED"
         rows.append((f.case, str(f.worlds), str(f.values), ratio, verdict, f.note or f.where))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ["  ".join([*map(str.ljust, row[:5], widths), row[5]]).rstrip() for row in rows]
-    lines.insert(1, "  ".join(["-" * width for width in widths] + ["-" * 19]))
-    lines.append("")
+    lines = [plain_table(head, rows), ""]
     for f in findings:
         lines += [f"{f.case}: {problem}" for problem in f.problems[:_SHOWN]]
         if len(f.problems) > _SHOWN:
@@ -239,9 +237,7 @@ def _told_apart(worlds: dict[str, Seen], victim: int, slack: float) -> Iterator[
             yield f"{pair}: {_some(differ)}"
 
 
-def _moves(
-    worlds: dict[str, Seen], victim: int, replace_one: bool
-) -> Iterator[tuple[float, str]]:
+def _moves(worlds: dict[str, Seen], victim: int, replace_one: bool) -> Iterator[tuple[float, str]]:
     """Yield the moves of released sums and fractions over what may move them, and where."""
     for name, allowed in (("nothing", 1.0), (_DATA, 1.0 if replace_one else 2.0)):
         if name not in worlds:
