@@ -6,6 +6,7 @@ term from logarithms of factorials, so that torch and numpy are all that is need
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ def binomial_terms(trials: int, chance: float) -> NDArray[np.float64]:
     return np.asarray(np.exp(ways + k * math.log(chance) + (trials - k) * math.log1p(-chance)))
 
 
+@functools.cache
 def clopper_pearson(successes: int, trials: int, error: float) -> tuple[float, float]:
     """Return an interval for a chance, each end of which is wrong with at most `error`.
 

@@ -22,6 +22,7 @@ VOLATILE = {
     "result.json": ("metadata.timestamp", "ledger.head"),
     "checkpoint.safetensors": ("__metadata__.ledger_head",),
     "ledger.sqlite": ("entries.time", "entries.hash", "head.hash"),
+    "": ("summary.ledger.head",),  # what a run returns
 }
 """Decided by the clock: times, and the hashes that the ledger's entries are chained by."""
 
@@ -81,7 +82,11 @@ def folder_values(folder: Path, ledger: Path | None = None) -> tuple[Values, Val
 def renamed(values: Values, folder: Path | None) -> Values:
     """Return flat values in which the random names of a run are replaced."""
     names = {} if folder is None else _random_names(folder)
-    return {key: _renamed(value, names) for key, value in flat(values)}
+    return {
+        key: _renamed(value, names)
+        for key, value in flat(values)
+        if _without_places(key) not in VOLATILE[""]
+    }
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

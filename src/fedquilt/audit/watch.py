@@ -14,7 +14,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,3 +177,17 @@ def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, real)
+
+
+@contextlib.contextmanager
+def swapped_entry(mapping: MutableMapping[str, str], key: str, value: str) -> Iterator[None]:
+    """Put another value under a key for a while."""
+    real = mapping.get(key)
+    mapping[key] = value
+    try:
+        yield
+    finally:
+        if real is None:
+            del mapping[key]
+        else:
+            mapping[key] = real

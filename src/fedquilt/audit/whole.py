@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.models import CONDENSED_SIDE, SIDE, audit_model
 from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
 from fedquilt.audit.public import differing, same
-from fedquilt.audit.watch import Seen, WatchedRound, swapped, watched_run
+from fedquilt.audit.watch import Seen, WatchedRound, swapped, swapped_entry, watched_run
 from fedquilt.audit.whole_cases import SHARED, WholeCase, missing, whole_cases
 from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
@@ -104,7 +105,10 @@ def replay_case(
 ) -> WholeFinding:
     """Run all worlds of a case and compare them."""
     chosen = [kind for kind in case.kinds if kinds is None or kind in kinds]
-    with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
+    with (
+        tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch,
+        swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
+    ):
         worlds = dict(_worlds(case, chosen, seed, device, Path(scratch)))
     return _finding(name, case, worlds, _victim(case, worlds[_DATA]))
 
@@ -259,7 +263,8 @@ def _apart(one: WatchedRound, other: WatchedRound) -> float:
     """Return how far two released sums lie apart; infinitely where one is missing."""
     if one.released is None or other.released is None:
         return 0.0 if one.released is other.released else math.inf
-    return norm(one.released - other.released)
+    apart = norm(one.released - other.released)
+    return apart if math.isfinite(apart) else math.inf  # a release must be a number
 
 
 def _slack(one: WatchedRound, declared: float) -> float:
