@@ -61,6 +61,13 @@ def twice(data: Data, victim: int) -> Data:
     return _given(data, victim, data.inputs[held].repeat(2, 1, 1, 1), data.labels[held].repeat(2))
 
 
+def last_huge(data: Data, victim: int) -> Data:
+    """The victim's last sample is huge, the others are as they were."""
+    inputs = data.inputs.clone()
+    inputs[data.clients[victim][-1]] = _HUGE
+    return Data(inputs, data.labels, data.clients)
+
+
 def one_class(data: Data, victim: int) -> Data:
     """All labels of the victim are the first class."""
     return _relabelled(data, victim, lambda labels: torch.zeros_like(labels))
@@ -113,6 +120,7 @@ OTHERS: dict[str, Callable[[Data, int], Data]] = {
     "infinite": filled(float("inf")),
     "3e38": filled(_HUGE),
     "one 3e38": filled(_HUGE, 1),
+    "last 3e38": last_huge,
     "one class": one_class,
     "relabelled": relabelled,
     "replaced": replaced,

@@ -37,13 +37,15 @@ class WatchedRound:
     """One round: the sum it released in the units of the clip, and what it declared.
 
     `declared` is how far each client may move the sum, `fraction` what a private
-    quantile has released, None without one.  The rest is what another world takes over.
+    quantile has released, None without one, `spoilt` whose updates were not finite and
+    counted as nothing.  The rest is what another world takes over.
     """
 
     released: torch.Tensor | None
     declared: NDArray[np.float64]
     fraction: float | None
     fraction_declared: float
+    spoilt: tuple[int, ...]
     shown: dict[str, Any]
     weights: torch.Tensor
     mechanism: dict[str, NDArray[Any]]
@@ -142,6 +144,7 @@ def _note(world: World) -> WatchedRound:
         declared=declared,
         fraction=fraction,
         fraction_declared=fraction_declared,
+        spoilt=tuple(world.record.non_finite),
         shown=world.public(),
         weights=federation.weights.clone(),
         mechanism=_copied(federation.mechanism.state()),

@@ -215,8 +215,7 @@ def _finding(name: str, case: WholeCase, worlds: dict[str, Seen], victim: int) -
         if differ:
             problems.append(f"{kind}: {len(differ)} public values differ: {_some(differ)}")
     slack = ROUNDING_SLACK[case.settings.get("engine", "sequential")]
-    empty = {kind: seen for kind, seen in ran.items() if kind in NOTHING}
-    problems += _told_apart(empty, victim, slack)
+    problems += _told_apart(ran, victim, slack)
     moves = list(_moves(ran, victim, case.settings.get("adjacency") == "replace_one"))
     ratio, where = max(moves, default=(math.nan, "nothing was released"))
     problems += [f"{place}: moved {r:.4g} of 1" for r, place in moves if r > 1.0 + slack]
@@ -225,20 +224,31 @@ def _finding(name: str, case: WholeCase, worlds: dict[str, Seen], victim: int) -
 
 
 def _told_apart(worlds: dict[str, Seen], victim: int, slack: float) -> Iterator[str]:
-    """Yield how worlds in which the victim contributes nothing differ in their releases."""
-    kinds = list(worlds)
-    for kind in kinds[1:]:
-        pair = f"{kind} beside {kinds[0]}"
-        ours, theirs = worlds[kinds[0]], worlds[kind]
-        for index, (one, other) in enumerate(zip(ours.rounds, theirs.rounds, strict=False)):
+    """Yield how worlds in which the victim contributes nothing differ in their releases.
+
+    It does in those of `NOTHING`, and in any round in which its update was not finite.
+    """
+    for index in range(len(worlds[_DATA].rounds)):
+        empty = {
+            kind: seen.rounds[index]
+            for kind, seen in worlds.items()
+            if index < len(seen.rounds)
+            and (kind in NOTHING or (kind != _COINS and victim in seen.rounds[index].spoilt))
+        }
+        for kind, other in empty.items():
+            first, one = next(iter(empty.items()))
+            pair = f"{kind} beside {first}, round {index}"
             apart = _apart(one, other)
             if apart > slack * float(one.declared[victim]):
-                yield f"{pair}, round {index}: the victim has nothing, the sum moved {apart:.4g}"
+                yield f"{pair}: the victim has nothing, the sum moved {apart:.4g}"
             if not same(one.fraction, other.fraction):
-                yield f"{pair}, round {index}: the released fraction moved"
-        differ = differing(ours.from_release, theirs.from_release)
+                yield f"{pair}: the victim has nothing, the released fraction moved"
+    named = {kind: seen for kind, seen in worlds.items() if kind in NOTHING}
+    for kind, seen in named.items():
+        first, ours = next(iter(named.items()))
+        differ = differing(ours.from_release, seen.from_release)
         if differ and slack == 0.0:
-            yield f"{pair}: {_some(differ)}"
+            yield f"{kind} beside {first}: {_some(differ)}"
 
 
 def _moves(worlds: dict[str, Seen], victim: int, replace_one: bool) -> Iterator[tuple[float, str]]:
