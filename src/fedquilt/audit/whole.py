@@ -33,6 +33,8 @@ from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
 from fedquilt.audit.public import differing, same
 from fedquilt.audit.watch import Seen, WatchedRound, swapped, swapped_entry, watched_run
 from fedquilt.audit.whole_cases import SHARED, WholeCase, missing, whole_cases
+from fedquilt.condense.growing import GrowingSettings
+from fedquilt.condensing import build
 from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
 
@@ -108,6 +110,7 @@ def replay_case(
     with (
         tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch,
         swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
+        swapped(build, "GrowingSettings", _few_steps),
     ):
         worlds = dict(_worlds(case, chosen, seed, device, Path(scratch)))
     return _finding(name, case, worlds, _victim(case, worlds[_DATA]))
@@ -186,6 +189,11 @@ def _world(
 def _other_coins(size: int) -> NDArray[np.float64]:
     """Return coins that keep whom the real ones leave out, from the same secret bytes."""
     return np.asarray((_secret_coins(size) + 0.5) % 1.0)
+
+
+def _few_steps() -> GrowingSettings:
+    """Return few steps of growing images: they see releases only, and take long."""
+    return GrowingSettings(steps=3)
 
 
 def _can_write() -> bool:

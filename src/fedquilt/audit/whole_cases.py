@@ -63,7 +63,7 @@ CONDENSE: dict[str, Any] = {
     "drawings": 4,
     "model_epochs": 1,
     "epsilon": 6.0,
-    "eval_every": 2,  # images are grown at evaluations, which takes long
+    "eval_every": 2,
     "clip_norm": 0.05,
 }
 
@@ -80,7 +80,7 @@ _SLICED = ("heterofl", "fedrolex", "dropout", "mfl", "smallest", "largest")
 _OWN_LOSS = ("fjord", "depthfl")  # only the sequential engine trains these
 _STATELESS = ("dropout layer", "dropout call", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
-_FEW = (*SHORT, "replaced")  # a process engine takes a second to start, images to grow
+_FEW = (*SHORT, "replaced")  # a process engine takes a second to start
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "even clips": {"policy": "worst_case"},
@@ -178,8 +178,8 @@ def _process_cases() -> dict[str, WholeCase]:
 def _condense_cases() -> dict[str, WholeCase]:
     coin = {**CONDENSE, **_COIN, "eval_every": 4, "normalise_updates": True}
     return {
-        "condense": WholeCase(CONDENSE, "condensed", kinds=(*_FEW, "removed", "one class")),
-        "condense, secret coin": WholeCase(coin, "condensed", kinds=_FEW, needs=("dp_accounting",)),
+        "condense": WholeCase(CONDENSE, "condensed"),
+        "condense, secret coin": WholeCase(coin, "condensed", needs=("dp_accounting",)),
     }
 
 
