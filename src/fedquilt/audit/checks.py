@@ -29,6 +29,11 @@ class Comparison(NamedTuple):
     detail: str
 
 
+def rounding(declared: float, total: torch.Tensor) -> float:
+    """Return what float64 may add to the move of a sum that was added and subtracted."""
+    return _ROUNDING * (declared + norm(total))
+
+
 def coefficients(bands: int) -> list[float]:
     """Return binom(2j, j) / 4^j for j < bands, the diagonals of C."""
     return [math.comb(2 * j, j) / 4**j for j in range(bands)]
@@ -62,7 +67,7 @@ def compare_sum(base: World, neighbour: World) -> Iterator[Comparison]:
     """Compare the move of the released sum with the clip that the ledger charged."""
     victim = neighbour.victim
     joined = victim in base.record.cohort
-    declared = _declared_clip(base, int(victim or 0)) if joined else 0.0
+    declared = declared_clip(base, int(victim or 0)) if joined else 0.0
     ours, theirs = base.server.released, neighbour.server.released
     where = _where(base, neighbour)
     if ours is None or theirs is None:
@@ -70,7 +75,7 @@ def compare_sum(base: World, neighbour: World) -> Iterator[Comparison]:
         yield Comparison("sum", declared, 0.0 if same else math.inf, same, where)
         return
     moved = norm((ours - theirs) * _divisor(base))
-    slack = _ROUNDING * (declared + norm(ours * _divisor(base)))
+    slack = rounding(declared, ours * _divisor(base))
     yield Comparison("sum", declared, moved, moved <= declared + slack, where)
 
 
@@ -151,6 +156,20 @@ def compare_public(
     yield Comparison("public", 0.0, float(len(differ)), not differ, detail)
 
 
+def released_sum(world: World) -> torch.Tensor | None:
+    """Return the sum that the newest round released, in the units of the clip."""
+    released = world.server.released
+    return None if released is None else released * _divisor(world)
+
+
+def released_fraction(world: World) -> tuple[float | None, float]:
+    """Return the fraction a private quantile released, and how far one client may move it."""
+    quantile = _quantile(world)
+    if quantile is None or world.server.released is None:
+        return None, 0.0
+    return _fraction(world), 0.5 / float(quantile.expected_cohort)
+
+
 def _where(base: World, neighbour: World) -> str:
     return f"client {neighbour.victim}, round {base.record.round}"
 
@@ -194,7 +213,7 @@ def _noise_std(world: World) -> float:
     return on_mean * len(record.cohort)
 
 
-def _declared_clip(world: World, client: int) -> float:
+def declared_clip(world: World, client: int) -> float:
     """Return the bound on a client that its charge, or its calibrated noise, pays for."""
     mechanism = world.federation.mechanism
     if isinstance(mechanism, AmplifiedCertified):

@@ -41,20 +41,28 @@ def replay(cases: Sequence[str] | None = None, seed: int = 0) -> list[ReplayFind
 
 def replay_table(findings: Sequence[ReplayFinding]) -> str:
     """Return the findings as a table, with a line that sums them up."""
-    from tabulate import tabulate
-
     rows = [
         (f.case, f"{f.declared:.6g}", f"{f.measured:.6g}", "ok" if f.ok else "FAILED", f.detail)
         for f in findings
     ]
     failed = sum(not finding.ok for finding in findings)
     verdict = f"{failed} of {len(findings)} checks failed" if failed else "every check holds"
-    head = ["case: check", "declared", "measured", "", "where"]
-    return f"{tabulate(rows, headers=head, disable_numparse=True)}\n\n{verdict}"
+    head = ("case: check", "declared", "measured", "", "where")
+    return f"{plain_table(head, rows)}\n\n{verdict}"
+
+
+def plain_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows under a header, in columns as wide as they need; nothing but Python."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _findings(name: str, seed: int) -> list[ReplayFinding]:
-    with tempfile.TemporaryDirectory(dir=_scratch()) as folder, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(dir=scratch_folder()) as folder,
+        contextlib.ExitStack() as stack,
+    ):
         try:
             compared = list(_comparisons(CASES[name], seed, Path(folder), stack))
         except Exception as error:
@@ -66,7 +74,7 @@ def _findings(name: str, seed: int) -> list[ReplayFinding]:
     ]
 
 
-def _scratch() -> str | None:
+def scratch_folder() -> str | None:
     """Return a folder in memory where there is one: these ledgers need not survive a crash."""
     memory = "/dev/shm"
     return memory if os.access(memory, os.W_OK) else None

@@ -5,42 +5,95 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
+from fedquilt import validate
 from fedquilt.cli.run import JSON
 from fedquilt.errors import InvalidValueError
+
+_PEOPLE = "people: "
 
 
 def audit(
     replay: Annotated[
-        bool, typer.Option("--replay", help="Run rounds with and without one client's data.")
+        bool, typer.Option("--replay", help="Run with and without one client's data.")
+    ] = False,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="Look for a client in releases with secret noise.")
     ] = False,
     cases: Annotated[
-        list[str] | None, typer.Option("--case", metavar="CASE", help="Only this case; repeatable.")
+        list[str] | None,
+        typer.Option("--case", metavar="CASE", help="Only this case of --replay; repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of updates and noise.")] = 0,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Only whole runs of this engine.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to train: cpu or cuda.")] = "cpu",
+    trials: Annotated[
+        int, typer.Option("--trials", help="Rounds of --canary under each hypothesis.")
+    ] = 400,
+    without_clip: Annotated[
+        bool, typer.Option("--without-clip", help="Take the clip away: --canary must miss it.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of updates and known noise.")] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Check on this machine that rounds move by no more than they declare; exit 1 if not."""
+    """Check on this machine that runs give away no more than they declare; exit 1 if not."""
     from fedquilt import audit as auditing
 
-    if not replay:
-        raise InvalidValueError("audit needs --replay, the check it can do")
-    findings = auditing.replay(cases or None, seed)
-    ok = all(finding.ok for finding in findings)
-    if as_json:
-        print(json.dumps({"ok": ok, "findings": [_plain(finding) for finding in findings]}))
-    else:
-        print(auditing.replay_table(findings))
-    raise typer.Exit(0 if ok else 1)
+    if not (replay or canary):
+        raise InvalidValueError("audit needs --replay or --canary, the checks it can do")
+    said: dict[str, Any] = {}
+    tables: list[str] = []
+    good = True
+    if replay:
+        rounds, worlds = _replayed(cases, seed, engine, device)
+        good = all(finding.ok for finding in (*rounds, *worlds))
+        said |= {"findings": _plain(rounds), "worlds": _plain(worlds)}
+        tables += [auditing.replay_table(rounds)] if rounds else []
+        tables += [auditing.worlds_table(worlds)] if worlds else []
+    if canary:
+        own: dict[str, Any] = {"seed": seed, "device": device, "without_clip": without_clip}
+        found = auditing.canary(trials=trials, engine=engine or "sequential", **own)
+        found += auditing.one_run(**own)
+        good = good and all(finding.ok for finding in found)
+        said["canaries"] = _plain(found)
+        tables.append(auditing.canary_table(found))
+    print(json.dumps({"ok": good, **said}) if as_json else "\n\n".join(tables))
+    raise typer.Exit(0 if good else 1)
 
 
-def _plain(finding: object) -> dict[str, object]:
-    """Return a finding for JSON, which has no infinity and no NaN."""
-    fields = dataclasses.asdict(finding)  # type: ignore[call-overload]
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in fields.items()
-    }
+def _replayed(
+    cases: list[str] | None, seed: int, engine: str | None, device: str
+) -> tuple[list[Any], list[Any]]:
+    """Return what was found in single rounds and accounts, and in whole runs."""
+    from fedquilt import audit as auditing
+
+    people = [_PEOPLE + name for name in auditing.PEOPLE]
+    rounds = [*auditing.CASES, *people]
+    whole = list(auditing.whole_cases())
+    if engine is not None or device != "cpu":
+        rounds = []  # these have no engine
+    names = cases or [*rounds, *whole]
+    names = [validate.choice("case", name, [*rounds, *whole]) for name in names]
+    found = auditing.replay([n for n in names if n in auditing.CASES], seed)
+    found += auditing.replay_people([n.removeprefix(_PEOPLE) for n in names if n in people])
+    chosen = [name for name in names if name in whole]
+    return found, auditing.replay_worlds(chosen, seed, engine=engine, device=device)
+
+
+def _plain(findings: Sequence[Any]) -> list[dict[str, object]]:
+    """Return findings for JSON, which has no infinity and no NaN."""
+    rows = []
+    for finding in findings:
+        fields = {**dataclasses.asdict(finding), "ok": finding.ok}
+        rows.append(
+            {
+                key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in fields.items()
+            }
+        )
+    return rows

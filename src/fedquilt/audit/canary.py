@@ -1,0 +1,263 @@
+"""Canaries: is a client as hard to find in a release as the statement says?
+
+The replay compares worlds with the same noise.  Here noise is secret and real, as in any
+run, and somebody tries to tell from the release whether one client, the canary, had data.
+The adversary knows everything but the noise, the direction in which the canary moves the
+release included, so the best test is to look along that direction (Neyman and Pearson).
+
+Two hypotheses: the canary trains on its data, or has nothing (zero-out).  Over many
+rounds, real to the last step, each with a ledger of its own:
+
+* measured mu is the distance of the two means in standard deviations.  For a Gaussian
+  release it must be the mu of the claim, sqrt(charge), not more, and not much less.
+* a threshold is chosen on one half of the trials; on the other half the rates of right
+  and of false alarms give, by exact intervals, an epsilon that is exceeded at most once
+  in twenty audits of an honest mechanism (`fedquilt.audit.bounds`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt import validate
+from fedquilt.accounts import open_account
+from fedquilt.audit import checks
+from fedquilt.audit.bounds import epsilon_lower_bound
+from fedquilt.audit.findings import plain_table, scratch_folder
+from fedquilt.audit.models import audit_model
+from fedquilt.audit.neighbours import CLIENTS, audit_data
+from fedquilt.audit.watch import known_entropy, swapped
+from fedquilt.audit.worlds import Witness, World
+from fedquilt.config import RunConfig, build_config
+from fedquilt.learning import Engine, Task
+from fedquilt.privacy.accounting import gaussian_mu
+from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.mechanism import Contribution
+from fedquilt.problem import Problem, build_engine, build_federation, problem_from
+
+EPSILONS = (1.0, 6.0)
+ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon
+_ERRORS = 4.0  # standard errors that a measured mu may lie above the claim's
+_CANARY = 0
+_LEVELS = np.linspace(0.02, 0.98, 33)  # quantiles of the scores that may be the threshold
+
+
+@dataclass(frozen=True)
+class CanaryFinding:
+    """A claim beside what an adversary has measured of it.
+
+    `estimate` is an epsilon that was fitted and bounds nothing; None where there is none.
+    """
+
+    test: str
+    epsilon: float
+    delta: float
+    theory_mu: float
+    measured_mu: float
+    standard_error: float
+    lower_bound: float
+    trials: int
+    estimate: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing measured lies above the claim, errors of measurement aside."""
+        above = self.measured_mu - _ERRORS * self.standard_error
+        return self.lower_bound <= self.epsilon and above <= self.theory_mu
+
+
+def canary(
+    epsilons: Sequence[float] = EPSILONS,
+    trials: int = 400,
+    *,
+    delta: float = 1e-5,
+    seed: int = 0,
+    engine: str = "sequential",
+    model: str = "plain",
+    device: str = "cpu",
+    without_clip: bool = False,
+) -> list[CanaryFinding]:
+    """Test one round with secret noise, `trials` times with the canary and as often without.
+
+    Parameters
+    ----------
+    epsilons : sequence of float
+        The claims to test.
+    trials : int
+        Rounds under each hypothesis, at least 8.
+    engine, model, device : str
+        What trains; models are those of `fedquilt.audit.models`.
+    without_clip : bool
+        Take the clip away, to see that it is missed.
+    """
+    trials = validate.integer("trials", trials, at_least=8)
+    found = []
+    for epsilon in epsilons:
+        settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
+        config, problem = _problem({**settings, "device": device}, model, seed)
+        with clip_taken_away(without_clip):
+            outside, inside = _scores(config, problem, trials)
+        found.append(judge("two hypotheses", epsilon, delta, outside, inside))
+    return found
+
+
+def judge(
+    test: str,
+    epsilon: float,
+    delta: float,
+    outside: NDArray[np.float64],
+    inside: NDArray[np.float64],
+) -> CanaryFinding:
+    """Measure how well scores without and with the canary are told apart.
+
+    The standard error of d = (m1 - m0) / s is sqrt(1/n1 + 1/n0 + d^2 / (2 (n1 + n0 - 2))).
+    """
+    measured, error = distance(outside, inside)
+    return CanaryFinding(
+        test=test,
+        epsilon=epsilon,
+        delta=delta,
+        theory_mu=gaussian_mu(epsilon, delta),
+        measured_mu=measured,
+        standard_error=error,
+        lower_bound=held_out_bound(outside, inside, delta),
+        trials=len(outside) + len(inside),
+    )
+
+
+def distance(outside: NDArray[np.float64], inside: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the distance of two means in pooled standard deviations, and its error."""
+    counts = len(inside), len(outside)
+    pooled = (inside.var(ddof=1) * (counts[0] - 1) + outside.var(ddof=1) * (counts[1] - 1)) / (
+        sum(counts) - 2
+    )
+    measured = float((inside.mean() - outside.mean()) / math.sqrt(pooled))
+    error = math.sqrt(1 / counts[0] + 1 / counts[1] + measured**2 / (2 * (sum(counts) - 2)))
+    return measured, error
+
+
+def held_out_bound(
+    outside: NDArray[np.float64],
+    inside: NDArray[np.float64],
+    delta: float,
+    error: float = ERROR,
+) -> float:
+    """Return the lower bound on epsilon of a threshold that other scores have chosen."""
+
+    def bound(without: NDArray[np.float64], with_it: NDArray[np.float64], level: float) -> float:
+        hits, false = int((with_it > level).sum()), int((without > level).sum())
+        return epsilon_lower_bound(hits, len(with_it), false, len(without), delta, error)
+
+    half = len(outside) // 2, len(inside) // 2
+    candidates = np.quantile(np.concatenate([outside[: half[0]], inside[: half[1]]]), _LEVELS)
+    chosen = max(candidates, key=lambda c: bound(outside[: half[0]], inside[: half[1]], float(c)))
+    return bound(outside[half[0] :], inside[half[1] :], float(chosen))
+
+
+def canary_table(findings: Sequence[CanaryFinding]) -> str:
+    """Return the findings as a table, with a line that sums them up."""
+    head = ("test", "claimed", "delta", "theory mu", "measured mu", "bound", "fitted", "")
+    rows = []
+    for f in findings:
+        fitted = "-" if f.estimate is None else f"{f.estimate:.2f}"
+        measured = f"{f.measured_mu:.3f} +- {f.standard_error:.3f}"
+        verdict = "ok" if f.ok else "FAILED"
+        numbers = (f"{f.epsilon:g}", f"{f.delta:g}", f"{f.theory_mu:.3f}", measured)
+        rows.append((f.test, *numbers, f"{f.lower_bound:.2f}", fitted, verdict))
+    failed = sum(not f.ok for f in findings)
+    verdict = f"{failed} of {len(findings)} claims broken" if failed else "no claim was broken"
+    return f"{plain_table(head, rows)}\n\n{verdict}"
+
+
+def _problem(settings: dict[str, Any], model: str, seed: int) -> tuple[RunConfig, Problem]:
+    shared = {
+        "mode": "certified",
+        "dataset": "custom",
+        "model": "custom",
+        "policy": "worst_case",
+        "num_rounds": 1,
+        "clients_per_round": CLIENTS,
+        "availability": "always",
+        "learning_rate": 1.0,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "clip_norm": 0.01,  # far below a real update
+    }
+    data = audit_data(seed)
+    train = (data.inputs, data.labels)
+    config = build_config({**shared, **settings})
+    return problem_from(config, audit_model(model, seed), train, train, data.clients)
+
+
+def _without(problem: Problem, client: int) -> Problem:
+    """Return the problem in which a client holds nothing."""
+    task = problem.task
+    nothing = np.zeros(0, dtype=np.int64)
+    held = [nothing if i == client else part for i, part in enumerate(task.clients)]
+    return dataclasses.replace(problem, task=Task(task.inputs, task.targets, held))
+
+
+def _scores(
+    config: RunConfig, problem: Problem, trials: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return where releases lie along the canary's direction, without it and with it."""
+    empty = _without(problem, _CANARY)
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
+        place = Path(folder)
+        engines = [build_engine(config, world) for world in (empty, problem)]
+        worlds = list(zip((empty, problem), engines, strict=True))
+        known = []
+        for world, engine in worlds:
+            with known_entropy(config.seed):
+                known.append(_release(config, world, engine, place))
+        direction = (known[1] - known[0]) / (known[1] - known[0]).norm()
+        scores = [
+            [float(_release(config, world, engine, place) @ direction) for _ in range(trials)]
+            for world, engine in worlds
+        ]
+        for engine in engines:
+            engine.close()
+    return np.array(scores[0]), np.array(scores[1])
+
+
+def _release(config: RunConfig, problem: Problem, engine: Engine, place: Path) -> torch.Tensor:
+    """Run one real round on a new ledger and return the sum it released."""
+    path = place / "ledger.sqlite"
+    path.unlink(missing_ok=True)
+    account = open_account(config, problem, path, "canary")
+    try:
+        federation = build_federation(config, problem, account, engine)
+        federation.server = server = Witness(federation.server)
+        world = World(federation, server, account, None, 1.0)
+        world.run(0)
+        released = checks.released_sum(world)
+    finally:
+        account.close()
+    if released is None:
+        raise RuntimeError("a round of everybody released nothing")
+    return released.cpu()
+
+
+@contextlib.contextmanager
+def clip_taken_away(missing: bool) -> Iterator[None]:
+    """Take the clip of every client away, if asked to."""
+    if not missing:
+        yield
+        return
+    with swapped(Certified, "clip", _left_alone):
+        yield
+
+
+def _left_alone(mechanism: Certified, contribution: Contribution) -> Contribution:
+    return contribution

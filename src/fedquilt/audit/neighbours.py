@@ -1,0 +1,161 @@
+"""A client's data and what may stand in their place: the worlds of one victim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedquilt.audit.models import CLASSES, SIDE
+from fedquilt.randomness import generator
+
+CLIENTS = 6
+_SIZES = (4, 2, 5, 3, 6, 4)  # samples of each client
+_MANY = 20
+_HUGE = 3e38  # a finite float32 whose sums are not
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Training data and who holds which samples."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    clients: list[list[int]]
+
+
+def audit_data(seed: int, side: int = SIDE) -> Data:
+    """Return the data of all clients in the base world; everybody together has every class."""
+    random = generator(seed, "audit data")
+    total = sum(_SIZES)
+    inputs = torch.from_numpy(random.standard_normal((total, 1, side, side))).float()
+    labels = torch.arange(total) % CLASSES
+    ends = np.cumsum(_SIZES).tolist()
+    return Data(inputs, labels, [list(range(e - n, e)) for e, n in zip(ends, _SIZES, strict=True)])
+
+
+def nothing(data: Data, victim: int) -> Data:
+    """The victim holds no sample; what it held lies there and is nobody's."""
+    return Data(data.inputs, data.labels, _with(data, victim, []))
+
+
+def removed(data: Data, victim: int) -> Data:
+    """The victim holds no sample, and its samples are gone from the tensors."""
+    gone = set(data.clients[victim])
+    left = [i for i in range(len(data.labels)) if i not in gone]
+    place = {old: new for new, old in enumerate(left)}
+    clients = [[place[i] for i in held if i not in gone] for held in data.clients]
+    return Data(data.inputs[left], data.labels[left], clients)
+
+
+def one_less(data: Data, victim: int) -> Data:
+    """The victim has lost its last sample."""
+    return Data(data.inputs, data.labels, _with(data, victim, data.clients[victim][:-1]))
+
+
+def twice(data: Data, victim: int) -> Data:
+    """The victim holds every sample twice."""
+    held = data.clients[victim]
+    return _given(data, victim, data.inputs[held].repeat(2, 1, 1, 1), data.labels[held].repeat(2))
+
+
+def last_huge(data: Data, victim: int) -> Data:
+    """The victim's last sample is huge, the others are as they were."""
+    inputs = data.inputs.clone()
+    inputs[data.clients[victim][-1]] = _HUGE
+    return Data(inputs, data.labels, data.clients)
+
+
+def one_class(data: Data, victim: int) -> Data:
+    """All labels of the victim are the first class."""
+    return _relabelled(data, victim, lambda labels: torch.zeros_like(labels))
+
+
+def relabelled(data: Data, victim: int) -> Data:
+    """Every label of the victim is another one."""
+    return _relabelled(data, victim, lambda labels: (labels + 1) % CLASSES)
+
+
+def replaced(data: Data, victim: int) -> Data:
+    """The victim holds other samples, larger ones, and another number of them."""
+    count = 2 * len(data.clients[victim]) + 1
+    random = generator(count, "audit replacement")
+    shape = (count, *data.inputs.shape[1:])
+    inputs = torch.from_numpy(random.standard_normal(shape)).float() * 3.0
+    return _given(data, victim, inputs, torch.from_numpy(random.integers(0, CLASSES, count)))
+
+
+def filled(value: float, count: int | None = None) -> Callable[[Data, int], Data]:
+    """Return the neighbour whose samples have this value everywhere; `count` of them."""
+
+    def neighbour(data: Data, victim: int) -> Data:
+        number = len(data.clients[victim]) if count is None else count
+        if count is None:
+            inputs = data.inputs.clone()
+            inputs[data.clients[victim]] = value
+            return Data(inputs, data.labels, data.clients)
+        inputs = torch.full((number, *data.inputs.shape[1:]), value)
+        return _given(data, victim, inputs, torch.arange(number) % CLASSES)
+
+    return neighbour
+
+
+NOTHING: dict[str, Callable[[Data, int], Data]] = {
+    "nothing": nothing,
+    "removed": removed,
+    "NaN": filled(float("nan")),
+    "one NaN": filled(float("nan"), 1),
+    "many NaN": filled(float("nan"), _MANY),
+}
+"""Worlds in which the victim contributes nothing; nobody must be able to tell them apart.
+
+An update that is not finite counts as zero, and data that are not a number make one.
+"""
+
+OTHERS: dict[str, Callable[[Data, int], Data]] = {
+    "one less": one_less,
+    "twice": twice,
+    "infinite": filled(float("inf")),
+    "3e38": filled(_HUGE),
+    "one 3e38": filled(_HUGE, 1),
+    "last 3e38": last_huge,
+    "one class": one_class,
+    "relabelled": relabelled,
+    "replaced": replaced,
+}
+"""Worlds in which the victim holds something else."""
+
+KINDS = {**NOTHING, **OTHERS}
+SHORT = ("nothing", "many NaN", "one less", "3e38")
+"""The kinds of neighbour of a quick look."""
+
+
+def _with(data: Data, victim: int, held: list[int]) -> list[list[int]]:
+    return [held if client == victim else list(own) for client, own in enumerate(data.clients)]
+
+
+def _given(data: Data, victim: int, inputs: torch.Tensor, labels: torch.Tensor) -> Data:
+    """Give the victim new samples in the place of its own, so that it stands where it stood."""
+    gone = set(data.clients[victim])
+    first = min(gone)
+    before = [i for i in range(len(data.labels)) if i not in gone and i < first]
+    after = [i for i in range(len(data.labels)) if i not in gone and i > first]
+    count = len(labels)
+    place = {old: new for new, old in enumerate(before)}
+    place |= {old: len(before) + count + new for new, old in enumerate(after)}
+    clients = [[place[i] for i in held if i not in gone] for held in data.clients]
+    clients[victim] = list(range(len(before), len(before) + count))
+    return Data(
+        torch.cat([data.inputs[before], inputs, data.inputs[after]]),
+        torch.cat([data.labels[before], labels.to(data.labels.dtype), data.labels[after]]),
+        clients,
+    )
+
+
+def _relabelled(data: Data, victim: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Data:
+    labels = data.labels.clone()
+    held = data.clients[victim]
+    labels[held] = change(labels[held])
+    return Data(data.inputs, labels, data.clients)

@@ -1,0 +1,201 @@
+"""The runs that are replayed whole: which engine, method, model and option meet where.
+
+Not the product of all four, which would be thousands of runs; every engine meets every
+kind of model and of method that it can train, and every option meets a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from fedquilt.audit.neighbours import CLIENTS, KINDS, SHORT
+from fedquilt.config import RunConfig
+
+
+@dataclass(frozen=True)
+class WholeCase:
+    """One run through the public entry.
+
+    Parameters
+    ----------
+    settings : dict
+        Fields of `RunConfig` beside `SHARED`.
+    model : str
+        One of `fedquilt.audit.models.MODELS`.
+    victim : int, optional
+        The client whose data are exchanged; None: whoever joins most often in the base
+        world, the first of them.
+    kinds : tuple of str
+        What is put in their place, of `fedquilt.audit.neighbours.KINDS`.
+    needs : tuple of str
+        Packages without which the case is left out.
+    """
+
+    settings: dict[str, Any]
+    model: str = "plain"
+    victim: int | None = None
+    kinds: tuple[str, ...] = tuple(KINDS)
+    needs: tuple[str, ...] = ()
+
+
+SHARED: dict[str, Any] = {
+    "mode": "certified",
+    "clients_per_round": CLIENTS,
+    "availability": "always",
+    "num_rounds": 2,
+    "epsilon": 6.0,
+    "learning_rate": 0.5,
+    "local_epochs": 2,
+    "batch_size": 2,
+    "clip_norm": 0.05,  # below every real update, so that the bound is reached
+    "eval_every": 1,
+}
+
+CONDENSE: dict[str, Any] = {
+    "method": "condense",
+    "mode": "certified",
+    "num_rounds": 2,
+    "mean_rounds": 1,
+    "ipc": 1,
+    "drawings": 4,
+    "model_epochs": 1,
+    "epsilon": 6.0,
+    "eval_every": 2,
+    "clip_norm": 0.05,
+}
+
+_COIN: dict[str, Any] = {
+    "amplification": True,
+    "selection": "poisson",
+    "policy": "worst_case",
+    "clients_per_round": 4,
+    "epsilon": 20.0,
+    "num_rounds": 4,
+}
+_TIERS = "1,1/2,1/4"
+_SLICED = ("heterofl", "fedrolex", "dropout", "mfl", "smallest", "largest")
+_OWN_LOSS = ("fjord", "depthfl")  # only the sequential engine trains these
+_STATELESS = ("dropout layer", "dropout call", "log-softmax", "frozen front")
+_STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
+_FEW = (*SHORT, "replaced")  # a process engine takes a second to start
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "even clips": {"policy": "worst_case"},
+    "cap on joins": {"policy": "cap", "max_joins": 1},
+    "paper's schedule": {"policy": "paper", "availability": "beta", "num_rounds": 4},
+    "adaptive, uneven": {"policy": "adaptive", "availability": "uniform", "num_rounds": 4},
+    "clip cap": {"clip_cap": 1.2, "availability": "beta", "num_rounds": 4},
+    "quantile": {"clipping": "quantile", "num_rounds": 3},
+    "bands": {"noise_bands": 2, "clients_per_round": 3, "num_rounds": 4},
+    "normalised": {"normalise_updates": True, "clip_norm": 1.0},
+    "everything": {
+        "clipping": "quantile",
+        "noise_bands": 2,
+        "normalise_updates": True,
+        "num_rounds": 3,
+    },
+    "wide clip": {"clip_norm": 10.0},
+    "adam": {"server_optimizer": "adam", "num_rounds": 3},
+    "fedprox": {"fedprox_mu": 0.5},
+    "poisson": {"selection": "poisson", "clients_per_round": 4, "num_rounds": 4},
+    "noise seed": {"noise_seed": 5},
+    "fixed_dp": {"mode": "fixed_dp", "noise_layers": "all", "clip_norm": 0.1},
+    "some layers": {"trainable": "last*"},
+    "replace one": {"adjacency": "replace_one"},
+}
+
+
+def whole_cases() -> dict[str, WholeCase]:
+    """Return all cases by name; options that this version does not have are left out."""
+    known = {item.name for item in dataclasses.fields(RunConfig)}
+    cases: dict[str, WholeCase] = {}
+    for number, (name, settings) in enumerate(OPTIONS.items()):
+        if set(settings) <= known:
+            engine = ("sequential", "batched")[number % 2]
+            victim = None if number // 2 % 2 == 0 or "availability" in settings else 3
+            cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine}, victim=victim)
+    cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
+    cases["ledger file, sequential"] = WholeCase(
+        {"engine": "sequential", "ledger": "LEDGER", "population": "people", "allowance": 9.0}
+    )
+    for engine, model in (("sequential", "plain"), ("batched", "dropout layer")):
+        cases[f"secret coin, {model}, {engine}"] = WholeCase(
+            {**_COIN, "engine": engine}, model, needs=("dp_accounting",)
+        )
+    return cases
+
+
+def _model_cases() -> dict[str, WholeCase]:
+    cases = {}
+    for engine in ("sequential", "batched"):
+        for model in _STATELESS:
+            cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model)
+    for model in _STATEFUL:
+        cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model)
+    cases["dropout layer, fixed_dp, batched"] = WholeCase(
+        {**OPTIONS["fixed_dp"], "engine": "batched"}, "dropout layer"
+    )
+    return cases
+
+
+def _method_cases() -> dict[str, WholeCase]:
+    cases = {}
+    for number, method in enumerate(_SLICED):
+        for engine in ("sequential", "batched"):
+            model = ("plain", "log-softmax", "dropout layer")[number % 3]
+            settings = {"method": method, "tiers": _TIERS, "engine": engine}
+            cases[f"{method}, {model}, {engine}"] = WholeCase(settings, model)
+    cases["heterofl, log-softmax, sequential"] = WholeCase(
+        {"method": "heterofl", "tiers": _TIERS, "engine": "sequential"}, "log-softmax"
+    )
+    cases["heterofl, log-softmax, batched"] = WholeCase(
+        {"method": "heterofl", "tiers": _TIERS, "engine": "batched"}, "log-softmax"
+    )
+    cases["fedrolex, frozen parameter, sequential"] = WholeCase(
+        {"method": "fedrolex", "tiers": "1", "engine": "sequential"}, "frozen parameter"
+    )
+    for method in _OWN_LOSS:
+        model = "exits" if method == "depthfl" else "dropout layer"
+        settings = {"method": method, "tiers": "1,1/2", "engine": "sequential"}
+        cases[f"{method}, {model}, sequential"] = WholeCase(settings, model)
+    cases["fedrolex, secret coin, batched"] = WholeCase(
+        {"method": "fedrolex", "tiers": _TIERS, "engine": "batched", **_COIN},
+        needs=("dp_accounting",),
+    )
+    return cases
+
+
+def _process_cases() -> dict[str, WholeCase]:
+    cases = {}
+    for model in ("dropout layer", "frozen parameter"):
+        cases[f"{model}, processes"] = WholeCase({"engine": "processes"}, model, kinds=_FEW)
+    return cases
+
+
+def _condense_cases() -> dict[str, WholeCase]:
+    coin = {**CONDENSE, **_COIN, "eval_every": 4, "normalise_updates": True}
+    return {
+        "condense": WholeCase(CONDENSE, "condensed"),
+        "condense, secret coin": WholeCase(coin, "condensed", needs=("dp_accounting",)),
+    }
+
+
+def missing(case: WholeCase) -> list[str]:
+    """Return the packages that a case needs and this machine does not have."""
+    return [name for name in case.needs if importlib.util.find_spec(name) is None]
+
+
+QUICK = (
+    "even clips, sequential",
+    "quantile, batched",
+    "fixed_dp, sequential",
+    "dropout layer, batched",
+    "frozen parameter, sequential",
+    "heterofl, log-softmax, sequential",
+    "fedrolex, secret coin, batched",
+    "condense, secret coin",
+)
+"""The cases of a quick look."""

@@ -1,0 +1,359 @@
+"""Whole runs replayed: nothing is found in them, and every hole is that was there once.
+
+The five holes are put back one by one, each at the smallest seam there is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import fedquilt
+from fedquilt import accounts, audit, history
+from fedquilt.audit import public
+from fedquilt.audit.neighbours import KINDS, NOTHING, SHORT, audit_data
+from fedquilt.audit.watch import known_entropy
+from fedquilt.audit.whole_cases import QUICK
+from fedquilt.cli.audit import audit as command
+from fedquilt.condensing.bounded import BoundedEngine
+from fedquilt.data.dataset import ImageDataset
+from fedquilt.errors import InvalidValueError
+from fedquilt.learning import ClassMask, ClientUpdate, Task
+from fedquilt.privacy import certified
+from fedquilt.privacy.certified import Certified
+from fedquilt.slicing import engine as sliced
+
+
+def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    (finding,) = audit.replay_worlds([case], kinds=kinds)
+    assert finding.ok == (not finding.problems)
+    return finding.problems
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_every_case_holds(case: str) -> None:
+    (finding,) = audit.replay_worlds([case], kinds=(*SHORT, "replaced"))
+    assert finding.problems == ()
+    assert finding.note == "", "a refusal would compare nothing"
+    assert finding.ratio == pytest.approx(1.0, abs=1e-6), "the bound is reached"
+    assert finding.values > 300 * finding.worlds
+    assert finding.worlds >= 6
+
+
+@pytest.mark.parametrize("model", ["frozen parameter", "attribute"])
+def test_state_in_a_model_is_nobody_s(model: str) -> None:
+    assert problems(f"{model}, sequential", (*SHORT, "replaced")) == ()
+
+
+@pytest.mark.parametrize("model", ["late buffer", "gradient buffer"])
+def test_buffers_that_move_are_put_back_or_refused_in_every_world(model: str) -> None:
+    assert problems(f"{model}, sequential", (*SHORT, "replaced")) == ()
+
+
+def test_the_process_engine() -> None:
+    assert problems("frozen parameter, processes", ("nothing", "many NaN", "replaced")) == ()
+
+
+def test_other_seeds() -> None:
+    for seed in (1, 2):
+        (finding,) = audit.replay_worlds(["dropout layer, batched"], seed, kinds=SHORT)
+        assert finding.problems == ()
+
+
+def test_every_engine_method_and_option_is_in_a_case() -> None:
+    from fedquilt.config.run import CLIPPINGS, ENGINES, METHODS, POLICIES
+
+    cases = audit.whole_cases().values()
+    assert {case.settings.get("engine", "auto") for case in cases} >= set(ENGINES)
+    assert {case.settings.get("method", "full") for case in cases} == {*METHODS, "condense"}
+    assert {case.settings.get("policy", "adaptive") for case in cases} == set(POLICIES)
+    assert {case.settings.get("clipping", "fixed") for case in cases} == set(CLIPPINGS)
+    assert {kind for case in cases for kind in case.kinds} == set(KINDS)
+
+
+# The holes.
+
+
+def masks_laid_out_by_rows(seeds: Any, step: Any, draw: int) -> Any:
+    """A1: the masks of a group follow from who stands where in it."""
+    from fedquilt.learning.draws import draw_keys
+
+    return draw_keys(np.arange(1, len(np.atleast_1d(seeds)) + 1), step, draw)
+
+
+def test_masks_of_a_whole_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fedquilt.learning.batched.draw_keys", masks_laid_out_by_rows, raising=False
+    )
+    found = problems("dropout layer, batched")
+    assert any("moved" in problem for problem in found)
+    assert any("one 3e38 beside data" in problem for problem in found)
+
+
+def test_a_choice_read_off_raw_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sliced.class_mask
+
+    @torch.no_grad()
+    def from_two_samples(model: torch.nn.Module, task: Task, *given: Any) -> ClassMask | None:
+        """A2."""
+        mask = real(model, task, *given)
+        normalised = bool((model(task.inputs[:2]).logsumexp(-1).abs() < 1e-4).all())
+        return mask and ClassMask(mask.hidden, -torch.inf if normalised else 0.0)
+
+    monkeypatch.setattr(sliced, "class_mask", from_two_samples)
+    found = problems("heterofl, log-softmax, sequential", ("nothing", "NaN"))
+    assert any("the victim has nothing, the sum moved" in problem for problem in found)
+
+
+@pytest.mark.parametrize("case", ["frozen parameter, sequential", "attribute, sequential"])
+def test_state_from_client_to_client_is_found(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A3: nothing is put back between two clients."""
+    monkeypatch.setattr(
+        "fedquilt.learning.flat.FlatModel.restore", lambda self: None, raising=False
+    )
+    monkeypatch.setattr(
+        "fedquilt.learning.sequential.refuse_hidden_state", lambda *given: None, raising=False
+    )
+    assert any("moved" in problem for problem in problems(case))
+
+
+def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = BoundedEngine.train
+
+    def telling(
+        self: BoundedEngine, start: Any, cohort: Any, *given: Any
+    ) -> Iterator[ClientUpdate]:
+        """A5."""
+        for place, update in enumerate(real(self, start, cohort, *given)):
+            yield update
+            if self.progress is not None:
+                self.progress("looking", (place + 1) / len(cohort))
+
+    monkeypatch.setattr(BoundedEngine, "train", telling)
+    found = problems("condense, secret coin", ())
+    assert len(found) == 1
+    assert "other coins" in found[0]
+    assert "observer" in found[0]
+
+
+def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ImageDataset.__post_init__
+
+    def checked(self: ImageDataset) -> None:
+        made(self)
+        if not bool(torch.isfinite(self.images).all()):
+            raise InvalidValueError("a sample holds a value that is not finite")
+
+    monkeypatch.setattr(ImageDataset, "__post_init__", checked)
+    found = problems("even clips, sequential", ("NaN", "one less"))
+    assert len(found) == 1
+    assert "NaN: InvalidValueError" in found[0]
+
+
+# Other mutants.
+
+
+def test_a_missing_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Certified, "clip", lambda self, contribution: contribution)
+    found = problems("even clips, sequential", (*SHORT, "replaced"))
+    assert any("moved" in problem for problem in found)
+
+
+def test_an_update_that_is_not_finite_must_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certified, "is_finite", lambda vector: True)
+    found = problems("even clips, sequential", (*SHORT, "replaced"))
+    assert any("moved" in problem for problem in found)
+
+
+@pytest.mark.parametrize("name", ["train_loss", "clipped_fraction", "non_finite"])
+def test_a_raw_measurement_in_the_folder_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kept = tuple(key for key in history.PRIVATE if key != name)
+    monkeypatch.setattr(history, "PRIVATE", kept)
+    kinds = ("nothing", "NaN", "3e38", "replaced")
+    found = problems("wide clip, batched", kinds)
+    assert any(name in problem for problem in found), found
+
+
+def test_a_file_that_nobody_thought_of_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedquilt.run_folder import RunFolder
+
+    real = RunFolder.write_result
+
+    def with_a_slip(self: RunFolder, result: dict[str, Any]) -> None:
+        private = (self.path / "private.jsonl").read_bytes()
+        (self.path / "debug.bin").write_bytes(private[:200])
+        real(self, result)
+
+    monkeypatch.setattr(RunFolder, "write_result", with_a_slip)
+    found = problems("even clips, sequential", ("one less",))
+    assert any("debug.bin: content" in problem for problem in found)
+
+
+def test_a_private_file_that_anybody_may_read_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedquilt.run_folder import RunFolder
+
+    real = RunFolder._append
+    monkeypatch.setattr(
+        RunFolder, "_append", lambda self, name, record, mode: real(self, name, record, 0o644)
+    )
+    found = problems("even clips, sequential", ("one less",))
+    assert any("private.jsonl" in problem for problem in found)
+
+
+# The parts.
+
+
+def test_known_entropy_is_the_same_bytes_twice_and_only_inside() -> None:
+    import os
+
+    real = os.urandom
+    drawn = []
+    for _ in range(2):
+        with known_entropy(3):
+            drawn.append((os.urandom(8), os.urandom(16)))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1][:8]
+    assert os.urandom is real
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_neighbour_differs_in_one_client_only(kind: str) -> None:
+    data = audit_data(0)
+    for victim in (0, 3, 5):
+        other = KINDS[kind](data, victim)
+        for client, held in enumerate(data.clients):
+            if client != victim:
+                theirs = other.clients[client]
+                assert torch.equal(data.inputs[held], other.inputs[theirs])
+                assert torch.equal(data.labels[held], other.labels[theirs])
+        held, theirs = data.clients[victim], other.clients[victim]
+        same = len(held) == len(theirs) and torch.equal(data.inputs[held], other.inputs[theirs])
+        assert not (same and torch.equal(data.labels[held], other.labels[theirs]))
+        assert set(other.labels.tolist()) == {0, 1, 2}, "which classes there are is public"
+
+
+def test_values_are_compared_to_the_bit() -> None:
+    assert public.same(float("nan"), float("nan"))
+    assert not public.same(0.0, -0.0)
+    assert not public.same(1, 1.0)
+    assert public.differing({"a": 1, "b": 2}, {"a": 1, "c": None}) == ["b"]
+
+
+def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> None:
+    data = audit_data(0)
+    views = []
+    for _ in range(2):
+        result = fedquilt.run(
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)).requires_grad_(),
+            (data.inputs, data.labels),
+            (data.inputs, data.labels),
+            data.clients,
+            mode="certified",
+            num_rounds=1,
+            clients_per_round=6,
+            availability="always",
+            device="cpu",
+            output_dir=str(tmp_path),
+        )
+        assert result.folder is not None
+        views.append(public.folder_values(result.folder)[0])
+    differ = public.differing(*views)
+    # The noise and the first weights are different: what follows from them, nothing else.
+    assert differ
+    assert all(
+        key.startswith(("checkpoint.safetensors: ", "result.json: ", "rounds.jsonl: "))
+        for key in differ
+    ), differ
+    assert "result.json: metadata.seed" in views[0]
+    for file, keys in public.VOLATILE.items():
+        assert not [key for key in views[0] if key in {f"{file}: {name}" for name in keys}]
+
+
+def test_nothing_means_nothing() -> None:
+    assert set(NOTHING) < set(KINDS)
+
+
+# Whom the ledger knows again.
+
+
+def named_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A4: the name of a population is made of options, the irrelevant ones included."""
+    if not hasattr(accounts, "_default_name"):
+        from fedquilt import roster
+
+        real = accounts._population
+
+        def by_options(ledger: Any, config: Any, problem: Any) -> Any:
+            options = f"{config.partition}-{config.dirichlet_alpha}-{config.classes_per_client}"
+            name = f"{config.dataset}-{options}-{config.seed}"
+            known = roster.Roster(None, name, False, problem.roster.digest)
+            return real(ledger, config, _with_roster(problem, known))
+
+        monkeypatch.setattr(accounts, "_population", by_options)
+
+
+def _with_roster(problem: Any, roster: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(problem, roster=roster)
+
+
+def test_the_same_people_keep_one_allowance() -> None:
+    assert [f.case for f in audit.replay_people() if not f.ok] == []
+
+
+def test_a_name_made_of_options_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    named_by_options(monkeypatch)
+    failed = {f.case for f in audit.replay_people() if not f.ok}
+    assert failed >= {
+        "people: iid, another alpha",
+        "people: iid, other classes a client",
+        "people: writers, another seed",
+    }
+
+
+# The command.
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_shows_whole_runs_and_people() -> None:
+    good = run("--replay", "--case", "frozen front, batched", "--case", "people: iid, another seed")
+    assert good.exit_code == 0, good.output
+    assert "moved/declared" in good.output
+    assert "1.000000" in good.output
+    assert "every case holds" in good.output
+    assert "people: iid, another seed" in good.output
+
+
+def test_the_command_fails_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Certified, "clip", lambda self, contribution: contribution)
+    bad = run("--replay", "--case", "even clips, sequential", "--json")
+    assert bad.exit_code == 1
+    (world,) = json.loads(bad.output)["worlds"]
+    assert world["ok"] is False
+    assert world["ratio"] > 2
+    assert world["problems"]
+
+
+def test_an_engine_is_picked() -> None:
+    assert [f.case for f in audit.replay_worlds(["condense"], engine="batched", kinds=[])] == [
+        "condense"
+    ], "a condensation has no engine to pick"
+    assert audit.replay_worlds(["even clips, sequential"], engine="batched") == []
+    with pytest.raises(InvalidValueError, match="case='nothing' must be"):
+        audit.replay_worlds(["nothing"])
