@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedquilt.models.resnet import ResNet18
-from fedquilt.subnet import (
+from fedquilt.models.convolutional import ResNet18
+from fedquilt.slices import (
     ModelSlice,
     Prefix,
     RandomUnits,
     Selection,
     SliceMap,
-    SlicePlan,
+    Slicer,
     Window,
     extract_state,
     merge_states,
@@ -90,7 +90,7 @@ def num_bytes(states: Sequence[State]) -> int:
     return sum(tensor.nbytes for state in states for tensor in state.values())
 
 
-def clients_of(plan: SlicePlan, slices: Sequence[ModelSlice]) -> list[State]:
+def clients_of(plan: Slicer, slices: Sequence[ModelSlice]) -> list[State]:
     """Return the clients' states, each different from the model."""
     whole = plan.model.state_dict()
     states = [extract_state(whole, one) for one in slices]
@@ -110,7 +110,7 @@ def selections_of(kind: str, clients: int) -> list[Selection]:
     return [RandomUnits(width, seed) for seed, width in enumerate(widths)]
 
 
-def holders(kind: str, plan: SlicePlan, clients: int) -> tuple[Callable[[], object], int]:
+def holders(kind: str, plan: Slicer, clients: int) -> tuple[Callable[[], object], int]:
     """Return the aggregation of slices, ready to be called, and the bytes it takes in."""
     slices = [plan.slice(selection) for selection in selections_of(kind, clients)]
     states, weights = clients_of(plan, slices), [float(1 + k % 7) for k in range(clients)]
@@ -118,7 +118,7 @@ def holders(kind: str, plan: SlicePlan, clients: int) -> tuple[Callable[[], obje
     return lambda: merge_states(whole, states, slices, weights), num_bytes(states)
 
 
-def plain(plan: SlicePlan, clients: int) -> tuple[Callable[[], object], int]:
+def plain(plan: Slicer, clients: int) -> tuple[Callable[[], object], int]:
     """Return plain averaging of whole models with about as many bytes, and the bytes."""
     sizes = [sum(one.numel for _, one in plan.slice(width).items) for width in WIDTHS]
     number = max(2, round(clients * sum(sizes) / len(sizes) / sizes[0]))
@@ -127,7 +127,7 @@ def plain(plan: SlicePlan, clients: int) -> tuple[Callable[[], object], int]:
     return lambda: fed_avg(states, weights), num_bytes(states)
 
 
-def stream(plan: SlicePlan, clients: int, by_index: bool) -> tuple[Callable[[], object], int]:
+def stream(plan: Slicer, clients: int, by_index: bool) -> tuple[Callable[[], object], int]:
     """Return the addition of flat vectors, one client after the other, and the bytes."""
     maps = {width: SliceMap.between(plan.model, plan.build(width)) for width in WIDTHS}
     vectors = {width: torch.rand(one.size) for width, one in maps.items()}
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="an interpreter that has heflwr")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    plan = SlicePlan(ResNet18())
+    plan = Slicer(ResNet18())
     cases = {"plain averaging, equal models": plain(plan, options.clients)}
     for kind in ("prefix", "rolling window", "random units"):
         cases[f"over holders, {kind}"] = holders(kind, plan, options.clients)

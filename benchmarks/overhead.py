@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedquilt.assemble import build_federation, problem_from
 from fedquilt.config import RunConfig
 from fedquilt.models import MLP
-from fedquilt.problem import build_federation, problem_from
 from fedquilt.round import run_round
 
 CLIENTS, SAMPLES, BATCH, RATE = 20, 600, 32, 0.05

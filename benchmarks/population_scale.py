@@ -21,8 +21,8 @@ from statistics import median
 
 import numpy as np
 
+from fedquilt.common.randomness import generator
 from fedquilt.population import Availability, CohortSelector, ParticipationTracker, propensities
-from fedquilt.randomness import generator
 
 RULES = ("uniform", "weighted", "poisson")
 LIMIT_MS, LIMIT_MB = 50, 100

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import build_config
@@ -26,7 +27,6 @@ from fedquilt.data import load_dataset
 from fedquilt.experiment import run_in_memory
 from fedquilt.learning import evaluate
 from fedquilt.models import make_model
-from fedquilt.randomness import generator
 
 NETWORK = TrainingSettings(epochs=500)
 WIDTHS = (8, 10, 18, 20, 8)

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.accounts import open_account
+from fedquilt.assemble import Problem, build_federation, problem_from
+from fedquilt.assemble_account import open_account
 from fedquilt.config import RunConfig, build_config
 from fedquilt.learning import ClientUpdate
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
-from fedquilt.problem import Problem, build_federation, problem_from
 from fedquilt.round import Federation
 
 SIZE = 15  # parameters of the model

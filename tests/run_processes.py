@@ -219,7 +219,7 @@ def _arm(event: str, count: int) -> None:
     """Kill this process at the `count`-th event of a kind."""
     import signal
 
-    from fedquilt.privacy.account import Account
+    from fedquilt.privacy.run_account import RunAccount
     from fedquilt.run_folder import RunFolder
 
     left = [count]
@@ -249,9 +249,9 @@ def _arm(event: str, count: int) -> None:
     if event == "fsync":
         os.fsync = before(os.fsync)
     elif event == "reserved":
-        Account.reserve = after(Account.reserve)  # type: ignore[method-assign]
+        RunAccount.reserve = after(RunAccount.reserve)  # type: ignore[method-assign]
     elif event == "settled":
-        Account.settle = after(Account.settle)  # type: ignore[method-assign]
+        RunAccount.settle = after(RunAccount.settle)  # type: ignore[method-assign]
     elif event == "replace":
         os.replace = before(os.replace)
     elif event == "replaced":

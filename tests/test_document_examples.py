@@ -17,12 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from fedquilt.config import (
-    HYPERPARAMETERS,
-    OUTPUT_CONFIG,
-    TARGET_ACCURACY,
-    VISUALIZATION_CONFIG,
-)
+from fedquilt.config import HYPERPARAMETERS, OUTPUT_CONFIG, TARGET_ACCURACY, VISUALIZATION_CONFIG
 from fedquilt.data import dataset_status, prepare_non_iid_data
 from fedquilt.framework import (
     AdaptivePrivacyAllocator,
@@ -31,11 +26,7 @@ from fedquilt.framework import (
     QuAPFLServer,
 )
 from fedquilt.models import CIFAR10Model, MNISTModel
-from fedquilt.utils import (
-    generate_summary_table,
-    plot_multi_seed_comparison,
-    plot_training_history,
-)
+from fedquilt.utils import generate_summary_table, plot_multi_seed_comparison, plot_training_history
 
 
 def test_participation_tracker() -> None:

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 import fedquilt
 from fedquilt import experiment
+from fedquilt.assemble import build_problem
 from fedquilt.config import MODES
 from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.errors import FedquiltError, InvalidValueError
 from fedquilt.experiment import RunResult, run_config
-from fedquilt.problem import build_problem
 from run_samples import assert_same_run, same_tensors, tiny
 
 PER_ROUND = (
@@ -111,7 +111,7 @@ def with_test_labels(
         train, test = load_dataset(*given, **options)
         return train, ImageDataset(test.images, change(test.targets), test.name, test.num_classes)
 
-    monkeypatch.setattr("fedquilt.problem.load_dataset", load)
+    monkeypatch.setattr("fedquilt.assemble.load_dataset", load)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -412,7 +412,7 @@ def test_a_run_that_diverges_is_recorded_as_strict_json(tmp_path: Path) -> None:
 def test_engines_are_closed_whatever_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.learning.sequential import SequentialEngine
+    from fedquilt.learning.local import SequentialEngine
 
     closed: list[str] = []
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))

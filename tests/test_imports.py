@@ -1,6 +1,7 @@
 """The direction of imports, read from the source, and what loads when.
 
-    cli -> experiment -> round -> leaves -> config, errors, validate, randomness
+    common <- config <- leaves <- slices, condense <- round <- assemble, record, run_folder
+           <- experiment <- quapfl, audit, flower <- cli
 
 Leaves never import one another.  Imports inside functions count like any other.
 """
@@ -19,17 +20,15 @@ import fedquilt
 from run_processes import environment
 
 ROOT = Path(fedquilt.__file__).resolve().parent
-FOUNDATION = {"bounds", "config", "errors", "validate", "randomness", "_version"}
-LEAVES = {
-    *("population", "privacy", "learning", "aggregation", "subnet", "condense", "data", "models"),
-    *("log", "monitor", "trackers"),
+FOUNDATION = {"common", "config", "_version"}
+LEAVES = {"population", "privacy", "learning", "aggregation", "data", "models"}
+METHODS = {"slices", "condense"}
+RUN = {
+    *("round", "method", "run_folder", "record"),
+    *("assemble_mechanism", "assemble", "assemble_account", "experiment"),
 }
-JOINS = {"round", "slicing", "condensing"}
-EXPERIMENT = {
-    *("problem", "modes", "history", "run_folder", "accounts", "results", "experiment"),
-    *("condensation", "baselines", "roster", "witness"),
-    *("framework", "utils", "nn", "fed", "validation", "flower", "audit"),
-}
+ABOVE = {"quapfl", "flower", "audit"}
+DOCUMENTS = {"errors", "framework", "utils", "nn", "fed", "monitor", "log"}
 OPTIONAL = (
     *("scipy", "sklearn", "dp_accounting", "matplotlib", "rich", "typer", "tabulate"),
     *("pooch", "safetensors", "flwr", "wandb", "tensorboard"),
@@ -37,30 +36,39 @@ OPTIONAL = (
 
 # What each part may import beside itself.
 ALLOWED: dict[str, set[str]] = {
-    "": {*FOUNDATION, "experiment", "results", "privacy"},  # fedquilt/__init__.py loads lazily
-    **{part: set() for part in ("bounds", "errors", "_version", "randomness")},
-    "validate": {"errors"},
-    "config": {"errors", "validate"},
+    "": {*FOUNDATION, "experiment", "record", "privacy"},  # fedquilt/__init__.py loads lazily
+    "_version": set(),
+    "common": set(),
+    "config": {"common"},
     **dict.fromkeys(LEAVES, FOUNDATION),
+    "slices": FOUNDATION | {"learning", "aggregation", "data"},
+    "condense": FOUNDATION | {"learning", "aggregation", "data", "models"},
+    "observe": {"common"},
     "report": FOUNDATION,
-    **dict.fromkeys(JOINS, FOUNDATION | LEAVES),
-    **dict.fromkeys(EXPERIMENT, FOUNDATION | LEAVES | JOINS | EXPERIMENT),
-    "cli": FOUNDATION | LEAVES | JOINS | EXPERIMENT | {"report"},
+    "round": FOUNDATION | LEAVES | METHODS,
+    "method": FOUNDATION | LEAVES | METHODS | {"round"},
+    "run_folder": FOUNDATION,
+    "record": FOUNDATION | LEAVES | METHODS | {"round", "method", "run_folder"},
+    "assemble_mechanism": FOUNDATION | LEAVES | METHODS | {"round", "method"},
+    "assemble": FOUNDATION | LEAVES | METHODS | RUN - {"assemble_account", "experiment"},
+    "assemble_account": FOUNDATION | LEAVES | METHODS | RUN - {"experiment"},
+    "experiment": FOUNDATION | LEAVES | METHODS | RUN,
+    **dict.fromkeys(ABOVE, FOUNDATION | LEAVES | METHODS | RUN),
+    "cli": FOUNDATION | LEAVES | METHODS | RUN | ABOVE | {"report", "observe", "utils"},
     "__main__": {"cli"},
+    # the documents' names
+    "errors": {"common"},
+    "framework": {"quapfl"},
+    "utils": {"quapfl", "report"},
+    "nn": {"slices"},
+    "fed": {"slices"},
+    "monitor": {"observe"},
+    "log": {"observe"},
 }
-# What reads a run's folder stands below what makes a run.
-ALLOWED["run_folder"] = FOUNDATION
-ALLOWED["modes"] = FOUNDATION | LEAVES | {"condensing"}
-ALLOWED["history"] = FOUNDATION | JOINS
-ALLOWED["round"] = FOUNDATION | LEAVES | {"slicing"}
-# The documents' module `utils` offers figures and checks under one name.
-ALLOWED["utils"] = {"report", "validation"}
-# Monitors hand what they measure to the log.
-ALLOWED["monitor"] = FOUNDATION | {"log"}
-# FedNumServer has the interface of a run, and loads it lazily.
-ALLOWED["fednum_server"] = FOUNDATION | LEAVES | JOINS | EXPERIMENT
-ALLOWED["condense"] = FOUNDATION | {"fednum_server"}
-ALLOWED["framework"] |= {"config"}
+# FedNumServer and the baselines of a condensation are whole runs: they stand above the run.
+ALLOWED["condense.fednum_engine"] = ALLOWED["condense"] | {"population"}
+for part in ("condense.fednum_server", "condense.baselines", "condense.run_hooks"):
+    ALLOWED[part] = FOUNDATION | LEAVES | METHODS | RUN
 
 
 def imports(source: str, module: str) -> Iterator[tuple[str, int, bool]]:
@@ -78,30 +86,32 @@ def imports(source: str, module: str) -> Iterator[tuple[str, int, bool]]:
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             name = ".".join(part for part in (base, node.module or "") if part)
             for alias in node.names:
-                # `from fedquilt import validate` names a module, not a member.
+                # `from fedquilt import learning` names a module, not a member.
                 whole = f"{name}.{alias.name}"
                 yield (whole if name == "fedquilt" else name), node.lineno, id(node) in at_top
 
 
 def part_of(module: str) -> str:
     """Return the part of the package a module belongs to; "" is the package itself."""
-    if module == "fedquilt.condense.server":
-        return "fednum_server"
     inner = module.split(".")[1:2]
     return "" if inner in ([], ["__init__"]) else inner[0]
 
 
+def rule_of(module: str) -> set[str]:
+    """Return what a module may import: the rule of its own, or that of its part."""
+    return ALLOWED.get(".".join(module.split(".")[1:3]), ALLOWED.get(part_of(module), set()))
+
+
 def wrong_imports(source: str, module: str) -> list[str]:
     """Return what a module imports against the direction, with the line."""
-    here = part_of(module)
     found = []
     for name, line, _ in imports(source, module):
         there = part_of(name)
-        if name.split(".")[0] != "fedquilt" or there in (here, ""):
+        if name.split(".")[0] != "fedquilt" or there in (part_of(module), ""):
             continue
         if there.startswith("__") and there.endswith("__"):
             continue
-        if there not in ALLOWED.get(here, set()):
+        if there not in rule_of(module):
             found.append(f"{module}:{line} imports {name}")
     return found
 
@@ -116,7 +126,7 @@ def modules() -> dict[str, str]:
 
 def test_every_part_has_its_place() -> None:
     parts = {part_of(module) for module in modules()}
-    assert {"round", "experiment", "cli", "privacy", "learning", "population"} <= parts
+    assert {"round", "experiment", "cli", *LEAVES, *METHODS, *DOCUMENTS} <= parts
     assert parts <= set(ALLOWED), f"no rule for {sorted(parts - set(ALLOWED))}"
 
 
@@ -139,15 +149,23 @@ def test_the_direction_of_imports() -> None:
         ("fedquilt.learning.bad", "class A:\n    def f(self):\n        import fedquilt.round"),
         ("fedquilt.learning.bad", "if TYPE_CHECKING:\n    from fedquilt.experiment import run"),
         ("fedquilt.data.bad", "from fedquilt.models import make_model"),
+        ("fedquilt.slices.bad", "from fedquilt.condense import Embeds"),
+        ("fedquilt.slices.bad", "from fedquilt.privacy.clip import norm"),
+        ("fedquilt.condense.bad", "from fedquilt.assemble import Problem"),
+        ("fedquilt.observe.bad", "from fedquilt.config import RunConfig"),
         ("fedquilt.report.bad", "from fedquilt.experiment import run"),
         ("fedquilt.report.bad", "from fedquilt.privacy.statement import Statement"),
         ("fedquilt.round", "from fedquilt.experiment import run"),
-        ("fedquilt.round", "from fedquilt.problem import Problem"),
+        ("fedquilt.round", "from fedquilt.assemble import Problem"),
+        ("fedquilt.record", "from fedquilt.assemble import Problem"),
+        ("fedquilt.assemble", "from fedquilt.experiment import run"),
         ("fedquilt.experiment", "from fedquilt.cli import main"),
+        ("fedquilt.experiment", "from fedquilt.quapfl.server import QuAPFLServer"),
         ("fedquilt.experiment", "from fedquilt.report import plot_comparison"),
         ("fedquilt.config.bad", "from fedquilt.privacy import clip"),
-        ("fedquilt.errors", "from fedquilt import validate"),
+        ("fedquilt.common.errors", "from fedquilt import config"),
         ("fedquilt.run_folder", "from fedquilt.round import run_round"),
+        ("fedquilt.privacy.bad", "from fedquilt.errors import InvalidValueError"),
     ],
 )
 def test_a_wrong_direction_is_noticed(module: str, source: str) -> None:
@@ -158,8 +176,9 @@ def test_a_wrong_direction_is_noticed(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("fedquilt.privacy.good", "from fedquilt.privacy.clip import norm\nimport numpy"),
-        ("fedquilt.privacy.good", "from fedquilt import validate"),
+        ("fedquilt.privacy.good", "from fedquilt.common import checks"),
         ("fedquilt.privacy.good", "from .clip import norm"),
+        ("fedquilt.slices.good", "from fedquilt.learning import Task"),
         ("fedquilt.round", "from fedquilt.privacy.mechanism import Mechanism"),
         ("fedquilt.experiment", "from fedquilt.round import run_round"),
         ("fedquilt.cli.good", "from fedquilt.report import plot_comparison"),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt import problem, witness
+from fedquilt import assemble, assemble_account
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.experiment import RunResult, resume_run, run_config
@@ -68,7 +68,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.arange(60) % 10
     groups = np.repeat(np.arange(100, 100 + WRITERS), 12)
     data = ImageDataset(torch.rand(60, 1, 8, 8, generator=draws), labels, "digits", 10, groups)
-    monkeypatch.setattr(problem, "load_dataset", lambda *given, **named: (data, data))
+    monkeypatch.setattr(assemble, "load_dataset", lambda *given, **named: (data, data))
 
 
 @pytest.mark.usefixtures("written")
@@ -422,7 +422,7 @@ def test_without_a_state_folder_the_copy_is_not_seen(
 def test_the_note_of_a_run_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     stopped_run(tmp_path / "runs")
-    (note,) = witness.state_folder().iterdir()
+    (note,) = assemble_account.state_folder().iterdir()
     assert note.stat().st_mode & 0o777 == 0o600
 
 

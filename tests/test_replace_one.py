@@ -20,10 +20,10 @@ from certified_samples import SIZE, make_federation, make_problem, memory_folder
 from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_in_memory
-from fedquilt.privacy import plan as planning
+from fedquilt.privacy import feasibility as planning
 from fedquilt.privacy.accounting import Adjacency, Release, calibrate, epsilon
 from fedquilt.privacy.ledger.run import Run
-from fedquilt.results import RunResult
+from fedquilt.record import RunResult
 from fedquilt.round import run_round
 
 DELTA = 1e-5

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import make_server_optimizer
+from fedquilt.assemble import build_federation, build_problem, build_selector
+from fedquilt.assemble_mechanism import make_mechanism
 from fedquilt.config import MODES, RunConfig
 from fedquilt.learning import ClientUpdate, FlatModel
-from fedquilt.modes import make_mechanism
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
-from fedquilt.problem import build_federation, build_problem, build_selector
 from fedquilt.round import Federation, run_round
 from run_samples import tiny
 
@@ -246,13 +246,13 @@ class Watching:
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         return remaining > 0.5
 
-    def charges(
+    def plan_round(
         self, round_index: int, clients: NDArray[np.int64], *facts: object
     ) -> NDArray[np.float64]:
         self.seen.append(f"charges {clients.tolist()}")
         return np.full(len(clients), 0.25)
 
-    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64]) -> None:
+    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64]) -> None:
         self.seen.append(f"granted {granted.tolist()}")
 
     def open_round(self, facts: RoundFacts) -> None:

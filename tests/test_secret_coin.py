@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from certified_samples import memory_folder
-from fedquilt import modes
-from fedquilt.condense.growing import GrowingSettings
-from fedquilt.condensing import build
+from fedquilt import assemble_mechanism
+from fedquilt.condense import method
+from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
 from fedquilt.experiment import run_config
@@ -55,8 +55,8 @@ WORLDS = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither calibration nor beautiful images matter here."""
-    monkeypatch.setattr(modes, "calibrate", lambda *given, **options: 1.5)
-    monkeypatch.setattr(build, "GrowingSettings", lambda: GrowingSettings(steps=2))
+    monkeypatch.setattr(assemble_mechanism, "calibrate", lambda *given, **options: 1.5)
+    monkeypatch.setattr(method, "GrowingSettings", lambda: GrowingSettings(steps=2))
 
 
 class Watching:

@@ -12,13 +12,13 @@ import pytest
 import fedquilt
 import fedquilt.experiment
 import fedquilt.models.features
+from fedquilt.assemble import build_problem
+from fedquilt.assemble_mechanism import front_notes
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.experiment import run_in_memory
 from fedquilt.models.features import CHOSEN_ON, FEATURE_MODELS, choice_note, make_feature_model
-from fedquilt.modes import front_notes
-from fedquilt.problem import build_problem
-from fedquilt.results import RunResult
+from fedquilt.record import RunResult
 
 QUICK: dict[str, Any] = {
     "dataset": "digits",

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from fedquilt.config import RunConfig
     from fedquilt.experiment import run
     from fedquilt.privacy.statement import Statement
-    from fedquilt.results import RunResult, load
+    from fedquilt.record import RunResult, load
 
 __all__ = ["RunConfig", "RunResult", "Statement", "__version__", "load", "run"]
 
 _HOME = {
     "RunConfig": "fedquilt.config",
-    "RunResult": "fedquilt.results",
+    "RunResult": "fedquilt.record",
     "Statement": "fedquilt.privacy.statement",
-    "load": "fedquilt.results",
+    "load": "fedquilt.record",
     "run": "fedquilt.experiment",
 }
 

@@ -1,45 +1,23 @@
-"""The exceptions a user can catch.
+"""The exceptions a user can catch."""
 
-Every error raised for something the user can mend derives from `FedquiltError`
-and says what is wrong, the value that was given, what is allowed, and where it
-came from.  Each also derives from the built-in class that a caller would
-expect, so `except ValueError` keeps working.
-"""
+from fedquilt.common.errors import (
+    DataError,
+    DataNotFoundError,
+    FedquiltError,
+    InvalidValueError,
+    NotReadyError,
+    RunFolderError,
+    RunInterrupted,
+    StorageError,
+)
 
-from __future__ import annotations
-
-
-class FedquiltError(Exception):
-    """Base of every error that fedquilt raises on purpose."""
-
-
-class InvalidValueError(FedquiltError, ValueError):
-    """A parameter, option or argument has a value that is not allowed."""
-
-
-class NotReadyError(FedquiltError, RuntimeError):
-    """A method was called before what it needs had happened."""
-
-
-class DataError(FedquiltError, ValueError):
-    """A data file is torn, foreign or does not hold what its name promises."""
-
-
-class DataNotFoundError(DataError, FileNotFoundError):
-    """A data set is nowhere in the data folders and may not be downloaded."""
-
-
-class RunFolderError(FedquiltError, ValueError):
-    """A folder is not a run of fedquilt, or its files cannot be used."""
-
-
-class StorageError(FedquiltError, OSError):
-    """A file could not be written: full disk, missing rights, gone folder."""
-
-
-class RunInterrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C; `folder` can be resumed (None: nothing was kept)."""
-
-    def __init__(self, folder: str | None) -> None:
-        super().__init__(folder)
-        self.folder = folder
+__all__ = [
+    "DataError",
+    "DataNotFoundError",
+    "FedquiltError",
+    "InvalidValueError",
+    "NotReadyError",
+    "RunFolderError",
+    "RunInterrupted",
+    "StorageError",
+]

@@ -15,38 +15,45 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.accounts import (
+from fedquilt.assemble import (
+    Problem,
+    build_engine,
+    build_federation,
+    build_problem,
+    named_clients,
+    problem_from,
+)
+from fedquilt.assemble_account import (
     account_notes,
     check_not_rolled_back,
     check_same_clients,
     needs_account,
     open_account,
+    open_witness,
 )
-from fedquilt.condensation import (
-    catch_up,
+from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
+from fedquilt.condense.run_hooks import (
     condensation_record,
     grown_set,
     keep_images,
     report_progress,
+    train_if_stale,
 )
-from fedquilt.condensing import freed_memory_kept
+from fedquilt.condense.server import freed_memory_kept
 from fedquilt.config import CondenseConfig, RunConfig, build_config, check_keys
 from fedquilt.config.condense import with_package_names
-from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.history import as_line, split_private
 from fedquilt.learning import Engine, evaluate
-from fedquilt.problem import (
-    Problem,
-    build_engine,
-    build_federation,
-    build_problem,
-    problem_from,
+from fedquilt.record import (
+    CUSTOM,
+    RunResult,
+    as_line,
+    build_result,
+    load,
+    load_tensors,
+    split_private,
 )
-from fedquilt.results import CUSTOM, RunResult, build_result, load, load_tensors
-from fedquilt.roster import named_clients
 from fedquilt.round import Federation, run_round
 from fedquilt.run_folder import RunFolder, run_stem
-from fedquilt.witness import open_witness
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
@@ -155,9 +162,9 @@ def _run(
         if problem.condensing is not None:
             stack.enter_context(freed_memory_kept())
         if folder is not None:
-            _tell(observer, "opened", config, folder.path)
+            _notify(observer, "opened", config, folder.path)
         report_progress(problem, observer)
-        lines = _pick_up(folder, federation, problem) if folder is not None and resumed else []
+        lines = _restore(folder, federation, problem) if folder is not None and resumed else []
         try:
             stopped = train_rounds(config, problem, federation, lines, folder, observer)
             return _finish(config, problem, federation, lines, folder, stopped)
@@ -165,7 +172,7 @@ def _run(
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
 
 
-def _tell(observer: Observer | None, what: str, *arguments: Any) -> None:
+def _notify(observer: Observer | None, what: str, *arguments: Any) -> None:
     """Call an observer's method if it has it."""
     method = getattr(observer, what, None)
     if method is not None:
@@ -241,12 +248,14 @@ def train_rounds(
         stopped = _reason_to_stop(config, federation, lines[-1])
         # It may have been killed between keeping a release and looking at the model.
         if "test_accuracy" not in lines[-1] and (stopped or _evaluates(config, len(lines))):
-            lines[-1] |= _look(config, problem, federation, folder, observer, len(lines))
+            lines[-1] |= _evaluate_and_keep(
+                config, problem, federation, folder, observer, len(lines)
+            )
             if folder is not None:
                 folder.amend_round(lines[-1])
             stopped = _reason_to_stop(config, federation, lines[-1])
         elif "test_accuracy" in lines[-1]:
-            catch_up(problem, federation)  # its checkpoint may be older than its line
+            train_if_stale(problem, federation)  # its checkpoint may be older than its line
         if stopped is not None:
             return stopped  # the run had ended when it was killed
     for round_index in range(len(lines), config.num_rounds):
@@ -265,7 +274,7 @@ def train_rounds(
             folder.append_round(line, private)
             _save(folder, problem, federation, done)
         if evaluates:
-            line |= _look(config, problem, federation, folder, observer, done)
+            line |= _evaluate_and_keep(config, problem, federation, folder, observer, done)
             stopped = None if last else _reason_to_stop(config, federation, line)
         lines.append(line)
         if folder is not None:
@@ -295,7 +304,7 @@ def _is_slow_and_paid(problem: Problem, federation: Federation) -> bool:
     return problem.condensing is not None and federation.account is not None
 
 
-def _look(
+def _evaluate_and_keep(
     config: RunConfig,
     problem: Problem,
     federation: Federation,
@@ -323,7 +332,7 @@ def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, A
 
 def measure(problem: Problem, federation: Federation) -> dict[str, Any]:
     """Step 9: evaluate the global model; test data are only ever looked at here."""
-    measured: dict[str, Any] = dict(catch_up(problem, federation))
+    measured: dict[str, Any] = dict(train_if_stale(problem, federation))
     problem.flat.write(federation.weights)
     accuracy, loss = evaluate(problem.flat.module, *problem.test)
     measured |= {
@@ -356,7 +365,7 @@ def _save(folder: RunFolder, problem: Problem, federation: Federation, rounds: i
     folder.save_checkpoint(rounds, problem.flat.module.state_dict(), state, head)
 
 
-def _pick_up(folder: RunFolder, federation: Federation, problem: Problem) -> list[dict[str, Any]]:
+def _restore(folder: RunFolder, federation: Federation, problem: Problem) -> list[dict[str, Any]]:
     """Bring the federation to the last checkpoint and return the rounds before it."""
     saved = folder.load_checkpoint()
     folder.drop_images(0 if saved is None else saved.rounds)

@@ -5,15 +5,15 @@ same over state dicts and networks, with torch alone: `extract_state`,
 `merge_states`, `distribute`, `aggregate`; and `slice_model` for any model.
 """
 
-from fedquilt.subnet.parameters import extract, merge
-from fedquilt.subnet.plan import slice_model
-from fedquilt.subnet.state import (
+from fedquilt.slices.aggregate import (
     aggregate,
     aggregate_layer,
     distribute,
     extract_state,
     merge_states,
 )
+from fedquilt.slices.flower import extract, merge
+from fedquilt.slices.slicer import slice_model
 
 __all__ = [
     "aggregate",

@@ -6,31 +6,18 @@ layer.reset_parameters_from_father_layer(whole_layer)
 
 from typing import TypeAlias
 
-from fedquilt.subnet.heterofl import Scaler
-from fedquilt.subnet.layers.attention import SSMultiheadAttention
-from fedquilt.subnet.layers.convolution import SSConv1d, SSConv2d, SSConvTranspose2d
-from fedquilt.subnet.layers.dense import SSEmbedding, SSLinear
-from fedquilt.subnet.layers.normalisation import (
+from fedquilt.slices.layers.convolution import (
     SSBatchNorm1d,
     SSBatchNorm2d,
+    SSConv1d,
+    SSConv2d,
+    SSConvTranspose2d,
     SSGroupNorm,
     SSLayerNorm,
 )
-from fedquilt.subnet.ranges import Interval, Intervals, Layer_Range
-
-SUPPORT_LAYER: TypeAlias = (
-    SSLinear
-    | SSConv1d
-    | SSConv2d
-    | SSConvTranspose2d
-    | SSBatchNorm1d
-    | SSBatchNorm2d
-    | SSGroupNorm
-    | SSLayerNorm
-    | SSEmbedding
-    | SSMultiheadAttention
-)
-"""Every subset layer; `isinstance(layer, SUPPORT_LAYER)` works."""
+from fedquilt.slices.layers.dense import SSEmbedding, SSLinear, SSMultiheadAttention
+from fedquilt.slices.ranges import Interval, Intervals, Layer_Range
+from fedquilt.slices.slicer import Scaler
 
 __all__ = [
     "SUPPORT_LAYER",
@@ -49,3 +36,17 @@ __all__ = [
     "SSMultiheadAttention",
     "Scaler",
 ]
+
+SUPPORT_LAYER: TypeAlias = (
+    SSLinear
+    | SSConv1d
+    | SSConv2d
+    | SSConvTranspose2d
+    | SSBatchNorm1d
+    | SSBatchNorm2d
+    | SSGroupNorm
+    | SSLayerNorm
+    | SSEmbedding
+    | SSMultiheadAttention
+)
+"""Every subset layer; `isinstance(layer, SUPPORT_LAYER)` works."""

@@ -6,8 +6,8 @@ seed's `QuAPFLServer` - goes through `run_round`.  The leaves it joins know
 nothing of one another:
 
     population   who takes part and how often they did
-    slicing      which part of the model each of them holds
-    learning     what a client does with its data (condensing: when it never trains)
+    slices       which part of the model each of them holds
+    learning     what a client does with its data (condense: when it never trains)
     privacy      what happens to an update before anybody else sees it, and the ledger
     aggregation  how the mean update moves the model
 """
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.aggregation import RunningMean, ServerStep, Total
+from fedquilt.aggregation import Accumulator, RunningMean, ServerStep
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.population import Cohort, ParticipationTracker
-from fedquilt.privacy.account import Account
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
-from fedquilt.slicing import Slicing
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.slices.methods import Slicing
 
 Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
 # How often a round is planned anew when another run takes what it counted on.
@@ -52,11 +52,11 @@ class Federation:
     server: ServerStep
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
-    account: Account | None = None
+    account: RunAccount | None = None
     slicing: Slicing | None = None
-    gather: Callable[[], Total] | None = None
+    gather: Callable[[], Accumulator] | None = None
 
-    def total(self) -> Total:
+    def total(self) -> Accumulator:
         """Return an empty total for a round."""
         if self.gather is not None:
             return self.gather()
@@ -172,14 +172,16 @@ def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
         if len(who) == 0:
             return cohort
         joins = tracker.participation_count[who]
-        charges = mechanism.charges(record.round, who, remaining[who], joins, tracker.total_rounds)
+        charges = mechanism.plan_round(
+            record.round, who, remaining[who], joins, tracker.total_rounds
+        )
         try:
             granted = account.reserve(record.round, who, charges)
         except BudgetExceededError:
             if allowed is None or attempt == _ATTEMPTS - 1:
                 raise
         else:
-            mechanism.take_grant(who, granted)
+            mechanism.shrink_to(who, granted)
             return cohort
     raise AssertionError("unreachable: the last attempt returns or raises")
 

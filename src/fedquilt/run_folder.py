@@ -38,8 +38,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.config import RunConfig, build_config, write_config_file
-from fedquilt.errors import RunFolderError, StorageError
 
 SCHEMA_VERSION = 1
 

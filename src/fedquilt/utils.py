@@ -1,5 +1,6 @@
 """The names of the seed documents' module `utils`."""
 
+from fedquilt.quapfl.self_test import check_milestone, validate_implementation
 from fedquilt.report import (
     generate_summary_table,
     plot_multi_seed_comparison,
@@ -7,7 +8,6 @@ from fedquilt.report import (
     plot_privacy_consumption_by_group,
     plot_training_history,
 )
-from fedquilt.validation import check_milestone, validate_implementation
 
 __all__ = [
     "check_milestone",

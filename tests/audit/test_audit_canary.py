@@ -14,7 +14,7 @@ from fedquilt.audit.canary import CanaryFinding
 from fedquilt.cli.audit import audit as command
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.correlated import BandedNoise
+from fedquilt.privacy.noise import BandedNoise
 
 
 def test_one_round_keeps_its_claim_and_uses_it_up() -> None:

@@ -17,19 +17,20 @@ import typer
 from typer.testing import CliRunner
 
 import fedquilt
-from fedquilt import accounts, audit, history
-from fedquilt.audit import public
+from fedquilt import assemble_account, audit
+from fedquilt import record as history
+from fedquilt.audit import watch
 from fedquilt.audit.neighbours import KINDS, NOTHING, SHORT, audit_data
 from fedquilt.audit.watch import known_entropy
 from fedquilt.audit.whole_cases import QUICK
 from fedquilt.cli.audit import audit as command
-from fedquilt.condensing.bounded import BoundedEngine
+from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import ClassMask, ClientUpdate, Task
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
-from fedquilt.slicing import engine as sliced
+from fedquilt.slices import engine as sliced
 
 
 def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -120,16 +121,16 @@ def test_state_from_client_to_client_is_found(monkeypatch: pytest.MonkeyPatch, c
         "fedquilt.learning.flat.FlatModel.restore", lambda self: None, raising=False
     )
     monkeypatch.setattr(
-        "fedquilt.learning.sequential.refuse_hidden_state", lambda *given: None, raising=False
+        "fedquilt.learning.local.refuse_hidden_state", lambda *given: None, raising=False
     )
     assert any("moved" in problem for problem in problems(case))
 
 
 def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = BoundedEngine.train
+    real = CertifiedEngine.train
 
     def telling(
-        self: BoundedEngine, start: Any, cohort: Any, *given: Any
+        self: CertifiedEngine, start: Any, cohort: Any, *given: Any
     ) -> Iterator[ClientUpdate]:
         """A5."""
         for place, update in enumerate(real(self, start, cohort, *given)):
@@ -137,7 +138,7 @@ def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.Monkey
             if self.progress is not None:
                 self.progress("looking", (place + 1) / len(cohort))
 
-    monkeypatch.setattr(BoundedEngine, "train", telling)
+    monkeypatch.setattr(CertifiedEngine, "train", telling)
     found = problems("condense, secret coin", ())
     assert len(found) == 1
     assert "other coins" in found[0]
@@ -243,10 +244,10 @@ def test_a_neighbour_differs_in_one_client_only(kind: str) -> None:
 
 
 def test_values_are_compared_to_the_bit() -> None:
-    assert public.same(float("nan"), float("nan"))
-    assert not public.same(0.0, -0.0)
-    assert not public.same(1, 1.0)
-    assert public.differing({"a": 1, "b": 2}, {"a": 1, "c": None}) == ["b"]
+    assert watch.same(float("nan"), float("nan"))
+    assert not watch.same(0.0, -0.0)
+    assert not watch.same(1, 1.0)
+    assert watch.differing({"a": 1, "b": 2}, {"a": 1, "c": None}) == ["b"]
 
 
 def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> None:
@@ -266,8 +267,8 @@ def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> 
             output_dir=str(tmp_path),
         )
         assert result.folder is not None
-        views.append(public.folder_values(result.folder)[0])
-    differ = public.differing(*views)
+        views.append(watch.folder_values(result.folder)[0])
+    differ = watch.differing(*views)
     # The noise and the first weights are different: what follows from them, nothing else.
     assert differ
     assert all(
@@ -275,7 +276,7 @@ def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> 
         for key in differ
     ), differ
     assert "result.json: metadata.seed" in views[0]
-    for file, keys in public.VOLATILE.items():
+    for file, keys in watch.VOLATILE.items():
         assert not [key for key in views[0] if key in {f"{file}: {name}" for name in keys}]
 
 
@@ -288,18 +289,18 @@ def test_nothing_means_nothing() -> None:
 
 def named_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """A4: the name of a population is made of options, the irrelevant ones included."""
-    if not hasattr(accounts, "_default_name"):
-        from fedquilt import roster
+    if not hasattr(assemble_account, "_default_name"):
+        from fedquilt import assemble
 
-        real = accounts._population
+        real = assemble_account._population
 
         def by_options(ledger: Any, config: Any, problem: Any) -> Any:
             options = f"{config.partition}-{config.dirichlet_alpha}-{config.classes_per_client}"
             name = f"{config.dataset}-{options}-{config.seed}"
-            known = roster.Roster(None, name, False, problem.roster.digest)
+            known = assemble.Roster(None, name, False, problem.roster.digest)
             return real(ledger, config, _with_roster(problem, known))
 
-        monkeypatch.setattr(accounts, "_population", by_options)
+        monkeypatch.setattr(assemble_account, "_population", by_options)
 
 
 def _with_roster(problem: Any, roster: Any) -> Any:

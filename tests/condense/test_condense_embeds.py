@@ -15,7 +15,7 @@ from fedquilt.condense.embeds import (
     frozen_copy,
 )
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convnet import ConvNet
+from fedquilt.models.convolutional import ConvNet
 from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.condense.feature_models import KINDS, FeatureModels, perturbed, reinitialised
+from fedquilt.condense.embeds import KINDS, FeatureModels, perturbed, reinitialised
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convnet import ConvNet
+from fedquilt.models.convolutional import ConvNet
 from fedquilt.models.images import MNISTModel
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.feddm import RealImages, match_real, real_view
+from fedquilt.condense.baselines.common import RealImages, match_real, real_view
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.models import ConvNet
-from fedquilt.randomness import generator
 
 IMAGES = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 1, 8, 8), dtype=np.float32))
 CLASSES = {2: np.arange(0, 12), 5: np.arange(12, 17), 9: np.arange(20, 40)}

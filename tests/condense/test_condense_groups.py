@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedquilt.condense.groups
-from fedquilt.condense.groups import Groups, group_counts, make_groups
+import fedquilt.condense.statistics
+from fedquilt.condense.statistics import Groups, group_counts, make_groups
 from fedquilt.errors import InvalidValueError
 
 LABELS = st.lists(st.sampled_from([0, 3, 4, 17, 1000]), max_size=120).map(
@@ -167,4 +167,4 @@ def test_wrong_sizes_are_refused(arguments: tuple[int, int, int], name: str) -> 
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(fedquilt.condense.groups).failed == 0
+    assert doctest.testmod(fedquilt.condense.statistics).failed == 0

@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from scipy.special import softmax
 from scipy.stats import entropy, wasserstein_distance
 
-from fedquilt.condense.losses import COMPUTATIONS, LOGIT_LOSSES, logit_distance, matching_loss
+from fedquilt.condense.matching import COMPUTATIONS, LOGIT_LOSSES, logit_distance, matching_loss
 from fedquilt.errors import InvalidValueError
 
 Array = NDArray[np.float64]

@@ -11,12 +11,10 @@ import torch
 from fedquilt.condense.augment import Augmentation, Transform
 from fedquilt.condense.embeds import frozen_copy
 from fedquilt.condense.matching import Matcher, MatchingSettings, View, match
-from fedquilt.condense.statistics import group_means
+from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.table import StatisticsTable
-from fedquilt.condense.targets import ClassTargets
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convnet import ConvNet
+from fedquilt.models.convolutional import ConvNet
 
 CLASSES = (0, 3, 11)
 SHAPE = (3, 8, 8)

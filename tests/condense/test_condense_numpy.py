@@ -11,13 +11,18 @@ import torch
 from condense_oracle import Descent, Group, Network
 
 from fedquilt.condense.embeds import frozen_copy
-from fedquilt.condense.losses import COMPUTATIONS, LOGIT_LOSSES
-from fedquilt.condense.matching import Matcher, MatchingSettings, View, match, view_loss
-from fedquilt.condense.statistics import group_means
+from fedquilt.condense.matching import (
+    COMPUTATIONS,
+    LOGIT_LOSSES,
+    Matcher,
+    MatchingSettings,
+    View,
+    match,
+    view_loss,
+)
+from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.table import StatisticsTable
-from fedquilt.condense.targets import ClassTargets
-from fedquilt.models.convnet import ConvNet
+from fedquilt.models.convolutional import ConvNet
 
 CLASSES = (1, 4, 7, 9)
 # Class 4 sends nothing; the others send different numbers of groups of different sizes.

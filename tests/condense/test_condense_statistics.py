@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from fedquilt.condense.augment import FAMILIES, Augmentation, Transform
-from fedquilt.condense.groups import make_groups
-from fedquilt.condense.statistics import group_means
-from fedquilt.models.convnet import ConvNet
+from fedquilt.condense.statistics import group_means, make_groups
+from fedquilt.models.convolutional import ConvNet
 
 
 class Sums(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.condense.table import StatisticsTable
+from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.errors import InvalidValueError
 
 PARTS = ("models", "classes", "counts", "features", "logits")

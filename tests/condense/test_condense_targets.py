@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.condense.losses import COMPUTATIONS, matching_loss
-from fedquilt.condense.table import StatisticsTable
-from fedquilt.condense.targets import ClassTargets, Drawn
+from fedquilt.condense.matching import COMPUTATIONS, matching_loss
+from fedquilt.condense.statistics import ClassTargets, Drawn, StatisticsTable
 from fedquilt.errors import InvalidValueError
 
 LABELS = torch.tensor([8, 2, 8, 8, 5, 2, 8, 8])  # two, one and five groups, mixed

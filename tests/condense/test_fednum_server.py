@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedquilt.common.randomness import generator
 from fedquilt.condense import Augmentation, FedNumClient, FedNumServer, SyntheticSet
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.randomness import generator
-from fedquilt.results import load
+from fedquilt.record import load
 from run_processes import environment
 
 SIDE, OUTPUTS = 6, 8

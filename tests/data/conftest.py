@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from fedquilt.data import DATASETS, DatasetSpec, FileSpec, ImageDataset, load_dataset
+from fedquilt.data import download as mirrors_module
+from fedquilt.data import files as locate_module
 from fedquilt.data import load as load_module
-from fedquilt.data import locate as locate_module
-from fedquilt.data import mirrors as mirrors_module
 from fedquilt.errors import DataNotFoundError
 
 TRAIN, TEST = 12, 6

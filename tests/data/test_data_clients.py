@@ -16,7 +16,7 @@ from fedquilt.data import (
     load_dataset,
     prepare_non_iid_data,
 )
-from fedquilt.data.digits import rank_in_class
+from fedquilt.data.load import rank_in_class
 from fedquilt.errors import InvalidValueError
 
 

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from fedquilt.data import dirichlet_split
-from fedquilt.data.dirichlet import fill_empty_clients, log_dirichlet
+from fedquilt.data.split import fill_empty_clients, log_dirichlet
 from fedquilt.errors import InvalidValueError
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt.data import idx
+from fedquilt.data import files
 from fedquilt.errors import DataError
 
 # Two images of 1x3 bytes, written out from the description of the format.
@@ -13,16 +13,16 @@ INTEGERS = bytes.fromhex("00000c02 00000002 00000002 00000001 00000100 ffffffff 
 
 
 def test_bytes_are_read_as_written() -> None:
-    assert idx.parse(IMAGES, "uint8", (2, 1, 3)).tolist() == [[[1, 2, 255]], [[4, 5, 6]]]
+    assert files.parse(IMAGES, "uint8", (2, 1, 3)).tolist() == [[[1, 2, 255]], [[4, 5, 6]]]
 
 
 def test_integers_are_big_endian() -> None:
-    array = idx.parse(INTEGERS, "int32", (2, 2))
+    array = files.parse(INTEGERS, "int32", (2, 2))
     assert array.astype(np.int64).tolist() == [[1, 256], [-1, 65536]]
 
 
 def test_header_is_that_of_mnist() -> None:
-    assert idx.header("uint8", (60_000, 28, 28)).hex() == "000008030000ea600000001c0000001c"
+    assert files.header("uint8", (60_000, 28, 28)).hex() == "000008030000ea600000001c0000001c"
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_header_is_that_of_mnist() -> None:
 )
 def test_wrong_content_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        idx.parse(content, "uint8", (2, 1, 3))
+        files.parse(content, "uint8", (2, 1, 3))

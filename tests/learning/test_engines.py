@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.errors import InvalidValueError, NotReadyError
+from fedquilt.learning import make_engine
 from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.engine import ClientUpdate, Engine, LocalSettings, Task, make_engine
+from fedquilt.learning.engine import ClientUpdate, Engine, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed, epoch_batches
+from fedquilt.learning.local import SequentialEngine, client_seed, epoch_batches
 from fedquilt.learning.processes import ProcessEngine, WorkerError
-from fedquilt.learning.sequential import SequentialEngine
 from fedquilt.models import MLP, DigitsModel
 
 SIZES = (33, 1, 32, 70, 0, 64, 5)

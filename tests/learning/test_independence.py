@@ -13,7 +13,7 @@ from torch.nn import functional
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
 from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.sequential import SequentialEngine
+from fedquilt.learning.local import SequentialEngine
 
 HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)
 SIZES = (20, 5, 9, 17, 1, 30)

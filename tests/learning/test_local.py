@@ -11,10 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.learning.engine import LocalSettings, Task
-from fedquilt.learning.evaluate import evaluate
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed, epoch_batches, seeded_layers, train_client
-from fedquilt.learning.sequential import SequentialEngine
+from fedquilt.learning.local import (
+    SequentialEngine,
+    client_seed,
+    epoch_batches,
+    evaluate,
+    seeded_layers,
+    train_client,
+)
 from fedquilt.models import MLP
 
 RANDOM = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ from fedquilt.models.features import (
     Scattering,
     draw,
 )
-from fedquilt.models.features.public import mean_and_whitening, turned_towards
+from fedquilt.models.features.frozen import mean_and_whitening, turned_towards
 
 
 class Pixels(nn.Module):

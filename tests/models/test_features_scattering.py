@@ -11,7 +11,7 @@ import torch
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.features import Scattering
-from fedquilt.models.features.wavelets import gaussian_spectrum, wavelet_spectra
+from fedquilt.models.features.scattering import gaussian_spectrum, wavelet_spectra
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "features" / "scattering.npz"
 CASES = {

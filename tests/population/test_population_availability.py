@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fedquilt.common.randomness import generator
 from fedquilt.errors import DataError, InvalidValueError
 from fedquilt.population import Availability, CohortSelector, load_trace, propensities
 from fedquilt.population.availability import UNIFORM_PROBABILITY
-from fedquilt.randomness import generator
 
 
 def joins(availability: Availability, rounds: int, seed: int = 0) -> np.ndarray:

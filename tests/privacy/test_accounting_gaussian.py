@@ -22,7 +22,6 @@ from fedquilt.privacy.accounting import (
     gaussian_epsilon,
     gaussian_epsilon_many,
     gaussian_mu,
-    mills,
 )
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "privacy.toml").read_text())
@@ -47,8 +46,8 @@ def test_mills_ratio_and_its_slope(x):
     with mpmath.workdps(60):
         exact = mpmath.ncdf(-mpmath.mpf(x)) / mpmath.npdf(mpmath.mpf(x))
         slope = 1 - x * exact
-    assert mills.mills_ratio(x) == pytest.approx(float(exact), rel=2e-14)
-    assert mills.mills_slope(x) == pytest.approx(float(slope), rel=5e-12)
+    assert gaussian.mills_ratio(x) == pytest.approx(float(exact), rel=2e-14)
+    assert gaussian.mills_slope(x) == pytest.approx(float(slope), rel=5e-12)
 
 
 @pytest.mark.parametrize(("mu", "a"), EXTREMES)
@@ -169,7 +168,7 @@ def test_needs_neither_scipy_nor_dp_accounting():
         "for name in ('scipy', 'dp_accounting', 'absl', 'torch', 'matplotlib', 'tabulate'):\n"
         "    sys.modules[name] = None\n"
         "from fedquilt.privacy.accounting import Release, calibrate, epsilon\n"
-        "from fedquilt.privacy.plan import plan\n"
+        "from fedquilt.privacy.feasibility import plan\n"
         "z = calibrate(6.0, 1e-5, rounds=200, method='gdp')\n"
         "print(epsilon([Release(z, 200)], 1e-5, method='gdp').epsilon)\n"
         "print(plan(100, 200, 6.0, 1e-5, 1_200_000, None, 100).workable)\n"

@@ -45,8 +45,8 @@ def certified(folder: Path, **changes: Any) -> Certified:
 
 def open_round(mechanism: Certified, index: int = 4, left: np.ndarray = LEFT) -> np.ndarray:
     """Plan a round as `run_round` does and return the charges, all of them granted."""
-    charges = mechanism.charges(index, WHO, left, JOINS, index)
-    mechanism.take_grant(WHO, charges)
+    charges = mechanism.plan_round(index, WHO, left, JOINS, index)
+    mechanism.shrink_to(WHO, charges)
     mechanism.open_round(RoundFacts(index, 0.1, WHO, JOINS / max(index, 1)))
     return charges
 
@@ -121,15 +121,15 @@ def test_no_clip_is_above_the_cap_and_what_it_saves_is_not_charged(folder: Path)
 
 def test_a_smaller_grant_lowers_the_clip_never_a_larger_one(folder: Path) -> None:
     mechanism = certified(folder, clipping="quantile", noise_bands=2)
-    charges = mechanism.charges(4, WHO, LEFT, JOINS, 4)
+    charges = mechanism.plan_round(4, WHO, LEFT, JOINS, 4)
     before = dict(mechanism._clips)
-    mechanism.take_grant(WHO, charges * np.asarray([1.0 + 1e-6, 0.5, 1.0]))
+    mechanism.shrink_to(WHO, charges * np.asarray([1.0 + 1e-6, 0.5, 1.0]))
     assert mechanism._clips[0] == before[0]
     bit, factor = mechanism.bit_cost, mechanism.noise.cost_factor
     spends = factor * (mechanism._clips[2] / mechanism._noise_std) ** 2 + bit
     assert spends == pytest.approx(0.5 * charges[1])
     with pytest.raises(RuntimeError, match="needs a ledger"):
-        mechanism.take_grant(WHO, None)
+        mechanism.shrink_to(WHO, None)
 
 
 def test_the_first_run_of_an_allowance_ends_exactly_at_it(folder: Path) -> None:
@@ -266,8 +266,8 @@ def test_calls_out_of_order_are_refused(folder: Path) -> None:
 def test_statistics_that_training_moves_are_refused() -> None:
     from torch import nn
 
+    from fedquilt.assemble import problem_from
     from fedquilt.config import build_config
-    from fedquilt.problem import problem_from
 
     config = build_config({"mode": "certified", "dataset": "custom", "model": "custom"})
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))

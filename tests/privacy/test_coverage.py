@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedquilt.privacy.coverage import Coverage
+from fedquilt.privacy.statement import Coverage
 
 TENSORS = [("a", 0, 3), ("b", 3, 4), ("c", 4, 9), ("empty", 9, 9), ("d", 9, 11)]
 
@@ -31,7 +31,6 @@ def test_take_and_put_touch_exactly_the_chosen_coordinates(
     assert coverage.covered + coverage.uncovered == tuple(
         sorted((name for name, _, _ in TENSORS), key=lambda name: name not in chosen)
     )
-    assert coverage.is_whole == (len(chosen) == len(TENSORS))
     vector = torch.arange(11.0)
     assert coverage.take(vector).tolist() == [float(index) for index in indices]
     coverage.put(vector, -torch.arange(1.0, len(indices) + 1))

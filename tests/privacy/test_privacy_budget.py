@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import FedquiltError
-from fedquilt.privacy.budget import AdaptivePrivacyAllocator
 from fedquilt.privacy.noise import SeededNoise
+from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 
 K = math.sqrt(2 * math.log(1.25e5))  # sqrt(2 ln(1.25 / 1e-5)) = 4.8448...
 

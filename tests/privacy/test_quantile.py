@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedquilt.privacy.clip import PrivateQuantile
 from fedquilt.privacy.noise import SeededNoise
-from fedquilt.privacy.quantile import PrivateQuantile
 
 COHORT = 200
 

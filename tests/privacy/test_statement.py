@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from fedquilt.bounds import format_bound, format_left
+from fedquilt.common.bounds import format_bound, format_left
 from fedquilt.privacy.statement import Statement, cautions
 
 BOUNDED = Statement(

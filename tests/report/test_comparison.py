@@ -17,8 +17,7 @@ from report_samples import FAST, make_run, words
 
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.report import comparison_table, plot_comparison, render_comparison
-from fedquilt.report.compare import epsilon_text
-from fedquilt.report.compare_figure import spread_apart
+from fedquilt.report.comparison import epsilon_text, spread_apart
 
 
 def runs() -> list[Any]:

@@ -1,13 +1,13 @@
 """From the clients' updates to the next global model."""
 
-from fedquilt.aggregation.mean import EndToEnd, RunningMean, Total
+from fedquilt.aggregation.accumulators import Accumulator, Concatenation, RunningMean
 from fedquilt.aggregation.server import ServerOptimizer, ServerStep, make_server_optimizer
 
 __all__ = [
-    "EndToEnd",
+    "Accumulator",
+    "Concatenation",
     "RunningMean",
     "ServerOptimizer",
     "ServerStep",
-    "Total",
     "make_server_optimizer",
 ]

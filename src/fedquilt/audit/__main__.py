@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from fedquilt import audit
-from fedquilt.errors import FedquiltError
+from fedquilt.common.errors import FedquiltError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 
 _STEPS = 60  # of a bisection: more than float64 can tell apart
 
@@ -76,7 +76,7 @@ def epsilon_lower_bound(
     the error: the true positive rate its lower Clopper-Pearson end, the other its upper
     (the standard reading: Jagielski et al. 2020, arXiv:2006.07709).
     """
-    error = validate.number("error", error, above=0, below=1)
+    error = checks.number("error", error, above=0, below=1)
     rate, _ = clopper_pearson(hits, positives, error / 2)
     _, alarm = clopper_pearson(false, negatives, error / 2)
     return epsilon_of_rates(rate, alarm, delta)
@@ -105,7 +105,7 @@ def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float, error: float = 0.05
 ) -> float:
     """Return the largest epsilon that `correct` guesses rule out at confidence 1 - error."""
-    error = validate.number("error", error, above=0, below=1)
+    error = checks.number("error", error, above=0, below=1)
 
     def p_value(epsilon: float) -> float:
         return one_run_p_value(canaries, guesses, correct, epsilon, delta)
@@ -133,8 +133,8 @@ def epsilon_of_normals(
     or on a half line.
     """
     for _, std in (first, second):
-        validate.number("standard deviation", std, above=0)
-    delta = validate.number("delta", delta, above=0, below=1)
+        checks.number("standard deviation", std, above=0)
+    delta = checks.number("delta", delta, above=0, below=1)
 
     def largest(epsilon: float) -> float:
         return max(_hockey_stick(first, second, epsilon), _hockey_stick(second, first, epsilon))

@@ -30,21 +30,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.accounts import open_account
-from fedquilt.audit import checks
+from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble_account import open_account
+from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
 from fedquilt.audit.findings import plain_table, scratch_folder
-from fedquilt.audit.models import audit_model
-from fedquilt.audit.neighbours import CLIENTS, audit_data
+from fedquilt.audit.neighbours import CLIENTS, audit_data, audit_model
 from fedquilt.audit.watch import known_entropy, swapped
 from fedquilt.audit.worlds import Witness, World
+from fedquilt.common import checks
 from fedquilt.config import RunConfig, build_config
 from fedquilt.learning import Engine, Task
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
-from fedquilt.problem import Problem, build_engine, build_federation, problem_from
 
 EPSILONS = (1.0, 6.0)
 ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon
@@ -97,11 +96,11 @@ def canary(
     trials : int
         Rounds under each hypothesis, at least 8.
     engine, model, device : str
-        What trains; models are those of `fedquilt.audit.models`.
+        What trains; models are those of `fedquilt.audit.neighbours`.
     without_clip : bool
         Take the clip away, to see that it is missed.
     """
-    trials = validate.integer("trials", trials, at_least=8)
+    trials = checks.integer("trials", trials, at_least=8)
     found = []
     for epsilon in epsilons:
         settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
@@ -241,7 +240,7 @@ def _release(config: RunConfig, problem: Problem, engine: Engine, place: Path) -
         federation.server = server = Witness(federation.server)
         world = World(federation, server, account, None, 1.0)
         world.run(0)
-        released = checks.released_sum(world)
+        released = comparisons.released_sum(world)
     finally:
         account.close()
     if released is None:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt import validate
-from fedquilt.audit import checks
+from fedquilt.audit import comparisons
 from fedquilt.audit.cases import CASES, Case
-from fedquilt.audit.checks import Comparison, ExpectedNoise
+from fedquilt.audit.comparisons import Comparison, ExpectedNoise
 from fedquilt.audit.worlds import known_noise, make_worlds, prescribed
+from fedquilt.common import checks
 from fedquilt.privacy.certified import Certified
 
 
@@ -34,8 +34,8 @@ def replay(cases: Sequence[str] | None = None, seed: int = 0) -> list[ReplayFind
 
     There is one finding for each case and check, the worst of all victims and rounds.
     """
-    names = list(CASES) if cases is None else [validate.choice("case", c, CASES) for c in cases]
-    seed = validate.integer("seed", seed, at_least=0)
+    names = list(CASES) if cases is None else [checks.choice("case", c, CASES) for c in cases]
+    seed = checks.integer("seed", seed, at_least=0)
     return [finding for name in names for finding in _findings(name, seed)]
 
 
@@ -104,20 +104,20 @@ def _comparisons(
             world.run(index)
         public = base.public()
         cohorts.append(base.record.cohort)
-        yield from checks.compare_noise(base, silent, expected)
-        yield from checks.compare_bit_noise(base, silent, known)
+        yield from comparisons.compare_noise(base, silent, expected)
+        yield from comparisons.compare_bit_noise(base, silent, known)
         if case.norms:
             sent = prescribed(case, seed, base.federation.slicing, size)
-            yield from checks.compare_bits(silent, sent)
+            yield from comparisons.compare_bits(silent, sent)
         for neighbour in neighbours:
             where = f"client {neighbour.victim}, round {index}"
-            yield from checks.compare_sum(base, neighbour)
-            yield from checks.compare_fractions(base, neighbour)
-            yield from checks.compare_public(public, neighbour.public(), where)
+            yield from comparisons.compare_sum(base, neighbour)
+            yield from comparisons.compare_fractions(base, neighbour)
+            yield from comparisons.compare_public(public, neighbour.public(), where)
         for world in (silent, *neighbours):
             world.follow(base)
-    yield from checks.compare_joins(cohorts, bands)
+    yield from comparisons.compare_joins(cohorts, bands)
     ending = base.ending()
     for neighbour in neighbours:
         where = f"client {neighbour.victim}, at the end"
-        yield from checks.compare_public(ending, neighbour.ending(), where)
+        yield from comparisons.compare_public(ending, neighbour.ending(), where)

@@ -26,16 +26,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.accounts import open_account
+from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble_account import open_account
 from fedquilt.audit.bounds import epsilon_of_normals, one_run_epsilon
 from fedquilt.audit.canary import EPSILONS, ERROR, CanaryFinding, clip_taken_away, distance
 from fedquilt.audit.findings import scratch_folder
+from fedquilt.common import checks
+from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, build_config
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.privacy.accounting import gaussian_mu
-from fedquilt.problem import Problem, build_engine, build_federation, problem_from
-from fedquilt.randomness import generator, torch_seed
 from fedquilt.round import run_round
 
 _SIDE, _CLASSES = 16, 40  # 10280 parameters
@@ -54,7 +54,7 @@ def one_run(
     without_clip: bool = False,
 ) -> list[CanaryFinding]:
     """Train once for each claim with canaries and secret noise, and judge the final model."""
-    canaries = validate.integer("canaries", canaries, at_least=8)
+    canaries = checks.integer("canaries", canaries, at_least=8)
     found = []
     for epsilon in epsilons:
         config, problem = _problem(epsilon, delta, canaries, rounds, seed, device)

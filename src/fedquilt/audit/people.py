@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt import experiment, problem, validate
+from fedquilt import assemble, experiment
 from fedquilt.audit.findings import ReplayFinding, scratch_folder
 from fedquilt.audit.watch import swapped
+from fedquilt.common import checks
+from fedquilt.common.errors import FedquiltError
+from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import ImageDataset
-from fedquilt.errors import FedquiltError
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.randomness import generator
 
 _ROOM = 9.0
 _WRITERS, _SAMPLES, _CLASSES = 6, 8, 3
@@ -69,14 +70,14 @@ def replay_people(cases: Sequence[str] | None = None) -> list[ReplayFinding]:
     person has given away in both runs together; for different people, how many accounts
     they should have and do have.
     """
-    names = list(PEOPLE) if cases is None else [validate.choice("case", c, PEOPLE) for c in cases]
+    names = list(PEOPLE) if cases is None else [checks.choice("case", c, PEOPLE) for c in cases]
     return [_replayed(name, PEOPLE[name]) for name in names]
 
 
 def _replayed(name: str, pair: People) -> ReplayFinding:
     with (
         tempfile.TemporaryDirectory(dir=scratch_folder()) as folder,
-        swapped(problem, "load_dataset", _made_up),
+        swapped(assemble, "load_dataset", _made_up),
     ):
         path = Path(folder) / "ledger.sqlite"
         first, second = (_config(settings, path) for settings in (pair.first, pair.second))
@@ -126,7 +127,7 @@ def _refusal(config: RunConfig) -> str | None:
 
 def _split(config: RunConfig) -> list[list[int]]:
     """Return who holds which samples."""
-    _, built = problem.build_problem(config)
+    _, built = assemble.build_problem(config)
     return [sorted(int(i) for i in part) for part in built.task.clients]
 
 

@@ -25,16 +25,30 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.audit import checks
+from fedquilt.audit import comparisons
 from fedquilt.audit.findings import plain_table, scratch_folder
-from fedquilt.audit.models import CONDENSED_SIDE, SIDE, audit_model
-from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
-from fedquilt.audit.public import differing, same
-from fedquilt.audit.watch import Seen, WatchedRound, swapped, swapped_entry, watched_run
+from fedquilt.audit.neighbours import (
+    CONDENSED_SIDE,
+    KINDS,
+    NOTHING,
+    SIDE,
+    Data,
+    audit_data,
+    audit_model,
+)
+from fedquilt.audit.watch import (
+    Seen,
+    WatchedRound,
+    differing,
+    same,
+    swapped,
+    swapped_entry,
+    watched_run,
+)
 from fedquilt.audit.whole_cases import SHARED, WholeCase, missing, whole_cases
-from fedquilt.condense.growing import GrowingSettings
-from fedquilt.condensing import build
+from fedquilt.common import checks
+from fedquilt.condense import method
+from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
 
@@ -89,10 +103,10 @@ def replay_worlds(
         Only these neighbours.
     """
     known = whole_cases()
-    names = list(known) if cases is None else [validate.choice("case", c, known) for c in cases]
+    names = list(known) if cases is None else [checks.choice("case", c, known) for c in cases]
     if engine is not None:
         names = [name for name in names if known[name].settings.get("engine", engine) == engine]
-    seed = validate.integer("seed", seed, at_least=0)
+    seed = checks.integer("seed", seed, at_least=0)
     if device != "cpu":  # worker processes train on the CPU only
         names = [name for name in names if known[name].settings.get("engine") != "processes"]
     return [
@@ -110,7 +124,7 @@ def replay_case(
     with (
         tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch,
         swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
-        swapped(build, "GrowingSettings", _few_steps),
+        swapped(method, "GrowingSettings", _few_steps),
     ):
         worlds = dict(_worlds(case, chosen, seed, device, Path(scratch)))
     return _finding(name, case, worlds, _victim(case, worlds[_DATA]))
@@ -286,7 +300,7 @@ def _apart(one: WatchedRound, other: WatchedRound) -> float:
 
 
 def _slack(one: WatchedRound, declared: float) -> float:
-    return 0.0 if one.released is None else checks.rounding(declared, one.released)
+    return 0.0 if one.released is None else comparisons.rounding(declared, one.released)
 
 
 def _ratio(moved: float, declared: float, slack: float) -> float:

@@ -24,7 +24,7 @@ class WholeCase:
     settings : dict
         Fields of `RunConfig` beside `SHARED`.
     model : str
-        One of `fedquilt.audit.models.MODELS`.
+        One of `fedquilt.audit.neighbours.MODELS`.
     victim : int, optional
         The client whose data are exchanged; None: whoever joins most often in the base
         world, the first of them.

@@ -17,23 +17,23 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.accounts import open_account
 from fedquilt.aggregation import ServerOptimizer, ServerStep
+from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble_account import open_account
 from fedquilt.audit.cases import CLIENTS, Case
-from fedquilt.condensing import make_condensing
+from fedquilt.common.randomness import generator, torch_seed
+from fedquilt.condense.method import make_condensing
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.history import as_line, split_private
 from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.population import Cohort
-from fedquilt.privacy.account import Account
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
-from fedquilt.privacy.seed_mechanisms import LayerNoise
-from fedquilt.problem import Problem, build_engine, build_federation, problem_from
-from fedquilt.randomness import generator, torch_seed
+from fedquilt.privacy.quap_mechanisms import LayerNoise
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.record import as_line, split_private
 from fedquilt.round import Federation, RoundRecord, run_round
-from fedquilt.slicing import Slicing
+from fedquilt.slices.methods import Slicing
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -47,7 +47,7 @@ class World:
 
     federation: Federation
     server: Witness
-    account: Account
+    account: RunAccount
     victim: int | None
     seconds: float
     record: RoundRecord = field(default_factory=lambda: RoundRecord(-1, []))
@@ -272,13 +272,13 @@ def _of_its_own(config: RunConfig, problem: Problem, victim: int | None) -> Prob
 
 def _account(
     config: RunConfig, problem: Problem, path: Path, stack: contextlib.ExitStack
-) -> Account:
+) -> RunAccount:
     account = open_account(config, problem, path, "replay")
     stack.callback(account.close)
     return account
 
 
-def _copied(mechanism: Mechanism, account: Account, other: Account) -> Mechanism:
+def _copied(mechanism: Mechanism, account: RunAccount, other: RunAccount) -> Mechanism:
     """Return a mechanism before its first round, with another account in place of its own."""
     places = ((account, other), (account.population, other.population), (account.run, other.run))
     return copy.deepcopy(mechanism, {id(old): new for old, new in places})

@@ -16,7 +16,7 @@ from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
-from fedquilt.errors import FedquiltError
+from fedquilt.common.errors import FedquiltError
 
 app = typer.Typer(
     name="fedquilt",

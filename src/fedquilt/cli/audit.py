@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt import validate
 from fedquilt.cli.run import JSON
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 
 _PEOPLE = "people: "
 
@@ -78,7 +78,7 @@ def _replayed(
     if engine is not None or device != "cpu":
         rounds = []  # these have no engine
     names = cases or [*rounds, *whole]
-    names = [validate.choice("case", name, [*rounds, *whole]) for name in names]
+    names = [checks.choice("case", name, [*rounds, *whole]) for name in names]
     found = auditing.replay([n for n in names if n in auditing.CASES], seed)
     found += auditing.replay_people([n.removeprefix(_PEOPLE) for n in names if n in people])
     chosen = [name for name in names if name in whole]

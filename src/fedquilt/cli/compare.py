@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt import validate
+from fedquilt.assemble import build_problem
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
-from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_config
-from fedquilt.problem import build_problem
-from fedquilt.results import RunResult
+from fedquilt.record import RunResult
 from fedquilt.run_folder import finite, make_fresh, storage_errors
 
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
@@ -72,7 +72,7 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
 
 
 def _modes(text: str) -> list[str]:
-    return _unique("modes", [validate.choice("modes", m.strip(), MODES) for m in text.split(",")])
+    return _unique("modes", [checks.choice("modes", m.strip(), MODES) for m in text.split(",")])
 
 
 def _seeds(text: str) -> list[int]:
@@ -80,7 +80,7 @@ def _seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise InvalidValueError(f"seeds={text!r} must be whole numbers joined by commas") from None
-    return _unique("seeds", [validate.integer("seeds", number, at_least=0) for number in numbers])
+    return _unique("seeds", [checks.integer("seeds", number, at_least=0) for number in numbers])
 
 
 def _unique(name: str, items: list[Any]) -> list[Any]:

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt import validate
-from fedquilt.baselines import BASELINES
-from fedquilt.baselines.rows import baseline_row, condensation_row
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.condense.baselines import BASELINES, baseline_row, condensation_row
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.config.condense import ALIASES, FOREIGN
-from fedquilt.errors import InvalidValueError
+from fedquilt.config.condense import ALIASES, NOT_FOR_CONDENSE
 from fedquilt.experiment import resume_run, run_config
-from fedquilt.results import RunResult
+from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder, finite
 
 BASELINE_OPTION = typer.Option(
@@ -30,7 +29,7 @@ BASELINE_OPTION = typer.Option(
 _USUAL = ("coreset", "fedavg")
 
 
-@takes_run_options(*FOREIGN, kind=CondenseConfig, also=ALIASES)
+@takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES)
 def condense(
     settings: dict[str, Any],
     config: Annotated[str | None, CONFIG] = None,
@@ -101,7 +100,7 @@ def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
         return []
     if text == "all":
         return list(BASELINES)
-    names = [validate.choice("baselines", part.strip(), BASELINES) for part in text.split(",")]
+    names = [checks.choice("baselines", part.strip(), BASELINES) for part in text.split(",")]
     if len(set(names)) != len(names):
         raise InvalidValueError(f"baselines={text!r} must not repeat a name")
     return names

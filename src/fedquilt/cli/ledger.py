@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt.cli.run import JSON
-from fedquilt.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError
 
 ledger = typer.Typer(
     name="ledger", help="Look into a privacy ledger, copy it out, check it.", no_args_is_help=True

@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, option_fields
-from fedquilt.errors import InvalidValueError
 
 _KINDS: dict[str, type] = {"str": str, "bool": bool}
 

@@ -43,11 +43,11 @@ def plan(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Say what a bound for every client takes, and what to change first if it is hopeless."""
-    from fedquilt import validate
+    from fedquilt.common import checks
     from fedquilt.config.run import ADJACENCIES
-    from fedquilt.privacy import plan as planning
+    from fedquilt.privacy import feasibility as planning
 
-    validate.choice("adjacency", adjacency, ADJACENCIES)
+    checks.choice("adjacency", adjacency, ADJACENCIES)
     size = parse_count(clients_per_round)
     cohort = size * num_clients if isinstance(size, float) else size
     made = planning.plan(
@@ -79,10 +79,10 @@ def plan(
 
 def _count(model: str, dataset: str) -> int:
     """Return the number of trainable parameters of a model for a data set."""
-    from fedquilt import validate
+    from fedquilt.common import checks
     from fedquilt.data import DATASETS
     from fedquilt.models import make_model
 
-    spec = DATASETS[validate.choice("dataset", dataset, DATASETS)]
+    spec = DATASETS[checks.choice("dataset", dataset, DATASETS)]
     built = make_model(model, spec.image_shape, spec.num_classes, seed=0)
     return sum(p.numel() for p in built.parameters() if p.requires_grad)

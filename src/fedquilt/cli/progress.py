@@ -17,20 +17,20 @@ from fedquilt.config import CondenseConfig, RunConfig
 
 
 @dataclass
-class Kept:
+class RunPointer:
     """What is on disk by now."""
 
     folder: Path | None = None
 
 
 @contextmanager
-def interruptible(command: str = "run") -> Iterator[Kept]:
+def interruptible(command: str = "run") -> Iterator[RunPointer]:
     """End a command that Ctrl-C stops with one line that says how to go on.
 
     A command notes the folder of a run that is finished in what it gets: whatever
     follows can be stopped and taken up again too.
     """
-    kept = Kept()
+    kept = RunPointer()
     try:
         yield kept
     except KeyboardInterrupt as stopped:
@@ -98,7 +98,7 @@ class Watcher:
             self._on_opened(folder)
         if self._names == "none":
             return
-        from fedquilt.trackers import open_trackers
+        from fedquilt.observe.trackers import open_trackers
 
         project, name = tracker_names(config)
         self._trackers = self._stack.enter_context(
@@ -154,7 +154,7 @@ def watch(
 ) -> Iterator[Watcher | None]:
     """Yield an observer of a run, None when there is nothing to do for it."""
     if trackers != "none":
-        from fedquilt.trackers import check_trackers
+        from fedquilt.observe.trackers import check_trackers
 
         check_trackers(trackers)
     if not shown and trackers == "none" and on_kept is None:

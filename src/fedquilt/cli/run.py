@@ -11,10 +11,10 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
-from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import resume_run, run_config
-from fedquilt.results import RunResult
+from fedquilt.record import RunResult
 
 CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from a TOML file.")
 PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.run import JSON
-from fedquilt.errors import RunFolderError
+from fedquilt.common.errors import RunFolderError
 
 
 def statement(

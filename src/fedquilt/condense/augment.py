@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 
 FAMILIES = ("color", "crop", "cutout", "flip", "scale", "rotate")
 
@@ -58,7 +58,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         families = self.families
         for family in families:
-            validate.choice("augmentation family", family, (*FAMILIES, "none"))
+            checks.choice("augmentation family", family, (*FAMILIES, "none"))
         if len(set(families)) < len(families):
             raise InvalidValueError(f"strategy={self.strategy!r} must name each family once")
         if "none" in families and len(families) > 1:
@@ -77,7 +77,7 @@ class Augmentation:
         The family and row r depend on the generator alone, not on how many
         rows follow r.
         """
-        rows = validate.integer("rows", rows, at_least=1)
+        rows = checks.integer("rows", rows, at_least=1)
         family = self.families[int(generator.integers(len(self.families)))]
         # Row-major filling: a longer table begins with the shorter one.
         table = generator.random((rows, _COLUMNS[family]), dtype=np.float32)
@@ -92,7 +92,7 @@ class Transform:
     parameters: Tensor
 
     def __post_init__(self) -> None:
-        validate.choice("family", self.family, _COLUMNS)
+        checks.choice("family", self.family, _COLUMNS)
         table = self.parameters
         columns = _COLUMNS[self.family]
         if table.ndim != 2 or len(table) == 0 or table.shape[1] != columns:
@@ -154,7 +154,7 @@ def _check_owner(owner: Tensor, images: int, rows: int) -> None:
     if owner.device.type != "cpu" or images == 0:
         return
     for worst in (int(owner.min()), int(owner.max())):
-        validate.integer("owner", worst, at_least=0, at_most=rows - 1)
+        checks.integer("owner", worst, at_least=0, at_most=rows - 1)
 
 
 def _per_image(images: Tensor, owner: Tensor | None, *columns: Tensor) -> tuple[Tensor, ...]:

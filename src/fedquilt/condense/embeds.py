@@ -1,15 +1,29 @@
-"""What a model must offer to be a feature model, and how any model can offer it."""
+"""Feature models: embeddings, and how they are drawn for a round.
+
+The models through which clients and server look at images.
+
+| kind | what travels to a client | source |
+|---|---|---|
+| global | the current model | the FedNum document |
+| random_pool | one seed; `count` freshly initialised models a round | Zhao and Bilen 2023 (DM) |
+| perturbed | the current model and one seed; `count` models at distance `rho` from it | FedDM |
+
+Client and server must see the same models, so both build them here from the same
+weights and seeds.  Weights are drawn on the CPU: every device gets the same ones.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import torch_seed
 
 
 @runtime_checkable
@@ -42,7 +56,7 @@ class LayerEmbedding(nn.Module):
     def __init__(self, model: nn.Module, layer: str) -> None:
         super().__init__()
         layers = [name for name, _ in model.named_modules() if name]
-        self.layer = validate.choice("embed_layer", layer, layers)
+        self.layer = checks.choice("embed_layer", layer, layers)
         self.model = model
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,3 +114,88 @@ def embed_and_forward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode whose weights ask for no gradient."""
     return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+_SEED_BYTES = 8
+KINDS = ("global", "random_pool", "perturbed")
+
+
+@dataclass(frozen=True)
+class FeatureModels:
+    """How the feature models of a round come from the current model and a seed.
+
+    Parameters
+    ----------
+    kind
+        One of `KINDS`.
+    count
+        Models a round (`model_n`); "global" has one.
+    rho
+        Radius of "perturbed": w' = w + rho g / |g|, g Gaussian over all trainable
+        parameters.  (The reference draws min(1, rho / |g|) g; with more than a few
+        dozen parameters |g| is larger than rho, and the two are the same.)
+    seed
+        Seed of the run.
+    """
+
+    kind: str = "random_pool"
+    count: int = 1
+    rho: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.choice("feature_model", self.kind, KINDS)
+        checks.integer("model_n", self.count, at_least=1)
+        checks.number("rho", self.rho, at_least=0)
+        if self.kind == "global" and self.count != 1:
+            raise InvalidValueError(
+                f"model_n={self.count} must be 1 with feature_model='global': there is one"
+            )
+
+    def build(self, model: nn.Module, round_index: int, number: int) -> nn.Module:
+        """Return feature model `number` of a round as a frozen copy."""
+        if self.kind == "global":
+            return frozen_copy(model)
+        seed = torch_seed(self.seed, "feature-model", round_index, number)
+        if self.kind == "random_pool":
+            return frozen_copy(reinitialised(model, seed))
+        return frozen_copy(perturbed(model, self.rho, seed))
+
+    def bytes_down(self, model: nn.Module) -> int:
+        """Return what one client receives in a round: the weights, a seed, or both."""
+        weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+        if self.kind == "random_pool":
+            return _SEED_BYTES
+        return int(weights) + (_SEED_BYTES if self.kind == "perturbed" else 0)
+
+
+def reinitialised(model: nn.Module, seed: int) -> nn.Module:
+    """Return a copy whose layers have drawn their weights anew from `seed`."""
+    fresh = copy.deepcopy(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    fresh.cpu()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for name, module in fresh.named_modules():
+            # Norms without scale have no parameters, but statistics that must not travel.
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            elif any(True for _ in module.parameters(recurse=False)):
+                raise InvalidValueError(
+                    f"feature_model='random_pool' needs layers that can draw their weights anew; "
+                    f"{name or type(module).__name__!r} has no reset_parameters()"
+                )
+    return fresh.to(device)
+
+
+def perturbed(model: nn.Module, rho: float, seed: int) -> nn.Module:
+    """Return a copy at distance `rho` in a direction drawn from `seed`."""
+    moved = copy.deepcopy(model)
+    source = torch.Generator().manual_seed(seed)
+    parameters = [p for p in moved.parameters() if p.requires_grad]
+    directions = [torch.randn(p.shape, generator=source, dtype=torch.float64) for p in parameters]
+    length = sum(float(d.square().sum()) for d in directions) ** 0.5
+    with torch.no_grad():
+        for parameter, direction in zip(parameters, directions, strict=True):
+            parameter.add_((direction * (rho / length)).to(parameter))
+    return moved

@@ -1,19 +1,91 @@
-"""Checking what a `FedNumServer` is made with, before anything else happens."""
+"""What FedNumClient and FedNumServer are given, checked and kept.
+
+Whether the folder of a run holds the run that a `FedNumServer` is about to go on with.
+
+`fedquilt.run_folder` knows the folder's files; it stands above this package, and the
+server hands over what it has read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt import validate
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.fednum_info import ImageInfo
-from fedquilt.condense.losses import LOGIT_LOSSES
-from fedquilt.config import CondenseConfig
-from fedquilt.errors import InvalidValueError
+from fedquilt.condense.matching import LOGIT_LOSSES
+from fedquilt.config import CondenseConfig, RunConfig, write_config_file
+
+
+@dataclass(frozen=True)
+class ImageInfo:
+    """What is taken from the document's `dataset_info`.
+
+    Read are "channel", "img_size" (a side, or height and width) and "num_classes", the
+    number of the model's outputs; labels lie below it.  "name" is optional.  All other
+    keys ("mean", "std", ...) are left alone: images come normalised.
+    """
+
+    shape: tuple[int, int, int]
+    num_classes: int
+    name: str
+
+    @classmethod
+    def read(cls, dataset_info: object) -> ImageInfo:
+        """Check the dictionary and take from it what is needed."""
+        if not isinstance(dataset_info, Mapping):
+            raise InvalidValueError(
+                f"dataset_info of type {type(dataset_info).__name__} must be a dictionary with "
+                "'channel', 'img_size' and 'num_classes'"
+            )
+        for key in ("channel", "img_size", "num_classes"):
+            if key not in dataset_info:
+                raise InvalidValueError(
+                    f"dataset_info must have the key {key!r}; it has "
+                    f"{sorted(map(str, dataset_info))}"
+                )
+        height, width = _height_and_width(dataset_info["img_size"])
+        channel, classes = (
+            checks.integer(f"dataset_info[{key!r}]", dataset_info[key], at_least=1)
+            for key in ("channel", "num_classes")
+        )
+        return cls((channel, height, width), classes, str(dataset_info.get("name", "custom")))
+
+
+def _height_and_width(size: object) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2:
+        raise InvalidValueError(
+            f"dataset_info['img_size']={size!r} must be a side or (height, width)"
+        )
+    height, width = (checks.integer("dataset_info['img_size']", side, at_least=1) for side in sides)
+    return height, width
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return a device that is there, or raise."""
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidValueError(
+            f"device={device!r} must be a device that torch finds here: {reason}"
+        ) from error
+    if chosen.type == "meta":
+        raise InvalidValueError(f"device={device!r} must be a device that holds numbers")
+    return chosen
 
 
 class Client(Protocol):
@@ -52,7 +124,7 @@ def checked_clients(clients: Sequence[Client]) -> list[Client]:
 def all_classes(clients: Sequence[Client], num_classes: int) -> tuple[int, ...]:
     """Return the classes that some client lists, ascending."""
     labels = {
-        validate.integer(f"class of client {client.cid!r}", c, at_least=0, at_most=num_classes - 1)
+        checks.integer(f"class of client {client.cid!r}", c, at_least=0, at_most=num_classes - 1)
         for client in clients
         for c in client.classes
     }
@@ -121,12 +193,54 @@ def make_config(
         dataset=info.name,
         model="custom",
         num_clients=len(clients),
-        num_rounds=validate.integer("communication_rounds", communication_rounds, at_least=1),
-        clients_per_round=validate.number("join_ratio", join_ratio, above=0, at_most=1),
-        eval_every=validate.integer("eval_gap", eval_gap, at_least=1),
+        num_rounds=checks.integer("communication_rounds", communication_rounds, at_least=1),
+        clients_per_round=checks.number("join_ratio", join_ratio, above=0, at_most=1),
+        eval_every=checks.integer("eval_gap", eval_gap, at_least=1),
         min_group=min(getattr(client, "min_group", 1) for client in clients),
         max_samples=0,
-        logit_loss_type=validate.choice("logit_loss_type", logit_loss_type, LOGIT_LOSSES),
+        logit_loss_type=checks.choice("logit_loss_type", logit_loss_type, LOGIT_LOSSES),
         augmentation=Augmentation(augmentation).strategy,
         **named_alike,
     )
+
+
+def write_settings(path: Path, config: CondenseConfig) -> None:
+    """Make the folder of a run that begins, with its configuration in it."""
+    text = io.StringIO()
+    write_config_file(config, text)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / ".config.toml.tmp").write_text(text.getvalue(), encoding="utf-8")
+    os.replace(path / ".config.toml.tmp", path / "config.toml")
+
+
+def check_settings(path: Path, there: RunConfig, here: CondenseConfig) -> None:
+    """Refuse a folder whose run has other settings."""
+    found = there.as_dict()
+    for key, value in here.as_dict().items():
+        if found.get(key) != value:
+            raise RunFolderError(
+                f"output_dir={str(path)!r} must be another folder: the run in it has "
+                f"{key}={found.get(key)!r}, not {value!r}"
+            )
+
+
+def fingerprint(clients: Sequence[Client], weights: torch.Tensor) -> NDArray[np.uint8]:
+    """Return what tells a run from another with the same settings, as it begins."""
+    held = [
+        (client.cid, list(client.classes), len(client) if isinstance(client, Sized) else None)
+        for client in clients
+    ]
+    digest = hashlib.sha256(repr(held).encode())
+    digest.update(weights.cpu().numpy().tobytes())
+    return np.frombuffer(digest.digest(), dtype=np.uint8)
+
+
+def check_fingerprint(
+    path: Path, state: Mapping[str, NDArray[Any]], expected: NDArray[np.uint8]
+) -> None:
+    """Refuse a checkpoint of a run that began otherwise."""
+    if not np.array_equal(state.get("fingerprint", []), expected):
+        raise RunFolderError(
+            f"output_dir={str(path)!r} must be another folder: the run in it began "
+            "with other weights of the global model, or with other clients"
+        )

@@ -1,309 +1,202 @@
-"""The server of the FedNum document, a thin object over the round that everything uses.
-
-What it joins (the round, the server step, the run's folder) stands above this package
-and is imported where it is used: `import fedquilt.condense` loads none of it.
-"""
+"""Step 8 when clients never train: images are matched to the release."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from fedquilt.condense.fednum_arguments import (
-    Client,
-    all_classes,
-    check_outputs,
-    checked_clients,
-    checked_loader,
-    make_config,
-)
-from fedquilt.condense.fednum_folder import (
-    check_fingerprint,
-    check_settings,
-    fingerprint,
-    write_settings,
-)
-from fedquilt.condense.fednum_history import entry_of, log_round
-from fedquilt.condense.fednum_info import ImageInfo, checked_device
-from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.randomness import generator
-
-if TYPE_CHECKING:
-    from fedquilt.population import Cohort
-    from fedquilt.privacy.statement import Statement
-    from fedquilt.round import Federation
-    from fedquilt.run_folder import RunFolder
-
-__all__ = ["Client", "FedNumServer"]
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.condense.engine import Progress, RoundModels
+from fedquilt.condense.matching import MatchingSettings, View, match
+from fedquilt.condense.statistics import ClassTargets, StatisticsTable
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.training import Trainer
 
 
-class FedNumServer:
-    """FedNum with the document's interface.
+class CondensingServer:
+    """Holds the synthetic set, matches it to what clients sent, trains the model on it.
 
     Parameters
     ----------
-    global_model
-        A classifier with `embed(x)`, or with `embed_layer` any; `fit` trains it.
-    clients
-        `FedNumClient`s, or others with `cid`, `classes`, `receive_model` and `train`.
-    communication_rounds, join_ratio, eval_gap
-        Rounds, share of the clients in each, and after how many the model is evaluated;
-        after the last it always is.
-    batch_size, model_epochs
-        Of training on the synthetic images.
-    ipc, dc_iterations, image_lr, logit_loss_type, loss_computation
-        Images of a class, matching steps a round, their rate and loss.
-    avg_num, batch_num
-        A matching step sees batch_num // avg_num groups of a class, at least one; all
-        of them where `batch_num` is None.
-    rho
-        Distance of models with `feature_model="perturbed"`.
-    dataset_info
-        See `fedquilt.condense.client.ImageInfo`.
-    test_loader
-        Gives batches (images, labels), as often as it is asked; None: no evaluation.
-    init_method
-        "random", or "real_sample", which takes images out of the clients.
-    output_dir
-        The folder of this run.  A server made with the same arguments goes on after the
-        last round that is finished there.
-
-    `history` has one dictionary a round: round (from 0), time in seconds,
-    epoch_avg_loss and evaluate_acc (None where there is none), clients, groups,
-    matching_loss.  `synthetic` is the synthetic set, `statement` what may be claimed.
+    trainer
+        Trains the global model on images.
+    synthetic
+        The images to begin with; they stay from round to round.
+    lens
+        What the clients of the round looked through.
+    groups_per_step
+        Groups of a class that a matching step sees; None: all.
+    traffic
+        Returns the bytes that the clients of the round sent and received.
+    trains_in
+        Whether the model is trained in a round.
+    restarts
+        Whether training begins at the first weights each time, instead of where the
+        last round ended.
     """
 
     def __init__(
         self,
-        global_model: nn.Module,
-        clients: Sequence[Client],
-        communication_rounds: int,
-        join_ratio: float,
-        batch_size: int,
-        model_epochs: int,
-        ipc: int,
-        rho: float,
-        avg_num: int,
-        batch_num: int | None,
-        dc_iterations: int,
-        image_lr: float | None,
-        dataset_info: Mapping[str, Any],
-        test_loader: Iterable[Any] | None,
-        eval_gap: int,
-        init_method: str,
-        logit_loss_type: str,
-        loss_computation: str,
-        device: torch.device | str,
+        trainer: Trainer,
+        synthetic: SyntheticSet,
+        lens: RoundModels,
+        matching: MatchingSettings,
         *,
+        groups_per_step: int | None = None,
+        traffic: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        trains_in: Callable[[int], bool] = lambda round_index: True,
+        restarts: bool = False,
         seed: int = 0,
-        feature_model: str = "global",
-        model_n: int | None = None,
-        augmentation: str = "none",
-        embed_layer: str | None = None,
-        image_momentum: float = 0.5,
-        model_lr: float = 0.01,
-        output_dir: str | Path | None = None,
-        logger: logging.Logger | None = None,
     ) -> None:
-        self.global_model = global_model
-        self.clients = checked_clients(clients)
-        self.info = ImageInfo.read(dataset_info)
-        self.device = checked_device(device)
-        self.all_classes = all_classes(self.clients, self.info.num_classes)
-        self.test_loader = checked_loader(test_loader, self.info)
-        self.logger = logger if logger is not None else logging.getLogger("fedquilt")
-        self.config = make_config(
-            self.clients,
-            self.info,
-            communication_rounds=communication_rounds,
-            join_ratio=join_ratio,
-            eval_gap=eval_gap,
-            logit_loss_type=logit_loss_type,
-            augmentation=augmentation,
-            batch_size=batch_size,
-            model_epochs=model_epochs,
-            model_lr=model_lr,
-            ipc=ipc,
-            rho=rho,
-            avg_num=avg_num,
-            batch_num=batch_num,
-            dc_iterations=dc_iterations,
-            image_lr=image_lr,
-            image_momentum=image_momentum,
-            init_method=init_method,
-            loss_computation=loss_computation,
-            feature_model=feature_model,
-            model_n=model_n,
-            embed_layer=embed_layer,
-            seed=seed,
-        )
-        self._lines: list[dict[str, Any]] = []
-        self._folder_path = None if output_dir is None else Path(output_dir)
-        self._federation = self._build()
-        self._fingerprint = fingerprint(self.clients, self._federation.weights)
+        self.synthetic = synthetic
+        self.lens = lens
+        self.progress: Progress | None = None
+        self._trainer = trainer
+        self.matching = matching
+        self._groups_per_step = groups_per_step
+        self._traffic = traffic
+        self._trains_in = trains_in
+        self._restarts = restarts
+        self._seed = seed
+        self._report: dict[str, float] = {}
+        self._sent: set[int] = set()
+        self._behind = -1  # the round whose images the model has not been trained on yet
 
-    def _build(self) -> Federation:
-        """Put the parts of the round together."""
-        from fedquilt.aggregation import EndToEnd
-        from fedquilt.condensing.build import RELEASED
-        from fedquilt.condensing.client_objects_build import make_parts, notes_on
-        from fedquilt.learning import FlatModel
-        from fedquilt.population import ParticipationTracker
-        from fedquilt.privacy.mechanism import NoPrivacy
-        from fedquilt.round import Federation
-
-        config, clients, model = self.config, self.clients, self.global_model
-        sample = torch.zeros(2, *self.info.shape, device=self.device)
-        self._flat = FlatModel(model, sample)
-        check_outputs(self._flat.module, sample, self.info)
-        engine, server = make_parts(config, model, sample, clients, self.all_classes)
-        self.synthetic = server.synthetic
-        return Federation(
-            select=self._cohort,
-            tracker=ParticipationTracker(len(clients)),
-            engine=engine,
-            mechanism=NoPrivacy(RELEASED, config.delta, notes_on(clients, config.init_method)),
-            server=server,
-            learning_rate_at=lambda round_index: config.model_lr,
-            weights=self._flat.read().clone(),
-            gather=lambda: EndToEnd(self.device),
-        )
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """What happened in each round so far."""
-        return [entry_of(line, self.clients) for line in self._lines]
-
-    @property
-    def statement(self) -> Statement:
-        """What may be claimed about the clients after the rounds so far."""
-        counts = self._federation.tracker.participation_count
-        return self._federation.mechanism.statement(counts, None)
-
-    def select_clients(self) -> list[Client]:
-        """Return the clients of the next round: everybody, or as many as join_ratio says."""
-        count = len(self.clients)
-        limit = self.config.cohort_limit(count)
-        source = generator(self.config.seed, "select", len(self._lines))
-        return [self.clients[i] for i in np.sort(source.choice(count, limit, replace=False))]
-
-    def _cohort(self, round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
-        """Ask `select_clients`, which a subclass may override."""
-        from fedquilt.condensing.client_objects import cohort_of
-
-        return cohort_of(self.select_clients(), self.clients)
-
-    def fit(self) -> nn.Module:
-        """Run the rounds that are left and return the trained global model.
-
-        An exception within a round leaves everything as it was before that round.
-        """
-        with contextlib.ExitStack() as stack:
-            path = self._folder_path
-            folder = None if path is None else self._open_folder(path, stack)
-            while len(self._lines) < self.config.num_rounds:
-                line = self._one_round()
-                self._lines.append(line)
-                log_round(self.logger, line, self.clients, self.config.num_rounds)
-                if folder is not None:
-                    folder.append_round(line)
-                    self._save(folder)
-            if folder is not None and folder.read_result() is None:
-                folder.write_result(self._result())
-        return self.global_model
-
-    def evaluate(self) -> tuple[float, float]:
-        """Return (accuracy, loss) of the global model on the test batches."""
-        from fedquilt.learning import evaluate
-
-        if self.test_loader is None:
-            raise InvalidValueError("test_loader=None must be a loader to evaluate with")
-        self._flat.write(self._federation.weights)
-        sums, size = np.zeros(2), 0
-        for images, labels in self.test_loader:
-            batch = images.to(self.device, torch.float32), labels.to(self.device)
-            sums += len(labels) * np.array(evaluate(self._flat.module, *batch))
-            size += len(labels)
-        return float(sums[0] / size), float(sums[1] / size)
-
-    def _one_round(self) -> dict[str, Any]:
-        """Run the next round and evaluate where it is due; return its line."""
-        from fedquilt.history import as_line
-        from fedquilt.round import run_round
-
-        federation, index = self._federation, len(self._lines)
-        weights = federation.weights.clone()
-        state = {key: np.array(value) for key, value in federation.state().items()}
-        began = time.perf_counter()
-        try:
-            record = run_round(federation, index)
-            line = as_line(record, time.perf_counter() - began)
-            last = index + 1 == self.config.num_rounds
-            due = (index + 1) % self.config.eval_every == 0 or last
-            if due and self.test_loader is not None:
-                line["test_accuracy"], line["test_loss"] = self.evaluate()
-                line["participation_stats"] = federation.tracker.get_statistics()
-        except BaseException:
-            federation.weights = weights
-            federation.load_state(state)
-            raise
-        self._store_weights()
-        return line
-
-    def _store_weights(self) -> None:
-        self._flat.write(self._federation.weights)
-        self.global_model.load_state_dict(self._flat.module.state_dict())
-
-    def _open_folder(self, path: Path, stack: contextlib.ExitStack) -> RunFolder:
-        """Make the run's folder, or go to where the run in it stopped; lock it for the stack."""
-        from fedquilt.run_folder import RunFolder, storage_errors
-
-        if not (path / "config.toml").exists():
-            with storage_errors(path):
-                write_settings(path, self.config)
-        folder = RunFolder.open(path)
-        check_settings(path, folder.read_config(), self.config)
-        folder.acquire()
-        stack.callback(folder.close)
-        self._pick_up(folder)
-        return folder
-
-    def _save(self, folder: RunFolder) -> None:
-        state = self._federation.state() | {"fingerprint": self._fingerprint}
-        state["weights"] = self._federation.weights.cpu().numpy()
-        folder.save_checkpoint(len(self._lines), self._flat.module.state_dict(), state)
-
-    def _pick_up(self, folder: RunFolder) -> None:
-        """Go to the last round that is finished in the folder."""
-        saved = folder.load_checkpoint()
-        if saved is None and self._lines:
-            raise RunFolderError(f"output_dir={str(folder.path)!r} has lost its checkpoint")
-        if saved is not None:
-            state = saved.state
-            check_fingerprint(folder.path, state, self._fingerprint)
-            self._federation.weights = torch.from_numpy(state["weights"]).to(self.device)
-            self._federation.load_state(state)
-        self._lines = folder.read_rounds(0 if saved is None else saved.rounds)
-        self._store_weights()
-
-    def _result(self) -> dict[str, Any]:
-        """Return the content of result.json, as of any other run."""
-        from fedquilt.results import build_result
-
-        counts = self._federation.tracker.participation_count
-        result = build_result(self.config, self._lines, self.statement, counts)
-        result["stopped"] = None
-        result["metadata"] |= {
-            "input_shape": list(self.info.shape),
-            "num_classes": self.info.num_classes,
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Match the images to the tables in `update`; return the weights trained on them."""
+        index = self.lens.round_index
+        table = StatisticsTable.unpack(update, self.lens.num_features, self.lens.num_logits)
+        self._sent |= set(table.classes.tolist())
+        up, down = self._traffic()
+        self._report = {
+            "bytes_up": up,
+            "bytes_down": down,
+            "groups": len(table),
+            "matching_loss": self._match(table, index),
         }
-        return result
+        if not bool(torch.isfinite(self.synthetic.images).all()):
+            raise InvalidValueError(
+                f"image_lr={self.matching.image_lr:g} must be smaller: the synthetic images left "
+                f"the range of numbers in round {index}"
+            )
+        self._behind = index
+        if not self._trains_in(index):
+            return weights
+        trained, said = self.train_if_stale(weights)
+        self._report |= said
+        return trained
+
+    def train_if_stale(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Train the model on the images where a round has left that open.
+
+        Returns the weights and what there is to say of the training.
+        """
+        if self._behind < 0:
+            return weights, {}
+        start = None if self._restarts else weights
+        trained, loss = self._trainer.train(start, self.grown(), self._behind, self.progress)
+        self._behind = -1
+        return trained, {"epoch_avg_loss": loss}
+
+    def grown(self) -> SyntheticSet:
+        """Return the images of the classes that somebody has sent; the others are noise still."""
+        return self.synthetic.of(sorted(self._sent))
+
+    def not_sent(self) -> list[int]:
+        """Return the classes that nobody has sent so far."""
+        return [label for label in self.synthetic.classes if label not in self._sent]
+
+    def _match(self, table: StatisticsTable, index: int) -> float:
+        average = self.matching.loss_computation == "avg-loss"
+        views = [
+            View(model, ClassTargets(table.of_model(number), self._groups_per_step, average), seen)
+            for number, (model, seen) in enumerate(
+                zip(self.lens.models, self.lens.transforms, strict=True)
+            )
+        ]
+        steps = self.matching.iterations
+        source = generator(self._seed, "matching", index)
+        return match(self.synthetic, views, self.matching, source, self._teller("matching", steps))
+
+    def _teller(self, what: str, total: int) -> Callable[[int], None] | None:
+        tell = self.progress
+        if tell is None:
+            return None
+        return lambda done: tell(what, done / total)
+
+    def report(self) -> dict[str, float]:
+        """Return bytes, groups, matching loss and, where the model was trained, its loss."""
+        return dict(self._report)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return the images, and the round that the model has not been trained after."""
+        return {
+            "images": self.synthetic.images.detach().cpu().numpy(),
+            "behind": np.array(self._behind),
+            "sent": np.array(sorted(self._sent), dtype=np.int64),
+        }
+
+    def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
+        """Take over what `state` returned."""
+        self.synthetic.images.copy_(load_like(state, "images", self.synthetic.images))
+        self._behind = int(state["behind"])
+        self._sent = set(state["sent"].tolist())
+
+
+def load_like(state: dict[str, NDArray[Any]], name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a saved state, which must have the shape of its successor."""
+    saved = torch.from_numpy(np.array(state[name]))
+    if saved.shape != like.shape:
+        raise InvalidValueError(
+            f"saved {name} of shape {tuple(saved.shape)} must have the shape {tuple(like.shape)}"
+        )
+    return saved.to(like)
+
+
+# Parameters of mallopt(3), and their defaults in glibc.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_USUAL = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
+_KEEPING = {_TRIM_THRESHOLD: 2**31 - 1, _MMAP_MAX: 0}
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[bool]:
+    """Let glibc keep large freed blocks for the next use instead of giving them back.
+
+    The activations of a batch are tens of megabytes.  glibc maps every block above
+    32 MiB anew and unmaps it when it is freed, so that each matching step pays for
+    having all its pages cleared again; that made a step on all classes at once slower
+    than a loop over them.  Yields whether it could be done; elsewhere than on glibc
+    nothing happens.  Afterwards the defaults are back, and what is free is given back.
+    """
+    libc = _glibc()
+    if libc is None:
+        yield False
+        return
+    for name, value in _KEEPING.items():
+        libc.mallopt(name, value)
+    try:
+        yield True
+    finally:
+        for name, value in _USUAL.items():
+            libc.mallopt(name, value)
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.gnu_get_libc_version  # noqa: B018 (other C libraries have no such function)
+    except (OSError, AttributeError):
+        return None
+    return libc

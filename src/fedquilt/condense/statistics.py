@@ -1,12 +1,17 @@
-"""Looking at images through a feature model: means over groups."""
+"""Class statistics: groups, their means, the table that travels, targets."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 
@@ -66,3 +71,225 @@ def group_means(
         logits[first:last] += here.to(scores) @ scores
     size = counts.to(features)[:, None]
     return features / size, logits / size
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of samples of one class each.
+
+    Attributes
+    ----------
+    order : int64 [M]
+        Sample numbers, group after group; samples of classes that are not sent are
+        left out.
+    counts : int64 [G]
+        Samples in each group.
+    classes : int64 [G]
+        Class of each group, ascending.
+    """
+
+    order: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    classes: NDArray[np.int64]
+
+    @property
+    def members(self) -> NDArray[np.int64]:
+        """Return the group of each sample of `order`."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+
+def group_counts(samples: int, avg_num: int) -> NDArray[np.int64]:
+    """Return the sizes of the groups of a class: max(1, n // avg_num), as equal as can be.
+
+    The remainder goes into the groups instead of into a small one of its own, so that
+    no group is smaller than avg_num unless the whole class is.
+
+    >>> group_counts(100, 32), group_counts(5, 32)
+    (array([34, 33, 33]), array([5]))
+    """
+    number = max(1, samples // avg_num)
+    small, larger = divmod(samples, number)
+    return np.array([small + 1] * larger + [small] * (number - larger), dtype=np.int64)
+
+
+def make_groups(
+    labels: NDArray[np.int64],
+    avg_num: int,
+    min_group: int,
+    source: np.random.Generator,
+    max_samples: int = 0,
+) -> Groups:
+    """Shuffle the samples of each class and cut them into groups.
+
+    A class with fewer than `min_group` samples gives none: a mean over few samples is
+    close to a sample.  Shuffling before grouping makes the groups of two rounds
+    different cuts through the same class.  With `max_samples`, only so many of a class
+    are taken, others in every round.
+
+    So no group has fewer than min(avg_num, min_group) samples.
+    """
+    checks.integer("avg_num", avg_num, at_least=1)
+    checks.integer("min_group", min_group, at_least=1)
+    checks.integer("max_samples", max_samples, at_least=0)
+    if 0 < max_samples < min(avg_num, min_group):
+        raise InvalidValueError(
+            f"max_samples={max_samples} must be 0 (all) or at least {min(avg_num, min_group)}, "
+            f"the smaller of avg_num={avg_num} and min_group={min_group}"
+        )
+    orders, counts, classes = [], [], []
+    for label in np.unique(labels):
+        samples = np.flatnonzero(labels == label)
+        if len(samples) < min_group:
+            continue
+        samples = source.permutation(samples)[: max_samples or None]
+        sizes = group_counts(len(samples), avg_num)
+        orders.append(samples)
+        counts.append(sizes)
+        classes.append(np.full(len(sizes), label))
+    nothing = [np.zeros(0, dtype=np.int64)]
+    return Groups(
+        *(np.concatenate(parts or nothing).astype(np.int64) for parts in (orders, counts, classes))
+    )
+
+
+_HEAD = 3  # feature model, class, samples
+
+
+@dataclass(frozen=True, eq=False)
+class StatisticsTable:
+    """Means over groups of samples, as seen by one or several feature models.
+
+    Attributes
+    ----------
+    models, classes, counts : int64 [G]
+        Which feature model, which class, how many samples.
+    features : [G, D]
+        Mean embedding of the group.
+    logits : [G, K]
+        Mean scores of the group; K is 0 where they are not sent.
+    """
+
+    models: torch.Tensor
+    classes: torch.Tensor
+    counts: torch.Tensor
+    features: torch.Tensor
+    logits: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table in float32, its three numbers a row included."""
+        return 4 * len(self) * (_HEAD + self.features.shape[1] + self.logits.shape[1])
+
+    def pack(self) -> torch.Tensor:
+        """Return the rows as one vector; the vectors of clients can be laid end to end.
+
+        Class, model and count are whole numbers below 2^24, exact in float32.
+        """
+        head = torch.stack([self.models, self.classes, self.counts], dim=1)
+        return torch.cat([head.to(self.features), self.features, self.logits], dim=1).flatten()
+
+    @classmethod
+    def unpack(cls, vector: torch.Tensor, features: int, logits: int) -> StatisticsTable:
+        """Read what `pack` wrote, for one client or many."""
+        width = _HEAD + features + logits
+        if vector.numel() % width:
+            raise InvalidValueError(
+                f"a table of {vector.numel()} numbers must consist of rows of {width}"
+            )
+        rows = vector.view(-1, width)
+        models, classes, counts = rows[:, :_HEAD].round().to(torch.int64).unbind(dim=1)
+        return cls(
+            models, classes, counts, rows[:, _HEAD : _HEAD + features], rows[:, _HEAD + features :]
+        )
+
+    def of_model(self, number: int) -> StatisticsTable:
+        """Return the rows of one feature model."""
+        at = self.models == number
+        return StatisticsTable(
+            *(
+                part[at]
+                for part in (self.models, self.classes, self.counts, self.features, self.logits)
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Groups drawn for each class: means [P, S, .] and weights [P, S] that sum to 1."""
+
+    features: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+
+    def averaged(self) -> Drawn:
+        """Return the weighted means as one group a class."""
+        weights = self.weights[..., None]
+        return Drawn(
+            (weights * self.features).sum(dim=1, keepdim=True),
+            (weights * self.logits).sum(dim=1, keepdim=True),
+            self.weights.new_ones(len(self.weights), 1),
+        )
+
+
+class ClassTargets:
+    """The groups of one feature model, by class.
+
+    Parameters
+    ----------
+    table
+        Rows of one feature model, from all clients of the round.
+    per_step
+        Groups of a class that one step sees, drawn without replacement; None: all of
+        them.
+    average
+        Whether the groups of a draw may be merged into their weighted mean, which is
+        all that `avg-loss` looks at.
+    """
+
+    def __init__(
+        self, table: StatisticsTable, per_step: int | None = None, average: bool = True
+    ) -> None:
+        if per_step is not None:
+            checks.integer("per_step", per_step, at_least=1)
+        self.classes: list[int] = torch.unique(table.classes).tolist()
+        self._features, self._logits = table.features, table.logits
+        self._counts = table.counts.to(table.features)
+        groups = table.classes.cpu().numpy()
+        self._rows = [np.flatnonzero(groups == label) for label in self.classes]
+        self._per_step = per_step
+        self._average = average
+        largest = max((len(rows) for rows in self._rows), default=0)
+        self._fixed = None
+        if per_step is None or per_step >= largest:
+            self._fixed = self._gather(self._rows)
+
+    def draw(self, source: np.random.Generator) -> Drawn:
+        """Return what one step is matched to."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._gather([self._some(rows, source) for rows in self._rows])
+
+    def _some(self, rows: NDArray[np.int64], source: np.random.Generator) -> NDArray[np.int64]:
+        if self._per_step is None or len(rows) <= self._per_step:
+            return rows
+        return source.choice(rows, self._per_step, replace=False)
+
+    def _gather(self, chosen: list[NDArray[np.int64]]) -> Drawn:
+        """Lay the chosen groups side by side, short classes filled up with weight 0."""
+        device = self._features.device
+        most = max((len(rows) for rows in chosen), default=0)
+        index = np.zeros((len(chosen), most), dtype=np.int64)
+        filled = np.zeros((len(chosen), most), dtype=np.float32)
+        for place, rows in enumerate(chosen):
+            # A class is filled up with its own row: 0 times another's NaN would be NaN.
+            index[place] = rows[0]
+            index[place, : len(rows)] = rows
+            filled[place, : len(rows)] = 1
+        at = torch.from_numpy(index).to(device)
+        weights = self._counts[at] * torch.from_numpy(filled).to(self._counts)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        drawn = Drawn(self._features[at], self._logits[at], weights)
+        return drawn.averaged() if self._average else drawn

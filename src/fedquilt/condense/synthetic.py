@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class SyntheticSet:
         device: torch.device | str = "cpu",
     ) -> SyntheticSet:
         """Start from standard normal pixels, in the units of normalised images."""
-        validate.integer("ipc", ipc, at_least=1)
+        checks.integer("ipc", ipc, at_least=1)
         size = (len(classes) * ipc, *shape)
         images = torch.from_numpy(source.standard_normal(size, dtype=np.float32))
         return cls(images.to(device), tuple(sorted(classes)), ipc)

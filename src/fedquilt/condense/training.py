@@ -1,7 +1,8 @@
-"""Training a model on the synthetic set."""
+"""Training a model on synthetic images."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedquilt import validate
+from fedquilt.common import checks
+from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.engine import Progress
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.learning import FlatModel
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,9 @@ class TrainingSettings:
     drop: bool = True
 
     def __post_init__(self) -> None:
-        validate.integer("model_epochs", self.epochs, at_least=1)
-        validate.integer("batch_size", self.batch_size, at_least=1)
-        validate.number("model_lr", self.learning_rate, above=0)
+        checks.integer("model_epochs", self.epochs, at_least=1)
+        checks.integer("batch_size", self.batch_size, at_least=1)
+        checks.number("model_lr", self.learning_rate, above=0)
 
 
 def train_on(
@@ -74,3 +79,49 @@ def train_on(
             progress(epoch + 1)
     model.eval()
     return float(total) / max(1, batches)
+
+
+class Trainer:
+    """Trains copies of a model on images, from its first weights or from given ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: torch.Tensor,
+        settings: TrainingSettings,
+        augmentation: Augmentation,
+        seed: int,
+    ) -> None:
+        self._flat = FlatModel(copy.deepcopy(model), sample[:2])
+        self._first = self._flat.read().clone()
+        self.settings = settings
+        self.augmentation = augmentation
+        self._seed = seed
+
+    def train(
+        self,
+        weights: torch.Tensor | None,
+        synthetic: SyntheticSet,
+        round_index: int,
+        progress: Progress | None = None,
+    ) -> tuple[torch.Tensor, float]:
+        """Return the trained weights and the mean loss of an epoch; None: from the first."""
+        self._flat.write(self._first if weights is None else weights)
+        device = synthetic.images.device
+        told = None
+        if progress is not None:
+            total = self.settings.epochs
+            told = lambda done: progress("training", done / total)  # noqa: E731
+        # Layers that drop out draw from torch's global generator.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(torch_seed(self._seed, "dropout", round_index))
+            loss = train_on(
+                self._flat.module,
+                synthetic.images,
+                synthetic.labels,
+                self.settings,
+                self.augmentation,
+                generator(self._seed, "training", round_index),
+                told,
+            )
+        return self._flat.read().clone(), loss

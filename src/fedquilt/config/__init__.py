@@ -5,9 +5,7 @@ here too, under the names the documents give them.
 """
 
 from fedquilt.config.condense import CondenseConfig
-from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
-from fedquilt.config.run import MODES, RunConfig, option_fields
-from fedquilt.config.seeds import (
+from fedquilt.config.documents import (
     EXPECTED_MILESTONES,
     HYPERPARAMETERS,
     OUTPUT_CONFIG,
@@ -16,6 +14,8 @@ from fedquilt.config.seeds import (
     TARGET_ACCURACY,
     VISUALIZATION_CONFIG,
 )
+from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
+from fedquilt.config.run import MODES, RunConfig, option_fields
 
 __all__ = [
     "EXPECTED_MILESTONES",

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedquilt import validate
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.run import RunConfig, declare, option_fields
-from fedquilt.errors import InvalidValueError
 
 CONDENSE_MODES = ("fednum", "certified")
 FEATURE_MODELS = ("random_pool", "global", "perturbed")
@@ -29,7 +29,7 @@ ALIASES = {
     "eval_gap": "eval_every",
 }
 # Options of a run that say nothing here: clients do not train, and hold no slices.
-FOREIGN = (
+NOT_FOR_CONDENSE = (
     *("trainable", "local_epochs", "learning_rate", "lr_decay", "fedprox_mu"),
     *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
     *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
@@ -40,8 +40,8 @@ _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
 _BOUNDED = "Certified condensation"
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
 # so a bound wants many; groups need clients with enough samples of a class.
-FEDNUM: dict[str, Any] = {"num_clients": 20}
-CERTIFIED: dict[str, Any] = {
+FEDNUM_DEFAULTS: dict[str, Any] = {"num_clients": 20}
+CERTIFIED_DEFAULTS: dict[str, Any] = {
     "num_clients": 100,
     "model": "hog-linear",
     "num_rounds": 40,
@@ -192,7 +192,7 @@ class CondenseConfig(RunConfig):
         """Refuse options that would do nothing, rather than take them silently."""
         for name, item in option_fields(type(self)).items():
             value = getattr(self, name)
-            if name in FOREIGN and value != item.default:
+            if name in NOT_FOR_CONDENSE and value != item.default:
                 raise InvalidValueError(
                     f"{name}={value!r} must be left out of a condensation, where it says nothing"
                 )
@@ -245,7 +245,7 @@ def _numbers(
         read = [float(part) for part in text.split(",")]
     except ValueError:
         raise InvalidValueError(f"{name}={text!r} must be numbers joined by commas") from None
-    numbers = tuple(validate.number(name, one, above=above) for one in read)
+    numbers = tuple(checks.number(name, one, above=above) for one in read)
     if count is None or len(numbers) == count:
         return numbers
     if len(numbers) > 1:
@@ -266,6 +266,6 @@ def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
             )
         if key == "join_ratio":
             # A share of 1 is everybody; as a whole number it would be one client.
-            value = validate.number(key, value, above=0, at_most=1)
+            value = checks.number(key, value, above=0, at_most=1)
         renamed[name] = value
     return renamed

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedquilt import validate
+from fedquilt.common import checks
+from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config.condense import (
     ALIASES,
-    CERTIFIED,
-    FEDNUM,
+    CERTIFIED_DEFAULTS,
+    FEDNUM_DEFAULTS,
     CondenseConfig,
     with_package_names,
 )
+from fedquilt.config.documents import PRESETS
 from fedquilt.config.run import RunConfig, option_fields
-from fedquilt.config.seeds import PRESETS
-from fedquilt.errors import FedquiltError, InvalidValueError
 
 SCHEMA_VERSION = 1
 
@@ -41,7 +41,7 @@ def build_config(
     named_in_file = from_file.pop("preset", None)
     preset = named_in_file if preset is None else preset
     if preset is not None:
-        merged.update(PRESETS[validate.choice("preset", preset, PRESETS)])
+        merged.update(PRESETS[checks.choice("preset", preset, PRESETS)])
     method = from_file.get("method", merged.get("method")) if method is None else method
     if method == CondenseConfig.method:
         return _build(CondenseConfig, merged, from_file, settings or {}, file)
@@ -63,7 +63,7 @@ def _build(
     merged.update(settings)
     check_keys(merged, "configuration", kind)
     if kind is CondenseConfig:
-        usual = CERTIFIED if merged.get("mode") == "certified" else FEDNUM
+        usual = CERTIFIED_DEFAULTS if merged.get("mode") == "certified" else FEDNUM_DEFAULTS
         if merged.get("dataset") == "custom" or merged.get("partition") == "writer":
             usual = {key: value for key, value in usual.items() if key != "num_clients"}
         merged = {**usual, **merged}
@@ -113,7 +113,7 @@ def check_keys(
     words = [*known, *ALIASES] if issubclass(kind, CondenseConfig) else known
     for key in settings:
         if key not in known:
-            hint = validate.did_you_mean(key, words)
+            hint = checks.did_you_mean(key, words)
             raise InvalidValueError(f"unknown key {key!r} in {where}{hint}")
 
 

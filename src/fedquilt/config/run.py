@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 
 MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
 POLICIES = ("adaptive", "cap", "worst_case", "paper")
@@ -42,8 +42,8 @@ LARGEST_COUNT = 2**31 - 1
 def declare(default: Any, panel: str, help: str, **rule: Any) -> Any:
     """Declare a field: its help, the panel it is listed under, and its rule.
 
-    `rule` is either `choices=...`, or bounds for `validate.number` and
-    `validate.integer`, or empty for free text.
+    `rule` is either `choices=...`, or bounds for `checks.number` and
+    `checks.integer`, or empty for free text.
     """
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
@@ -315,9 +315,9 @@ class RunConfig:
     def _check_cohort(self) -> None:
         value = self.clients_per_round
         if isinstance(value, float):
-            validate.number("clients_per_round", value, above=0, at_most=1)
+            checks.number("clients_per_round", value, above=0, at_most=1)
             return
-        validate.integer("clients_per_round", value, at_least=1)
+        checks.integer("clients_per_round", value, at_least=1)
         if self.num_clients is not None and value > self.num_clients:
             raise InvalidValueError(
                 f"clients_per_round={value} must be <= num_clients={self.num_clients} "
@@ -376,16 +376,16 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
         return value
     if kinds >= {"int", "float"}:
         if isinstance(value, numbers.Integral):
-            return validate.integer(name, value)
-        return validate.number(name, value, **rule)
+            return checks.integer(name, value)
+        return checks.number(name, value, **rule)
     if "int" in kinds:
-        whole = validate.integer(name, value, **rule)
-        return validate.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))
+        whole = checks.integer(name, value, **rule)
+        return checks.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))
     if "float" in kinds:
-        real = validate.number(name, value, **rule)
-        return validate.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
+        real = checks.number(name, value, **rule)
+        return checks.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if "choices" in rule:
-        return validate.choice(name, value, rule["choices"])
+        return checks.choice(name, value, rule["choices"])
     if not isinstance(value, str) or not value or not _is_text(value):
         raise InvalidValueError(f"{name}={value!r} must be a non-empty text")
     if name == "dataset" and not re.fullmatch(r"[\w][\w.+-]*", value):

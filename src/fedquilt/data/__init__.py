@@ -19,11 +19,10 @@ from fedquilt.data.clients import (
 )
 from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
 from fedquilt.data.dataset import ImageDataset, as_dataset
-from fedquilt.data.dirichlet import dirichlet_split
+from fedquilt.data.files import DatasetStatus, FileStatus, data_folders, dataset_status
 from fedquilt.data.load import load_dataset
-from fedquilt.data.locate import DatasetStatus, FileStatus, data_folders, dataset_status
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
-from fedquilt.data.split import SPLITS, split_clients
+from fedquilt.data.split import SPLITS, dirichlet_split, split_clients
 
 __all__ = [
     "DATASETS",

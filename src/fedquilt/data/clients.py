@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from fedquilt import validate
-from fedquilt.data.dataset import ImageDataset
-from fedquilt.data.dirichlet import dirichlet_split
-from fedquilt.data.labels import IndexArray, as_indices, as_labels
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.data.dataset import ImageDataset, IndexArray, as_indices, as_labels
 from fedquilt.data.load import load_dataset
-from fedquilt.errors import InvalidValueError
+from fedquilt.data.split import dirichlet_split
 
 
 def prepare_non_iid_data(
@@ -32,10 +31,10 @@ def prepare_non_iid_data(
     client_indices, train_dataset, test_dataset
         Index arrays into the training part, one a client, and the two parts.
     """
-    validate.integer("num_clients", num_clients, at_least=1)
-    validate.number("alpha", alpha, above=0)
+    checks.integer("num_clients", num_clients, at_least=1)
+    checks.number("alpha", alpha, above=0)
     if seed is not None:
-        validate.integer("seed", seed, at_least=0)
+        checks.integer("seed", seed, at_least=0)
     train, test = load_dataset(dataset_name, data_dir)
     rng = np.random.default_rng(seed)
     clients = dirichlet_split(train.targets, num_clients, train.num_classes, alpha, rng)
@@ -54,8 +53,8 @@ def create_client_dataloaders(
 
     `generator` orders the samples; None takes a fresh one, so that two loaders differ.
     """
-    validate.integer("batch_size", batch_size, at_least=1)
-    validate.integer("client_id", client_id, at_least=0, at_most=len(client_indices) - 1)
+    checks.integer("batch_size", batch_size, at_least=1)
+    checks.integer("client_id", client_id, at_least=0, at_most=len(client_indices) - 1)
     size = len(dataset)  # type: ignore[arg-type]  # map-style data sets have a length
     indices = as_indices(client_indices[client_id], size, f"client_indices[{client_id}]")
     if len(indices) == 0:
@@ -88,7 +87,7 @@ def analyze_data_distribution(
         averaged over the clients that have samples (0: all alike, near 1: disjoint).
     """
     targets = as_labels(labels)
-    classes = validate.integer("num_classes", num_classes, at_least=1)
+    classes = checks.integer("num_classes", num_classes, at_least=1)
     if len(targets) and targets.max() >= classes:
         raise InvalidValueError(f"labels must be < num_classes={classes}, got {targets.max()}")
     if len(client_indices) == 0:

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from fedquilt import validate
+from fedquilt.common import checks
+from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
 from fedquilt.data.dataset import ImageDataset
-from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"
@@ -139,9 +139,7 @@ def _info(stream: Any, path: Path) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
             "name": metadata["name"],
-            "num_classes": validate.integer(
-                "num_classes", int(metadata["num_classes"]), at_least=1
-            ),
+            "num_classes": checks.integer("num_classes", int(metadata["num_classes"]), at_least=1),
             "mean": _channels("mean", json.loads(metadata["mean"]), shape[1]),
             "std": _channels("std", json.loads(metadata["std"]), shape[1], above=0),
             "about": _checked_about(json.loads(metadata["about"])),
@@ -174,7 +172,7 @@ def _channels(name: str, values: object, channels: int, above: float | None = No
     given = list(values) if hasattr(values, "__iter__") else []
     if isinstance(values, str) or len(given) != channels:
         raise InvalidValueError(f"{name}={values!r} must have {channels} numbers, one a channel")
-    return [validate.number(name, value, above=above) for value in given]
+    return [checks.number(name, value, above=above) for value in given]
 
 
 def _checked_about(about: object) -> dict[str, str | int | float]:

@@ -1,9 +1,9 @@
-"""A data set in memory: one tensor of samples, one tensor of labels."""
+"""Images with labels in memory, and checks of labels and indices."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeGuard
 
@@ -12,9 +12,80 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from fedquilt import validate
-from fedquilt.data.labels import as_labels
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+
+IndexArray = npt.NDArray[np.int64]
+
+
+def as_labels(labels: object, what: str = "labels") -> IndexArray:
+    """Return `labels` (tensor, array or list) as int64 [N], or raise."""
+    if isinstance(labels, torch.Tensor):
+        labels = labels.detach().cpu()
+        # NumPy has no name for some of torch's floating types.
+        labels = labels.double().numpy() if labels.is_floating_point() else labels.numpy()
+    try:
+        array = np.asarray(labels)
+    except ValueError as error:
+        raise InvalidValueError(f"{what} must be integer labels of shape [N]: {error}") from error
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise InvalidValueError(
+            f"{what} must be integer labels of shape [N], "
+            f"got dtype {array.dtype} of shape {list(array.shape)}"
+        )
+    result: IndexArray = array.astype(np.int64)
+    if len(result) and result.min() < 0:
+        first = int(np.argmax(result < 0))
+        raise InvalidValueError(f"{what}[{first}]={result[first]} must be >= 0")
+    return result
+
+
+def check_num_clients(num_clients: object, num_samples: int) -> int:
+    """Return `num_clients` when each client can have a sample, or raise."""
+    count = checks.integer("num_clients", num_clients, at_least=1)
+    if count > num_samples:
+        raise InvalidValueError(
+            f"num_clients={count} must be at most the number of samples, {num_samples}"
+        )
+    return count
+
+
+def as_indices(indices: object, num_samples: int, what: str) -> IndexArray:
+    """Return a client's index list as int64 [n] inside the data set, or raise."""
+    array = np.asarray(indices)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise InvalidValueError(f"{what} must be a list of integers, got dtype {array.dtype}")
+    if array.min() < 0 or array.max() >= num_samples:
+        raise InvalidValueError(
+            f"{what} must hold indices from 0 to {num_samples - 1}, "
+            f"got {array.min()} to {array.max()}"
+        )
+    return array.astype(np.int64)
+
+
+def group_by_owner(
+    owner: IndexArray, num_clients: int, rng: np.random.Generator
+) -> list[IndexArray]:
+    """Return each client's samples, in random order, where sample i belongs to `owner[i]`.
+
+    The arrays are views of one array.
+    """
+    shuffled = rng.permutation(len(owner)).astype(np.int64, copy=False)
+    order = shuffled[np.argsort(owner[shuffled], kind="stable")]
+    sizes = np.bincount(owner, minlength=num_clients)
+    return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def samples_by_class(
+    labels: IndexArray, rng: np.random.Generator
+) -> Sequence[tuple[int, IndexArray]]:
+    """Return each class that occurs with its samples in random order, smallest class first."""
+    classes, counts = np.unique(labels, return_counts=True)
+    order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    members = np.split(order, np.cumsum(counts)[:-1])
+    return [(int(k), rng.permutation(part)) for k, part in zip(classes, members, strict=True)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +126,7 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
             )
         if len(targets) == 0:
             raise InvalidValueError(f"data set {self.name!r} must hold at least one sample")
-        _check_range(targets, validate.integer("num_classes", self.num_classes, at_least=1))
+        _check_range(targets, checks.integer("num_classes", self.num_classes, at_least=1))
         if self.groups is not None and self.groups.shape != (len(images),):
             raise InvalidValueError(
                 f"groups of {self.name!r} must have shape [{len(images)}], "

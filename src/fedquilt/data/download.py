@@ -1,4 +1,6 @@
-"""Download missing files: whole and verified, or not at all.
+"""Downloading data files: mirrors, transfer, progress.
+
+Download missing files: whole and verified, or not at all.
 
 Everything is fetched into a scratch folder beside its final place and moved there, in
 one step, only after its checksum was found right.
@@ -11,14 +13,118 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from fedquilt.data.mirrors import MIRRORS_VARIABLE, address
-from fedquilt.data.progress import progress_bar
-from fedquilt.data.specs import ArchiveSpec, DatasetSpec, FileSpec
-from fedquilt.data.verify import file_md5, read_verified
-from fedquilt.errors import DataError, DataNotFoundError, StorageError
+from fedquilt.common import checks
+from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
+from fedquilt.data.files import file_md5, read_verified
+from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+MIRRORS_VARIABLE = "FEDQUILT_MIRRORS"
+"""Environment variable `name=URL,URL;name=URL`: mirrors that replace the public ones."""
+
+
+def named_mirrors(override: Mapping[str, Sequence[str]] | None = None) -> dict[str, Sequence[str]]:
+    """Return the mirrors the user names, by data set: those of `override` go first.
+
+    A data set that neither `override` nor FEDQUILT_MIRRORS names keeps its public mirrors.
+    """
+    environment = _from_environment()
+    for source, named in ((MIRRORS_VARIABLE, environment), ("mirrors", override or {})):
+        for name, urls in named.items():
+            _check(source, name, urls)
+    return {**environment, **(override or {})}
+
+
+def address(mirror: str, name: str) -> str:
+    """Return the address of file `name` in the folder `mirror`."""
+    return f"{mirror.rstrip('/')}/{name}"
+
+
+def _from_environment() -> dict[str, Sequence[str]]:
+    result: dict[str, Sequence[str]] = {}
+    for entry in os.environ.get(MIRRORS_VARIABLE, "").split(";"):
+        if not entry.strip():
+            continue
+        name, equals, urls = entry.partition("=")
+        if not equals:
+            raise InvalidValueError(
+                f"{MIRRORS_VARIABLE}: {entry.strip()!r} must have the form name=URL,URL"
+            )
+        result[name.strip()] = [url.strip() for url in urls.split(",") if url.strip()]
+    return result
+
+
+def _check(source: str, name: str, urls: Sequence[str]) -> None:
+    checks.choice(source, name, [known for known, spec in DATASETS.items() if spec.mirrors])
+    if isinstance(urls, str) or not urls:
+        raise InvalidValueError(f"{source}: {name!r} must list at least one URL, got {urls!r}")
+    for url in urls:
+        if not str(url).startswith(("http://", "https://")):
+            raise InvalidValueError(
+                f"{source}: {url!r} for {name!r} must begin with http:// or https://"
+            )
+
+
+class DownloadBar:
+    """The small interface that pooch asks of a progress bar, drawn by rich."""
+
+    def __init__(self, bars: Progress, description: str) -> None:
+        self._bars = bars
+        self._task = bars.add_task(description, total=None)
+
+    @property
+    def total(self) -> float | None:
+        """Bytes to come, None while unknown."""
+        return self._bars.tasks[0].total
+
+    @total.setter
+    def total(self, value: int) -> None:
+        self._bars.update(self._task, total=value or None)
+
+    def update(self, count: int) -> None:
+        """Count `count` more bytes."""
+        self._bars.update(self._task, advance=count)
+
+    def reset(self) -> None:
+        """Go back to the start; pooch does so before it fills the bar."""
+        self._bars.update(self._task, completed=0)
+
+    def close(self) -> None:
+        """Do nothing: the bar closes with its context."""
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, *, enabled: bool) -> Iterator[DownloadBar | Literal[False]]:
+    """Give a bar for one download, or False where none is wanted."""
+    if not enabled:
+        yield False
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield DownloadBar(bars, description)
+
 
 _TIMEOUT_S = 30
 _CHUNK = 1 << 16

@@ -96,7 +96,7 @@ _DIGITS = DatasetSpec(
     title="scikit-learn's handwritten digits",
     kind="digits",
     image_shape=(1, 8, 8),
-    # Of the training part (see `fedquilt.data.digits`), its 0..16 grey levels over 16.
+    # Of the training part (see `fedquilt.data.load`), its 0..16 grey levels over 16.
     mean=(0.3051,),
     std=(0.3762,),
 )

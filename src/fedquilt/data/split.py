@@ -1,4 +1,4 @@
-"""Divide a data set among clients: dirichlet, iid, shards, writer."""
+"""Dividing samples among clients."""
 
 from __future__ import annotations
 
@@ -6,17 +6,118 @@ import heapq
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from fedquilt import validate
-from fedquilt.data.dirichlet import dirichlet_split
-from fedquilt.data.labels import (
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.data.dataset import (
     IndexArray,
     as_labels,
     check_num_clients,
     group_by_owner,
     samples_by_class,
 )
-from fedquilt.errors import InvalidValueError
+
+
+def dirichlet_split(
+    labels: object,
+    num_clients: int,
+    num_classes: int,
+    alpha: float,
+    rng: np.random.Generator | int | None = None,
+) -> list[IndexArray]:
+    """Divide samples among clients with class mixtures drawn from a Dirichlet distribution.
+
+    Each client i draws a mixture p_i ~ Dirichlet(alpha * 1_K) over the K classes.  The
+    n_k samples of class k are shuffled and cut at
+
+        floor(n_k * sum_{j <= i} p_jk / sum_j p_jk),
+
+    so that client i receives the share p_ik / sum_j p_jk of the class.  Every sample has
+    one owner and each client's list is in random order.  Sizes are unequal, and a client
+    can end with nothing: `fill_empty_clients` then gives it one sample of the largest
+    client.
+
+    Parameters
+    ----------
+    labels
+        Class of each sample: tensor, array or list.
+    num_clients
+        Number of clients, at most the number of samples.
+    num_classes
+        K; labels are below it.
+    alpha
+        Concentration, > 0.  Large: all clients alike; small: few classes each.
+    rng
+        A generator, a seed, or None for fresh randomness.
+    """
+    targets = as_labels(labels)
+    clients = check_num_clients(num_clients, len(targets))
+    classes = checks.integer("num_classes", num_classes, at_least=1)
+    concentration = checks.number("alpha", alpha, above=0)
+    if targets.max() >= classes:
+        raise InvalidValueError(f"labels must be < num_classes={classes}, got {targets.max()}")
+    generator = _as_generator(rng)
+    log_mixtures = log_dirichlet(concentration, (clients, classes), generator)
+    owner = np.empty(len(targets), dtype=np.int64)
+    for k, members in samples_by_class(targets, generator):
+        owner[members] = np.repeat(
+            np.arange(clients), _share_sizes(log_mixtures[:, k], len(members))
+        )
+    return fill_empty_clients(group_by_owner(owner, clients, generator))
+
+
+def log_dirichlet(
+    alpha: float, shape: tuple[int, int], rng: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    """Return the logarithm of rows drawn from Dirichlet(alpha * 1_K), shape [rows, K].
+
+    A row is g / sum(g) with g_k ~ Gamma(alpha).  For small alpha all of g underflows to 0
+    and the row becomes NaN, so g is drawn in logarithms: if g' ~ Gamma(alpha + 1) and
+    E ~ Exp(1), then g' * exp(-E / alpha) ~ Gamma(alpha) (Marsaglia and Tsang 2000,
+    section 6, with U = exp(-E)).
+    """
+    log_gamma = np.log(rng.standard_gamma(alpha + 1.0, size=shape))
+    with np.errstate(over="ignore"):
+        log_gamma -= rng.standard_exponential(size=shape) / alpha
+    log_gamma = np.maximum(log_gamma, -1e308)  # keeps differences finite at any alpha
+    log_gamma -= log_gamma.max(axis=1, keepdims=True)
+    return np.asarray(log_gamma - np.log(np.exp(log_gamma).sum(axis=1, keepdims=True)))
+
+
+def fill_empty_clients(clients: list[IndexArray]) -> list[IndexArray]:
+    """Give each empty client, in order, the last sample of the client that is largest then.
+
+    Of equally large clients the first gives.  There must be as many samples as clients.
+    """
+    filled = list(clients)
+    empty = [i for i, samples in enumerate(clients) if len(samples) == 0]
+    if not empty:
+        return filled
+    largest = [(-len(samples), i) for i, samples in enumerate(clients)]
+    heapq.heapify(largest)
+    for i in empty:
+        size, donor = largest[0]
+        filled[i], filled[donor] = filled[donor][-1:], filled[donor][:-1]
+        heapq.heapreplace(largest, (size + 1, donor))
+    return filled
+
+
+def _as_generator(rng: np.random.Generator | int | None) -> np.random.Generator:
+    if isinstance(rng, np.random.Generator):
+        return rng
+    return np.random.default_rng(None if rng is None else checks.integer("rng", rng, at_least=0))
+
+
+def _share_sizes(log_shares: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Return how many of `count` samples each client gets for its unnormalised log share."""
+    cumulative = np.cumsum(np.exp(log_shares - log_shares.max()))
+    # Divided by its own last element it ends at exactly 1, and so does every element
+    # after which nothing is left to give: no sample is lost to rounding.
+    cuts = np.floor(cumulative / cumulative[-1] * count).astype(np.int64)
+    sizes: npt.NDArray[np.int64] = np.diff(cuts, prepend=0)
+    return sizes
+
 
 SPLITS: Final = ("dirichlet", "iid", "shards", "writer")
 """The kinds of split that `split_clients` knows."""
@@ -52,7 +153,7 @@ def split_clients(
     groups
         Who made each sample, for 'writer'.
     """
-    validate.choice("split", kind, SPLITS)
+    checks.choice("split", kind, SPLITS)
     if not isinstance(rng, np.random.Generator):
         raise InvalidValueError(f"rng={rng!r} must be a numpy.random.Generator")
     targets = as_labels(labels)
@@ -84,7 +185,7 @@ def shard_split(
     proportion to its size, so shards are nearly equal, and every sample is used.  With
     fewer samples than shards a shard is one sample and some clients have fewer shards.
     """
-    per_client = validate.integer("classes_per_client", classes_per_client, at_least=1)
+    per_client = checks.integer("classes_per_client", classes_per_client, at_least=1)
     num_shards = min(num_clients * per_client, len(labels))
     members = samples_by_class(labels, rng)
     if len(members) > num_clients * per_client:
@@ -125,7 +226,7 @@ def writer_split(
     by_writer = np.split(order, np.cumsum(counts)[:-1])
     if num_clients is None:
         return by_writer
-    wanted = validate.integer("num_clients", num_clients, at_least=1)
+    wanted = checks.integer("num_clients", num_clients, at_least=1)
     if wanted > len(writers):
         raise InvalidValueError(
             f"num_clients={wanted} must be at most the number of writers, {len(writers)}"

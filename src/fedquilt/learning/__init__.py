@@ -1,5 +1,10 @@
 """Local training: the flat view of a model, the local steps, the engines."""
 
+from __future__ import annotations
+
+from torch import nn
+
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.engine import (
     ClassMask,
     ClientUpdate,
@@ -8,11 +13,10 @@ from fedquilt.learning.engine import (
     Loss,
     LossOf,
     Task,
-    make_engine,
     public_inputs,
 )
-from fedquilt.learning.evaluate import evaluate
 from fedquilt.learning.flat import FlatModel, freeze_others
+from fedquilt.learning.local import evaluate
 
 __all__ = [
     "ClassMask",
@@ -28,3 +32,45 @@ __all__ = [
     "make_engine",
     "public_inputs",
 ]
+
+
+def make_engine(
+    name: str,
+    model: nn.Module,
+    task: Task,
+    settings: LocalSettings,
+    loss_of: LossOf | None = None,
+) -> Engine:
+    """Return the engine of a name; `auto` is batched on a GPU, else sequential.
+
+    A loss of its own for each client can only be trained by the sequential engine.
+    """
+    from fedquilt.learning.local import SequentialEngine
+
+    if loss_of is not None:
+        if name not in ("auto", "sequential"):
+            raise InvalidValueError(
+                f"engine={name!r} must be 'auto' or 'sequential' where clients have their own loss"
+            )
+        return SequentialEngine(model, task, settings, loss_of)
+    if name == "auto":
+        on_gpu = task.inputs.device.type == "cuda"
+        if on_gpu:
+            from fedquilt.learning.batched import BatchedEngine
+
+            if BatchedEngine.supports(model, task):
+                return BatchedEngine(model, task, settings)
+        return SequentialEngine(model, task, settings)
+    if name == "sequential":
+        return SequentialEngine(model, task, settings)
+    if name == "batched":
+        from fedquilt.learning.batched import BatchedEngine
+
+        return BatchedEngine(model, task, settings)
+    if name == "processes":
+        from fedquilt.learning.processes import ProcessEngine
+
+        return ProcessEngine(model, task, settings)
+    raise InvalidValueError(
+        f"engine={name!r} must be 'auto', 'sequential', 'batched' or 'processes'"
+    )

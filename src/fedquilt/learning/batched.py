@@ -26,13 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state
-from fedquilt.learning.shapes import ProgramShapes
-from fedquilt.learning.stack import Batch, ModelStack, group_size, obstacle
+from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
 # A batch size up to this is a program's width whoever is in it; a larger one, which
 # stands for "all samples", is cut down to the next power of two of what a client holds.
@@ -89,7 +88,7 @@ class BatchedEngine:
         stack.reset()
         if max_clients_per_group is None:
             max_clients_per_group = group_size(self._stack, settings.batch_size)
-        self.max_clients_per_group = validate.integer(
+        self.max_clients_per_group = checks.integer(
             "max_clients_per_group", max_clients_per_group, at_least=1
         )
 

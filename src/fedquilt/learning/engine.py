@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.errors import InvalidValueError
-
 
 @dataclass(frozen=True)
 class LocalSettings:
@@ -116,45 +114,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back what the engine holds: processes, memory."""
-
-
-def make_engine(
-    name: str,
-    model: nn.Module,
-    task: Task,
-    settings: LocalSettings,
-    loss_of: LossOf | None = None,
-) -> Engine:
-    """Return the engine of a name; `auto` is batched on a GPU, else sequential.
-
-    A loss of its own for each client can only be trained by the sequential engine.
-    """
-    from fedquilt.learning.sequential import SequentialEngine
-
-    if loss_of is not None:
-        if name not in ("auto", "sequential"):
-            raise InvalidValueError(
-                f"engine={name!r} must be 'auto' or 'sequential' where clients have their own loss"
-            )
-        return SequentialEngine(model, task, settings, loss_of)
-    if name == "auto":
-        on_gpu = task.inputs.device.type == "cuda"
-        if on_gpu:
-            from fedquilt.learning.batched import BatchedEngine
-
-            if BatchedEngine.supports(model, task):
-                return BatchedEngine(model, task, settings)
-        return SequentialEngine(model, task, settings)
-    if name == "sequential":
-        return SequentialEngine(model, task, settings)
-    if name == "batched":
-        from fedquilt.learning.batched import BatchedEngine
-
-        return BatchedEngine(model, task, settings)
-    if name == "processes":
-        from fedquilt.learning.processes import ProcessEngine
-
-        return ProcessEngine(model, task, settings)
-    raise InvalidValueError(
-        f"engine={name!r} must be 'auto', 'sequential', 'batched' or 'processes'"
-    )

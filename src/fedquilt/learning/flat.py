@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from fedquilt.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.state import ModuleState
 
 _PASSES = 3

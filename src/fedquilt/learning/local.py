@@ -1,22 +1,23 @@
-"""One client's local training: the steps that every engine repeats."""
+"""Local training of one client after another, and evaluation."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import torch_seed
 from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
-from fedquilt.learning.engine import LocalSettings, Loss, LossOf, Task
+from fedquilt.learning.engine import ClientUpdate, LocalSettings, Loss, LossOf, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.randomness import torch_seed
 
 _TRIAL_STEPS = 3
 
@@ -186,3 +187,86 @@ def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
         torch.set_rng_state(cpu_state)
         if gpu_state is not None:
             torch.cuda.set_rng_state(gpu_state, device)
+
+
+@torch.no_grad()
+def evaluate(
+    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 1024
+) -> tuple[float, float]:
+    """Return (accuracy, mean cross-entropy), with the model in evaluation mode."""
+    was_training = module.training
+    module.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=inputs.device)
+    loss = torch.zeros((), dtype=torch.float64, device=inputs.device)
+    batches = zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True)
+    for batch, labels in batches:
+        outputs = module(batch)
+        correct += (outputs.argmax(dim=1) == labels).sum()
+        loss += functional.cross_entropy(outputs, labels, reduction="sum")
+    module.train(was_training)
+    return float(correct) / len(targets), float(loss) / len(targets)
+
+
+class SequentialEngine:
+    """Train clients one by one; memory is one model beside the updates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        settings: LocalSettings,
+        loss_of: LossOf | None = None,
+    ) -> None:
+        self.task = task
+        self.settings = settings
+        self._loss_of = loss_of or self._default_loss
+        public = task.public()
+        self._flat = FlatModel(model, public.inputs)
+        self._flat.remember()
+        self._draws = find_draws(self._flat, public)
+        refuse_hidden_state(self._flat, public, settings, self._draws, self._loss_of)
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the update of each client of the cohort, in its order."""
+        for client in cohort:
+            yield self.train_one(start, int(client), round_index, learning_rate)
+
+    def train_one(
+        self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Train one client and return its update."""
+        index = self.task.index(client)
+        loss = train_client(
+            self._flat,
+            start,
+            self.task.inputs,
+            self.task.targets,
+            index,
+            learning_rate,
+            self.settings,
+            client_seed(self.settings, round_index, client),
+            self._loss_of(client, round_index),
+            self._draws,
+        )
+        return ClientUpdate(client, self._flat.read() - start, len(index), loss)
+
+    def _default_loss(self, client: int, round_index: int) -> Loss:
+        """Return the cross-entropy, with the client's hidden classes where there are any."""
+        mask = self.task.class_mask
+        if mask is None:
+            return cross_entropy
+        hidden = mask.hidden[client]
+
+        def masked(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(mask.apply(module(inputs), hidden), targets)
+
+        return masked
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""

@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import FedquiltError, InvalidValueError, NotReadyError
+from fedquilt.common import checks
+from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
@@ -78,7 +78,7 @@ class ProcessEngine:
     ) -> None:
         _check_on_cpu(model, task)
         limit = _cores() if workers is None else workers
-        self._limit = validate.integer("workers", limit, at_least=1)
+        self._limit = checks.integer("workers", limit, at_least=1)
         self.task = task
         self.settings = settings
         pickled = _pickled(model)

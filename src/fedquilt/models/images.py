@@ -1,18 +1,22 @@
-"""The convolutional networks of the seed documents, and a small one for digits.
+"""The documents' image models, and the smallest ones.
+
+The convolutional networks of the seed documents, and a small one for digits.
 
 All end in log-probabilities.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError
 
 
 class CountsParameters(nn.Module):
@@ -112,3 +116,28 @@ class DigitsModel(CountsParameters):
         x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
         x = functional.relu(self.fc1(x.flatten(1)))
         return functional.log_softmax(self.fc2(x), dim=1)
+
+
+class MLP(CountsParameters):
+    """One hidden layer of rectified units."""
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, hidden: int = 64) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(math.prod(input_shape), hidden)
+        self.fc2 = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return cast(torch.Tensor, self.fc2(functional.relu(self.fc1(x.flatten(1)))))
+
+
+class Linear(CountsParameters):
+    """Multinomial logistic regression."""
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(math.prod(input_shape), num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return cast(torch.Tensor, self.fc(x.flatten(1)))

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.models.convnet import ConvNet
-from fedquilt.models.exits import ExitNet
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.models.convolutional import ConvNet, ExitNet
 from fedquilt.models.features import make_feature_model
-from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
-from fedquilt.models.simple import MLP, Linear
+from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, Linear, MNISTModel
 
 MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "digits": lambda shape, classes: DigitsModel(classes),
@@ -43,7 +41,7 @@ def make_model(name: str, input_shape: Sequence[int], num_classes: int, seed: in
     shape = tuple(input_shape)
     if name == "auto":
         name = _MADE_FOR.get(shape, "mlp")
-    validate.choice("model", name, ["auto", *MODELS])
+    checks.choice("model", name, ["auto", *MODELS])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = MODELS[name](shape, num_classes)

@@ -11,15 +11,15 @@ have a `FileMonitor`, a `PrometheusMonitor` and a `RemoteMonitor`.
 """
 
 from fedquilt.monitor import process_monitor, thread_monitor
-from fedquilt.monitor.errors import (
+from fedquilt.observe.meters import power_sources
+from fedquilt.observe.samples import (
     DeliveryError,
     MetricTypeError,
     MissingExtraError,
     MonitorError,
     PowerUnavailableError,
+    Reach,
 )
-from fedquilt.monitor.power import power_sources
-from fedquilt.monitor.settings import Reach
 
 __all__ = [
     "DeliveryError",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedquilt.monitor import monitors
-from fedquilt.monitor.process_runner import ProcessRunner
+from fedquilt.observe import monitors
+from fedquilt.observe.runners import ProcessRunner
 
 __all__ = ["FileMonitor", "PrometheusMonitor", "RemoteMonitor"]
 

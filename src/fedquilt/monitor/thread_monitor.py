@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedquilt.monitor import monitors
-from fedquilt.monitor.runner import ThreadRunner
+from fedquilt.observe import monitors
+from fedquilt.observe.runners import ThreadRunner
 
 __all__ = ["FileMonitor", "PrometheusMonitor", "RemoteMonitor"]
 

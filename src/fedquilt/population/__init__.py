@@ -1,7 +1,7 @@
 """Who takes part: participation history, availability, selection."""
 
 from fedquilt.population.availability import Availability, load_trace, propensities
-from fedquilt.population.history import ParticipationTracker
+from fedquilt.population.participation import ParticipationTracker
 from fedquilt.population.selection import Cohort, CohortSelector, poisson_cohort, select_cohort
 
 __all__ = [

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.errors import DataError, InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import DataError, InvalidValueError
 
 BETA_A, BETA_B = 2.0, 5.0
 UNIFORM_PROBABILITY = BETA_A / (BETA_A + BETA_B)
@@ -59,7 +59,7 @@ class Availability:
             return cls(num_clients, np.full(num_clients, UNIFORM_PROBABILITY))
         if kind.endswith(".csv"):
             return cls(num_clients, trace=load_trace(kind, num_clients))
-        hint = validate.did_you_mean(kind, KINDS)
+        hint = checks.did_you_mean(kind, KINDS)
         raise InvalidValueError(
             f"availability={kind!r} must be 'beta', 'uniform', 'always' or a FILE.csv{hint}"
         )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
 from fedquilt.population.availability import Availability
-from fedquilt.randomness import generator
 
 RULES = ("uniform", "weighted", "poisson")
 
@@ -86,7 +86,7 @@ class CohortSelector:
                 "no other rule is an independent coin"
             )
         self.availability = availability
-        self.rule = validate.choice("selection", rule, RULES)
+        self.rule = checks.choice("selection", rule, RULES)
         self.limit = limit
         self.seed = seed
         self.secret = secret

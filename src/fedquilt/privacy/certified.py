@@ -41,11 +41,10 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.allotment import JoinFacts, Policy
-from fedquilt.privacy.clip import norm
-from fedquilt.privacy.correlated import BandedNoise
+from fedquilt.privacy.clip import PrivateQuantile, norm
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
-from fedquilt.privacy.quantile import PrivateQuantile
+from fedquilt.privacy.noise import BandedNoise
+from fedquilt.privacy.policies import JoinFacts, Policy
 from fedquilt.privacy.statement import NOT_COVERED, Statement, cautions
 
 # Keeps the norm of a clipped vector below its bound through float64 rounding.
@@ -139,7 +138,7 @@ class Certified:
         """Tell who has enough left for one more join."""
         return np.asarray(remaining >= max(self.policy.smallest, 1.01 * self.bit_cost))
 
-    def charges(
+    def plan_round(
         self,
         round_index: int,
         clients: NDArray[np.int64],
@@ -165,7 +164,7 @@ class Certified:
         self._clips = dict(zip(clients.tolist(), clips.tolist(), strict=True))
         return np.asarray(factor * (clips / self._noise_std) ** 2 + bit)
 
-    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
         """Lower the clips where the ledger granted a hair less than was asked."""
         if granted is None:
             raise RuntimeError("a certified round needs a ledger that bounds it")

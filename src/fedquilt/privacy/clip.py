@@ -1,21 +1,39 @@
-"""Clipping: one function that bounds a vector, and the rules that choose the bound.
+"""Bounding a vector's norm, and clip bounds that follow the norms.
+
+Clipping: one function that bounds a vector, and the rules that choose the bound.
 
 `QuantileClipper` is the class of the API document.  Its bound is this round's
 raw percentile, a statistic of the data: whatever uses it has no guarantee, and
 the statement of the run says so.
+
+A clip bound that follows a quantile of the update norms, privately.
+
+Andrew, Thakkar, McMahan and Ramaswamy 2021 (arXiv:1905.03871).  Each client of a
+round adds the bit b_i = [||u_i|| <= C_t], 1 when it was not clipped:
+
+    fraction = (sum (b_i - 1/2) + N(0, sigma_b^2)) / m + 1/2
+    C_(t+1)  = C_t exp(-eta (fraction - gamma))
+
+The shifted bit is +-1/2, and 0 for a zero update, so its sum has sensitivity 1/2
+under zero-out adjacency and costs a client 1 / (4 sigma_b^2) in squared GDP units.  Under
+replace-one it may turn from -1/2 to 1/2, and costs four times that, like everything else.
+The bound of a round depends on earlier rounds only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError, NotReadyError
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.privacy.noise import NoiseStream
 
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
@@ -86,13 +104,13 @@ class QuantileClipper:
         max_clip: float = 10.0,
         initial_clip: float | None = None,
     ) -> None:
-        self.quantile = validate.number("quantile", quantile, above=0, below=1)
-        self.momentum = validate.number("momentum", momentum, at_least=0, below=1)
-        self.min_clip = validate.number("min_clip", min_clip, above=0)
-        self.max_clip = validate.number("max_clip", max_clip, above=self.min_clip)
+        self.quantile = checks.number("quantile", quantile, above=0, below=1)
+        self.momentum = checks.number("momentum", momentum, at_least=0, below=1)
+        self.min_clip = checks.number("min_clip", min_clip, above=0)
+        self.max_clip = checks.number("max_clip", max_clip, above=self.min_clip)
         self.initial_clip: float | None = None
         if initial_clip is not None:
-            self.initial_clip = validate.number(
+            self.initial_clip = checks.number(
                 "initial_clip", initial_clip, at_least=self.min_clip, at_most=self.max_clip
             )
         self.reset()
@@ -181,7 +199,7 @@ class FixedClipper:
     """A clip bound that is chosen in advance and never moves."""
 
     def __init__(self, clip_norm: float) -> None:
-        self.clip_norm = validate.number("clip_norm", clip_norm, above=0)
+        self.clip_norm = checks.number("clip_norm", clip_norm, above=0)
 
     def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
         """Return the fixed bound, whatever the updates are."""
@@ -205,3 +223,58 @@ class FixedClipper:
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
         """Accept the empty state."""
+
+
+# The bound may move by at most this factor a round, whatever the noise says.
+_LARGEST_STEP = 4.0
+
+
+@dataclass
+class PrivateQuantile:
+    """The private estimate of a quantile of the norms; `bound` is C_t.
+
+    `bit_noise_std` is sigma_b.  Small cohorts need it far above the usual m / 20:
+    twice the noise multiplier costs 1/16 of a join.
+    """
+
+    bound: float
+    target: float
+    learning_rate: float
+    bit_noise_std: float
+    expected_cohort: float
+    _bits: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """What one client's bit costs it."""
+        return 1.0 / (4.0 * self.bit_noise_std**2)
+
+    def open_round(self) -> None:
+        """Forget the bits of the last round."""
+        self._bits = 0.0
+
+    def add(self, length: float) -> None:
+        """Add the bit of an update of this norm; nothing adds nothing.
+
+        A zero update is what a client with no data would send.  Were it to add a
+        bit, taking a client's data away could move the sum by 1 instead of 1/2.
+        """
+        if length > 0:
+            self._bits += 0.5 if length <= self.bound else -0.5
+
+    def close_round(self, noise: NoiseStream) -> float:
+        """Noise the bits, move the bound for the next round, return the noised fraction."""
+        noised = self._bits + self.bit_noise_std * float(noise.normal(1)[0])
+        fraction = noised / self.expected_cohort + 0.5
+        step = -self.learning_rate * (fraction - self.target)
+        limit = math.log(_LARGEST_STEP)
+        self.bound *= math.exp(min(limit, max(-limit, step)))
+        return fraction
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return the bound, which is a released value."""
+        return {"quantile_bound": np.asarray([self.bound])}
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        self.bound = float(state["quantile_bound"][0])

@@ -83,7 +83,7 @@ class Mechanism(Protocol):
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell who has enough left for one more join."""
 
-    def charges(
+    def plan_round(
         self,
         round_index: int,
         clients: NDArray[np.int64],
@@ -100,7 +100,7 @@ class Mechanism(Protocol):
         these clients.
         """
 
-    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
         """Keep the round within what the ledger granted, never a hair above it."""
 
     def open_round(self, facts: RoundFacts) -> None:
@@ -165,7 +165,7 @@ class Unbounded:
         """Nobody runs out of what is not counted."""
         return np.ones(remaining.shape, dtype=np.bool_)
 
-    def charges(
+    def plan_round(
         self,
         round_index: int,
         clients: NDArray[np.int64],
@@ -176,7 +176,7 @@ class Unbounded:
         """No finite charge would be true."""
         return None
 
-    def take_grant(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
         """Infinity needs no grant."""
 
 

@@ -1,15 +1,15 @@
-"""The statement at the end of a run: what may be claimed, for whom, and what not."""
+"""What a run may claim, and which tensors it covers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedquilt.bounds import format_bound
+import torch
 
-SCHEMA_VERSION = 1
+from fedquilt.common.bounds import format_bound
 
 ADJACENCIES = {
     "zero-out": "its data against nothing in their place",
@@ -152,3 +152,49 @@ def cautions(epsilon: float, delta: float, num_clients: int) -> tuple[str, ...]:
 
 def _json_epsilon(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A union of index ranges of a vector of `size`, with the names on each side."""
+
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+    covered: tuple[str, ...]
+    uncovered: tuple[str, ...]
+
+    @classmethod
+    def make(
+        cls, size: int, tensors: Iterable[tuple[str, int, int]], chosen: Iterable[str]
+    ) -> Coverage:
+        """Cover the chosen ones of `(name, start, stop)` tensors, joining neighbours."""
+        wanted = set(chosen)
+        ranges: list[tuple[int, int]] = []
+        covered, uncovered = [], []
+        for name, start, stop in tensors:
+            if name not in wanted:
+                uncovered.append(name)
+                continue
+            covered.append(name)
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        return cls(size, tuple(ranges), tuple(covered), tuple(uncovered))
+
+    @property
+    def num_covered(self) -> int:
+        """The number of covered coordinates."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def take(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the covered coordinates: a view for one range, else a copy."""
+        parts = [vector[start:stop] for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def put(self, vector: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the covered coordinates back into the vector."""
+        offset = 0
+        for start, stop in self.ranges:
+            vector[start:stop] = part[offset : offset + stop - start]
+            offset += stop - start

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.report.gif import encode_gif
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.sheet import (
     FONT_SIZE,
     GAP,
@@ -27,6 +26,7 @@ from fedquilt.report.sheet import (
     WIDE_GAP,
     Pixels,
     Sheet,
+    encode_gif,
     target_of,
     write_png,
     write_whole,
@@ -99,8 +99,8 @@ def draw_condensed_strip(
     of each class the first `per_class` images.  The rest is as in `draw_condensed`.
     """
     target = target_of(path, ".png")
-    validate.integer("max_columns", max_columns, at_least=2, at_most=100)
-    validate.integer("per_class", per_class, at_least=1, at_most=MAX_ROWS)
+    checks.integer("max_columns", max_columns, at_least=2, at_most=100)
+    checks.integer("per_class", per_class, at_least=1, at_most=MAX_ROWS)
     moments = _moments(frames, max_columns, mean, std)
     shape = moments[0][1].shape
     members = _members(labels, shape[0])
@@ -135,8 +135,8 @@ def animate_condensed(
     made again with fewer colours, then with smaller images, then with fewer frames.
     """
     target = target_of(path, ".gif")
-    validate.integer("max_frames", max_frames, at_least=2, at_most=1000)
-    validate.integer("max_bytes", max_bytes, at_least=1)
+    checks.integer("max_frames", max_frames, at_least=2, at_most=1000)
+    checks.integer("max_bytes", max_bytes, at_least=1)
     stay = _hundredths("frame_ms", frame_ms), _hundredths("last_ms", last_ms)
     moments = _moments(frames, max_frames, mean, std)
     members = _members(labels, len(moments[0][1]))
@@ -189,7 +189,7 @@ class _Grid:
         max_columns: int,
         class_names: ClassNames | None,
     ) -> _Grid:
-        most = validate.integer("max_columns", max_columns, at_least=1, at_most=100)
+        most = checks.integer("max_columns", max_columns, at_least=1, at_most=100)
         largest = max(len(indices) for indices in members.values())
         columns = min(most, largest)
         blocks = _blocks(len(members), columns, most)
@@ -275,8 +275,8 @@ def _pixels(
             f"{name}[{int(np.argmin(finite))}] holds a value that is not finite"
         )
     channels = values.shape[1]
-    shift = [validate.number("mean", v) for v in _each("mean", mean, channels)]
-    spread = [validate.number("std", v, above=0) for v in _each("std", std, channels)]
+    shift = [checks.number("mean", v) for v in _each("mean", mean, channels)]
+    spread = [checks.number("std", v, above=0) for v in _each("std", std, channels)]
     shown = values.transpose(0, 2, 3, 1).astype(np.float64) * spread + shift
     pixels: Pixels = np.rint(shown.clip(0, 1) * 255).astype(np.uint8)
     return pixels
@@ -365,5 +365,5 @@ def _elide(text: str, longest: int) -> str:
 
 
 def _hundredths(name: str, milliseconds: int) -> int:
-    whole = validate.integer(name, milliseconds, at_least=20, at_most=60_000)
+    whole = checks.integer(name, milliseconds, at_least=20, at_most=60_000)
     return round(whole / 10) * 10

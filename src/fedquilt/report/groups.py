@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.report.history import draw_accuracy
-from fedquilt.report.panels import head, in_words, whole_rounds
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.series import (
     ROUND,
     Array,
@@ -30,8 +28,12 @@ from fedquilt.report.style import (
     drawing,
     figure_path,
     figure_settings,
+    in_words,
+    panel_title,
     save_figure,
+    whole_rounds,
 )
+from fedquilt.report.training_figure import draw_accuracy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +64,8 @@ def consumption_by_group(
     Each group has round(fraction * num_clients) clients, at least one; clients
     with equally many rounds are taken in the order of their ids.
     """
-    clients = validate.integer("num_clients", num_clients, at_least=1)
-    share = validate.number("fraction", fraction, above=0, at_most=0.5)
+    clients = checks.integer("num_clients", num_clients, at_least=1)
+    share = checks.number("fraction", fraction, above=0, at_most=0.5)
     budgets = np.nan_to_num(column(history, "privacy_budgets"), nan=0.0)
     cohorts = _cohorts(history, clients)
     rounds = min(budgets.size, len(cohorts))
@@ -132,7 +134,7 @@ def plot_privacy_consumption_by_group(
         axes = figure.subplots()
         title = ": ".join(filter(None, ["Nominal epsilon by participation", dataset_name.upper()]))
         if not most.mean.size or is_absent(history, "privacy_budgets"):
-            head(axes, title)
+            panel_title(axes, title)
             in_words(axes, _missing(history))
         else:
             _draw_groups(axes, title, most, least, fraction)
@@ -161,7 +163,7 @@ def _draw_groups(
     axes.set_ylabel("nominal epsilon")
     whole_rounds(axes, rounds, ROUND)
     axes.legend(loc="upper left")
-    head(axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"])
+    panel_title(axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"])
 
 
 def plot_paper_figures(

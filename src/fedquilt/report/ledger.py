@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.bounds import format_bound, format_left
+from fedquilt.common.bounds import format_bound, format_left
 from fedquilt.report.style import (
     BLUE,
     GREY,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError
 
 Array = NDArray[np.float64]
 

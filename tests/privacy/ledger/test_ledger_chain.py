@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.privacy.ledger import Ledger, Population
-from fedquilt.privacy.ledger.chain import GENESIS, Entry
+from fedquilt.privacy.ledger.entries import GENESIS, Entry
 
 FULL = Entry(4, "settle", "t", 2, 3, 0, 5, "n", "d", "{}", b"\x01\x02", b"12345678")
 OTHER = {"seq": 9, "kind": "release", "time": "u", "clients": b"\x01\x03", "charges": b"12345679"}

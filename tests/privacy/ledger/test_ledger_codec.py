@@ -6,30 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import LedgerCorruptError, codec
+from fedquilt.privacy.ledger import LedgerCorruptError, entries
 
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 99_999_999), max_size=80))
 def test_clients_survive(clients: set[int]) -> None:
     ordered = np.array(sorted(clients), dtype=np.int64)
-    blob = codec.encode_clients(ordered)
-    np.testing.assert_array_equal(codec.decode_clients(blob, 100_000_000), ordered)
+    blob = entries.encode_clients(ordered)
+    np.testing.assert_array_equal(entries.decode_clients(blob, 100_000_000), ordered)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, allow_nan=False), max_size=50))
 def test_charges_survive_bit_for_bit(charges: list[float]) -> None:
-    blob = codec.encode_charges(np.array(charges, dtype=np.float64))
-    assert codec.decode_charges(blob, len(charges)).tolist() == charges
+    blob = entries.encode_charges(np.array(charges, dtype=np.float64))
+    assert entries.decode_charges(blob, len(charges)).tolist() == charges
 
 
 def test_a_large_cohort_is_small() -> None:
     rng = np.random.default_rng(0)
     clients = np.sort(rng.choice(1_000_000, 10_000, replace=False))
-    assert len(codec.encode_clients(clients)) == 20_001
-    assert len(codec.encode_charges(np.full(10_000, 0.1))) == 8
-    assert len(codec.encode_charges(rng.uniform(size=10_000))) == 80_000
+    assert len(entries.encode_clients(clients)) == 20_001
+    assert len(entries.encode_charges(np.full(10_000, 0.1))) == 8
+    assert len(entries.encode_charges(rng.uniform(size=10_000))) == 80_000
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_a_large_cohort_is_small() -> None:
 )
 def test_damaged_clients_are_refused(blob: bytes, reason: str) -> None:
     with pytest.raises(LedgerCorruptError, match=reason):
-        codec.decode_clients(blob, 10)
+        entries.decode_clients(blob, 10)
 
 
 def test_damaged_charges_are_refused() -> None:
     with pytest.raises(LedgerCorruptError, match="do not match"):
-        codec.decode_charges(np.ones(2).tobytes(), 3)
+        entries.decode_charges(np.ones(2).tobytes(), 3)
     with pytest.raises(LedgerCorruptError, match="not a number >= 0"):
-        codec.decode_charges(np.array([1.0, np.nan]).tobytes(), 2)
+        entries.decode_charges(np.array([1.0, np.nan]).tobytes(), 2)
     with pytest.raises(LedgerCorruptError, match="not a number >= 0"):
-        codec.decode_charges(np.array([-1.0]).tobytes(), 2)
+        entries.decode_charges(np.array([-1.0]).tobytes(), 2)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_damaged_charges_are_refused() -> None:
 )
 def test_wrong_clients(clients: object, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        codec.check_clients(clients, 10)  # type: ignore[arg-type]
+        entries.check_clients(clients, 10)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("charges", [-1.0, np.nan, np.inf, [1.0, np.nan], [1.0], "a", ["a", "b"]])
 def test_wrong_charges(charges: object) -> None:
     with pytest.raises(InvalidValueError, match="charges_mu2"):
-        codec.check_charges(charges, 2)  # type: ignore[arg-type]
+        entries.check_charges(charges, 2)  # type: ignore[arg-type]

@@ -20,10 +20,10 @@ from fedquilt.privacy.ledger import (
     LedgerError,
     LedgerFileError,
     Population,
-    account,
-    mark,
+    balances,
+    files,
 )
-from fedquilt.privacy.ledger.chain import Entry
+from fedquilt.privacy.ledger.entries import Entry
 
 fork = multiprocessing.get_context("fork")
 
@@ -290,26 +290,26 @@ def test_entries_that_were_read_half_are_read_again(
     run = population.start_run("r", epsilon=1.0)
     for index in range(3):
         run.settle(run.reserve(index, [0], 2.0**-12), f"{index}")
-    original = account.Account.apply
+    original = balances.Balances.apply
 
-    def interrupted(self: account.Account, entry: Entry) -> None:
+    def interrupted(self: balances.Balances, entry: Entry) -> None:
         if entry.kind == "settle" and entry.round == 1:
             raise KeyboardInterrupt
         original(self, entry)
 
     with Ledger.open(path) as ledger:
-        monkeypatch.setattr(account.Account, "apply", interrupted)
+        monkeypatch.setattr(balances.Balances, "apply", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ledger.population("digits")
-        monkeypatch.setattr(account.Account, "apply", original)
+        monkeypatch.setattr(balances.Balances, "apply", original)
         theirs = ledger.population("digits")
         assert theirs.spent()[0] == 3 * 2.0**-12
         assert theirs.reserved()[0] == 0
 
 
 def test_a_snapshot_saves_reading_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
-    monkeypatch.setattr(mark, "MARK_FROM", 1)
+    monkeypatch.setattr(balances, "_SNAPSHOT_FLOOR", 1)
+    monkeypatch.setattr(files, "MARK_FROM", 1)
     with Ledger.open(path, create=True) as ledger:
         population = ledger.population("p", num_clients=3, epsilon=1.0, delta=1e-5)
         run = population.start_run("r", epsilon=1.0)
@@ -321,9 +321,9 @@ def test_a_snapshot_saves_reading_the_past(path: Path, monkeypatch: pytest.Monke
         spent, reserved = population.spent(), population.reserved()
         assert ledger.verify().ok
     applied: list[int] = []
-    original = account.Account.apply
+    original = balances.Balances.apply
     monkeypatch.setattr(
-        account.Account, "apply", lambda self, e: (applied.append(e.seq), original(self, e))
+        balances.Balances, "apply", lambda self, e: (applied.append(e.seq), original(self, e))
     )
     with Ledger.open(path) as ledger:
         population = ledger.population("p")

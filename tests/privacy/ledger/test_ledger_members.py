@@ -20,12 +20,14 @@ from fedquilt.privacy.ledger import (
     LedgerConflictError,
     LedgerCorruptError,
     Population,
-    account,
     csv_rows,
-    mark,
+    files,
     roster_name,
 )
-from fedquilt.privacy.ledger.chain import COLUMNS, Entry
+from fedquilt.privacy.ledger import (
+    balances as account,
+)
+from fedquilt.privacy.ledger.entries import COLUMNS, Entry
 
 fork = multiprocessing.get_context("fork")
 CHARGE = 2.0**-8
@@ -130,7 +132,7 @@ def test_processes_join_at_once(path: Path, ledger: Ledger) -> None:
 
 def test_snapshots_of_a_growing_population(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
-    monkeypatch.setattr(mark, "MARK_FROM", 1)
+    monkeypatch.setattr(files, "MARK_FROM", 1)
     ids: list[str] = []
     for number in range(6):
         ids.insert(0, f"client {number}")

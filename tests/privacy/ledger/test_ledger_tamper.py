@@ -16,9 +16,9 @@ from fedquilt.privacy.ledger import (
     LedgerCorruptError,
     LedgerFileError,
     VerifyReport,
-    account,
+    balances,
 )
-from fedquilt.privacy.ledger.chain import COLUMNS, Entry
+from fedquilt.privacy.ledger.entries import COLUMNS, Entry
 
 Heads = list[str]
 
@@ -26,7 +26,7 @@ Heads = list[str]
 @pytest.fixture
 def heads(path: Path, monkeypatch: pytest.MonkeyPatch) -> Heads:
     """Fill a ledger at `path`; return the heads its runs have kept."""
-    monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
+    monkeypatch.setattr(balances, "_SNAPSHOT_FLOOR", 1)
     kept = []
     with Ledger.open(path, create=True) as ledger:
         population = ledger.population("p", num_clients=4, epsilon=6.0, delta=1e-5)

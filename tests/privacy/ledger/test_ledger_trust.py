@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, account, csv_rows, mark
-from fedquilt.privacy.ledger.chain import Entry
+from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, balances, csv_rows, files
+from fedquilt.privacy.ledger.entries import Entry
 
 CHARGE = 2.0**-6
 USES: dict[str, Callable[[Ledger], Any]] = {
@@ -38,9 +38,9 @@ EDITS = {
 @pytest.fixture(params=["short", "long"])
 def filled(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A ledger with charges and a snapshot; a long one has a mark beside it."""
-    monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
+    monkeypatch.setattr(balances, "_SNAPSHOT_FLOOR", 1)
     if request.param == "long":
-        monkeypatch.setattr(mark, "MARK_FROM", 1)
+        monkeypatch.setattr(files, "MARK_FROM", 1)
     with Ledger.open(path, create=True) as ledger:
         population = ledger.population("p", num_clients=4, epsilon=6.0, delta=1e-5)
         run = population.start_run("one", epsilon=3.0)
@@ -48,7 +48,7 @@ def filled(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Monke
             run.settle(run.reserve(index, [0, 1, 2], CHARGE), f"release {index}")
         run.finish()
         population.start_run("two", epsilon=1.0)
-    assert mark.mark_path(path).exists() == (request.param == "long")
+    assert files.mark_path(path).exists() == (request.param == "long")
     return path
 
 
@@ -135,7 +135,7 @@ def test_a_long_past_is_hashed_once(filled: Path, hashed: list[int]) -> None:
     with Ledger.open(filled) as ledger:
         assert ledger.population("p").spent().tolist() == [3 * CHARGE] * 3 + [CHARGE]
     assert hashed == [], "what this process wrote and checked needs no second look"
-    assert stat.S_IMODE(mark.mark_path(filled).stat().st_mode) == 0o600
+    assert stat.S_IMODE(files.mark_path(filled).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("filled", ["long"], indirect=True)
@@ -143,7 +143,7 @@ def test_a_long_past_is_hashed_once(filled: Path, hashed: list[int]) -> None:
 def test_a_mark_that_does_not_fit_is_worth_nothing(
     filled: Path, hashed: list[int], how: str
 ) -> None:
-    kept = mark.mark_path(filled)
+    kept = files.mark_path(filled)
     if how == "touched":
         os.utime(filled)
     elif how == "copied":
@@ -175,12 +175,12 @@ def test_a_short_ledger_is_hashed_every_time(filled: Path, hashed: list[int]) ->
 def test_balances_of_a_bit_that_the_disk_turned(filled: Path) -> None:
     """The file looks as it did, so only what is read is looked at: the balances."""
     edit(filled, EDITS["low balances"])
-    said = mark.mark_path(filled).read_text()
-    before = mark.read_mark(filled)
+    said = files.mark_path(filled).read_text()
+    before = files.read_mark(filled)
     assert before is None
-    looks = list(mark.looks(filled))
+    looks = list(files.looks(filled))
     start = said.index('"file": ') + len('"file": ')
     end = said.index("]", start) + 1
-    mark.mark_path(filled).write_text(said[:start] + str(looks) + said[end:])
+    files.mark_path(filled).write_text(said[:start] + str(looks) + said[end:])
     with Ledger.open(filled) as ledger, pytest.raises(LedgerCorruptError, match="add up to"):
         ledger.population("p").spent()

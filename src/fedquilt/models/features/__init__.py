@@ -12,13 +12,14 @@
 True
 """
 
-from fedquilt.models.features.chosen import CHOSEN_ON, choice_note
 from fedquilt.models.features.frozen import FrozenFront, SampleStandard
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.model import (
+    CHOSEN_ON,
     FEATURE_MODELS,
     FeatureModel,
     GivenFeatures,
+    choice_note,
     make_feature_model,
     precompute,
 )

@@ -1,28 +1,70 @@
-"""Fixed features made fit for a linear head, computed without looking at any data.
+"""Frozen fronts: image shapes, standardised features, public statistics.
+
+Fixed features made fit for a linear head, computed without looking at any data.
 
 The noise of a private release grows with the number of coordinates it covers, so a
 whole-model guarantee among few clients needs a small trainable head.  A front that is
 frozen and known to everybody costs nothing: noise on the head is then noise on everything
 that was learned.  That holds only while the front is a public function, so its centring
 and whitening may not come from the clients' data either.  Its settings are another
-matter: `chosen.py` says on what they were chosen.
+matter: `model.py` says on what they were chosen.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.models.features.public import (
-    mean_and_whitening,
-    random_projection,
-    turned_towards,
-)
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+
+
+def random_projection(size: int, dimension: int, seed: int) -> torch.Tensor:
+    """Return a [size, dimension] matrix of N(0, 1 / dimension) entries drawn from a seed.
+
+    It keeps inner products in expectation (Johnson and Lindenstrauss 1984).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(size, dimension, generator=generator)
+    return matrix.div_(math.sqrt(dimension))
+
+
+def turned_towards(projection: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return orthonormal columns that span C P, C the covariance of `rows`, P a projection.
+
+    One step of the randomised range finder (Halko, Martinsson and Tropp 2011): random
+    directions, turned towards those in which the rows vary most.  The columns are
+    Q = Y (Y^T Y)^(-1/2) with Y = C P.  Unlike principal components Q does not depend on how
+    a solver picks signs and orders equal eigenvalues: machines agree up to rounding.
+    """
+    centred = (rows - rows.mean(0)).double()
+    turned = centred.T @ (centred @ projection.double())
+    turned = turned / torch.linalg.matrix_norm(turned).clamp(min=_TINY)
+    values, vectors = torch.linalg.eigh(turned.T @ turned)
+    # Directions the rows do not span have length zero up to rounding and stay near zero.
+    lengths = values.clamp(min=_TINY * max(1.0, float(values.max()))).sqrt()
+    columns: torch.Tensor = turned @ (vectors / lengths) @ vectors.T
+    return columns.to(projection.dtype)
+
+
+def mean_and_whitening(rows: torch.Tensor, shrink: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of rows and W = (C / c + shrink)^(-1/2).
+
+    C is the covariance and c its mean eigenvalue.  Of all matrices that whiten, W is the
+    symmetric one, which machines agree on up to rounding.
+    """
+    wide = rows.double()
+    mean = wide.mean(0)
+    covariance = (wide - mean).T @ (wide - mean) / len(wide)
+    level = covariance.diagonal().mean().clamp(min=_TINY)
+    values, vectors = torch.linalg.eigh(covariance / level)
+    whitening = (vectors * (values.clamp(min=0) + shrink).rsqrt()) @ vectors.T
+    return mean.to(rows.dtype), whitening.to(rows.dtype)
+
 
 _TINY = 1e-12
 _SMALLEST = 1e-38  # a positive float32 whose root is below _TINY
@@ -92,9 +134,9 @@ class FrozenFront(nn.Module):
     ) -> None:
         super().__init__()
         size = count_features(front)
-        validate.integer("seed", seed, at_least=0)
-        validate.number("shrink", shrink, above=0)
-        self.power = validate.number("power", power, above=0)
+        checks.integer("seed", seed, at_least=0)
+        checks.number("shrink", shrink, above=0)
+        self.power = checks.number("power", power, above=0)
         self.front = front.requires_grad_(False)
         self.num_features = size
         self.projection: torch.Tensor | None
@@ -102,7 +144,7 @@ class FrozenFront(nn.Module):
         self.whitening: torch.Tensor
         matrix = None
         if projection is not None:
-            self.num_features = validate.integer("projection", projection, at_least=1, at_most=size)
+            self.num_features = checks.integer("projection", projection, at_least=1, at_most=size)
             matrix = random_projection(size, self.num_features, seed)
         self.register_buffer("projection", matrix, persistent=False)
         self.register_buffer("mean", torch.zeros(self.num_features), persistent=False)
@@ -214,3 +256,26 @@ class _SignedPower(torch.autograd.Function):
         (values,) = ctx.saved_tensors
         slope = ctx.power * values.abs().clamp(min=_FLAT) ** (ctx.power - 1)
         return grad * slope, None
+
+
+_SMALLEST_SIDE = 3
+
+
+def image_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (channels, height, width), or raise."""
+    if len(shape) != 3:
+        raise InvalidValueError(f"input_shape={tuple(shape)!r} must be (channels, height, width)")
+    channels = checks.integer("channels of input_shape", shape[0], at_least=1)
+    height = checks.integer("height of input_shape", shape[1], at_least=_SMALLEST_SIDE)
+    width = checks.integer("width of input_shape", shape[2], at_least=_SMALLEST_SIDE)
+    return channels, height, width
+
+
+def as_images(images: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return a batch of images of that shape in float32, or raise."""
+    if images.dim() != 4 or tuple(images.shape[1:]) != shape:
+        raise InvalidValueError(
+            f"images of shape {tuple(images.shape)} must have shape (N, {shape[0]}, "
+            f"{shape[1]}, {shape[2]})"
+        )
+    return images.to(torch.float32)

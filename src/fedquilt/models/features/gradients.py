@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.models.features.shapes import as_images, image_shape
+from fedquilt.common import checks
+from fedquilt.models.features.frozen import as_images, image_shape
 
 BLOCK_NORMS = ("none", "L1", "L2", "L2-Hys")
 _HYSTERESIS = 0.2
@@ -82,15 +82,15 @@ class OrientedGradients(nn.Module):
     ) -> None:
         super().__init__()
         self.input_shape = image_shape(input_shape)
-        self.orientations = validate.integer("orientations", orientations, at_least=2)
+        self.orientations = checks.integer("orientations", orientations, at_least=2)
         self.signed, self.smooth, self.interpolate = signed, smooth, interpolate
-        self.block_norm = validate.choice("block_norm", block_norm, BLOCK_NORMS)
-        self.eps = validate.number("eps", eps, above=0)
-        self.floor = validate.number("floor", floor, at_least=0)
+        self.block_norm = checks.choice("block_norm", block_norm, BLOCK_NORMS)
+        self.eps = checks.number("eps", eps, above=0)
+        self.floor = checks.number("floor", floor, at_least=0)
         _, height, width = self.input_shape
-        side = validate.integer("cell", cell, at_least=1, at_most=min(height, width))
+        side = checks.integer("cell", cell, at_least=1, at_most=min(height, width))
         self.cells = (height // side, width // side)
-        self.block = validate.integer("block", block, at_least=1, at_most=min(self.cells))
+        self.block = checks.integer("block", block, at_least=1, at_most=min(self.cells))
         weights = _interpolated if interpolate else _separate
         self.rows: torch.Tensor
         self.columns: torch.Tensor

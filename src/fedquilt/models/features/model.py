@@ -1,4 +1,11 @@
-"""Models that train a linear head on a frozen front."""
+"""A small trainable model on a frozen front.
+
+What the settings of a public front were chosen on, and how a statement says so.
+
+A front is a fixed function of one image, but somebody set the size of its cells by
+looking at how well labelled images could be told apart.  For clients who hold those very
+images the choice is a release that no noise covers; for everybody else it is public.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +18,50 @@ from typing import cast
 import torch
 from torch import nn
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.models.features.chosen import CHOSEN_ON
-from fedquilt.models.features.frozen import FrozenFront, SampleStandard, count_features
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.models.features.frozen import FrozenFront, SampleStandard, count_features, image_shape
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.scattering import Scattering
-from fedquilt.models.features.shapes import image_shape
 from fedquilt.models.features.synthetic import draw
+
+CHOSEN_ON: dict[str, tuple[str, ...]] = {
+    # cells, orientations, block norm, power and shrink of the whitening
+    "hog-linear": ("mnist",),
+    # scale, projection to 256, and the same power and shrink
+    "scatter-linear": ("mnist",),
+    # steps, penalties and schedule of a certified condensation (held-out training images)
+    "condensation": ("mnist", "cifar10"),
+}
+"""The data sets whose labels decided on defaults, by what they are defaults of."""
+
+_SAME_IMAGES = {"mnist": ("mnist", "mnist-writers"), "cifar10": ("cifar10",)}
+_TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+# Whoever passes data instead of a name may hold anything.
+_UNKNOWN = "custom"
+
+
+def choice_note(what: str, chosen_on: tuple[str, ...], dataset: str) -> str | None:
+    """Return the note of a statement about settings chosen on data; None: on no data.
+
+    >>> choice_note("settings", ("mnist",), "mnist-writers")
+    'settings were chosen on MNIST, which these clients hold: that choice is not covered'
+    >>> choice_note("settings", ("mnist",), "digits")
+    'settings were chosen on MNIST; none of it is data of a client here'
+    """
+    if not chosen_on:
+        return None
+    titles = " and ".join(_TITLES[name] for name in chosen_on)
+    held = " and ".join(_TITLES[name] for name in chosen_on if dataset in _SAME_IMAGES[name])
+    if held:
+        which = "which these clients hold" if held == titles else f"and these clients hold {held}"
+        return f"{what} were chosen on {titles}, {which}: that choice is not covered"
+    if dataset == _UNKNOWN:
+        return (
+            f"{what} were chosen on {titles}: if clients hold any of it, that choice is not covered"
+        )
+    return f"{what} were chosen on {titles}; none of it is data of a client here"
+
 
 _PUBLIC_IMAGES = {"hog-linear": 2000, "scatter-linear": 1000}  # scattering takes long
 FEATURE_MODELS = tuple(_PUBLIC_IMAGES)
@@ -90,7 +133,7 @@ class GivenFeatures(nn.Module):
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
-        self.num_features = validate.integer("num_features", num_features, at_least=1)
+        self.num_features = checks.integer("num_features", num_features, at_least=1)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features."""
@@ -104,7 +147,7 @@ class GivenFeatures(nn.Module):
 
 def _zero_head(num_features: int, num_classes: int, bias: bool) -> nn.Linear:
     """Return a linear layer whose weights are zero."""
-    validate.integer("num_classes", num_classes, at_least=1)
+    checks.integer("num_classes", num_classes, at_least=1)
     with torch.random.fork_rng(devices=[]):  # the layer draws weights before they are cleared
         head = nn.Linear(num_features, num_classes, bias=bias)
     for parameter in head.parameters():
@@ -120,7 +163,7 @@ def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 256) ->
     train `model.on_features()` on the result.  All batches have one size, the last one
     filled up, so that an image's features do not depend on how many images there are.
     """
-    validate.integer("batch_size", batch_size, at_least=1)
+    checks.integer("batch_size", batch_size, at_least=1)
     out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
@@ -146,7 +189,7 @@ def make_feature_model(
     and leaves for several.  Equal arguments give equal models.  No data set has a part in
     a front, but its settings were chosen on one: see `CHOSEN_ON`.
     """
-    validate.choice("model", name, FEATURE_MODELS)
+    checks.choice("model", name, FEATURE_MODELS)
     front = copy.deepcopy(_front(name, image_shape(input_shape)))
     return FeatureModel(front, num_classes, bias, CHOSEN_ON[name])
 

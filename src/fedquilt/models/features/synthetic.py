@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fedquilt import validate
-from fedquilt.models.features.shapes import image_shape
+from fedquilt.common import checks
+from fedquilt.models.features.frozen import image_shape
 
 KINDS = ("strokes", "leaves")
 
@@ -40,9 +40,9 @@ def draw(kind: str, input_shape: Sequence[int], count: int, seed: int = 0) -> to
         Draws the same images every time.
     """
     shape = image_shape(input_shape)
-    validate.choice("kind", kind, KINDS)
-    validate.integer("count", count, at_least=1)
-    generator = torch.Generator().manual_seed(validate.integer("seed", seed, at_least=0))
+    checks.choice("kind", kind, KINDS)
+    checks.integer("count", count, at_least=1)
+    generator = torch.Generator().manual_seed(checks.integer("seed", seed, at_least=0))
     return (_strokes if kind == "strokes" else _leaves)(shape, count, generator)
 
 

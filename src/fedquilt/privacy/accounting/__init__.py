@@ -1,6 +1,5 @@
 """What Gaussian noise costs a client: exact figures, composition, calibration."""
 
-from fedquilt.privacy.accounting.adjacency import Adjacency
 from fedquilt.privacy.accounting.composition import METHODS, calibrate, epsilon
 from fedquilt.privacy.accounting.gaussian import (
     classic_sigma,
@@ -9,7 +8,7 @@ from fedquilt.privacy.accounting.gaussian import (
     gaussian_epsilon_many,
     gaussian_mu,
 )
-from fedquilt.privacy.accounting.release import PrivacyBound, Release
+from fedquilt.privacy.accounting.release import Adjacency, PrivacyBound, Release
 
 __all__ = [
     "METHODS",

@@ -1,4 +1,6 @@
-"""The total cost of many Gaussian releases to one client, by five methods.
+"""Epsilon of many releases, and the noise for an epsilon.
+
+The total cost of many Gaussian releases to one client, by five methods.
 
 | method   | what it is                                        | sampling | above the truth |
 |----------|---------------------------------------------------|----------|-----------------|
@@ -22,15 +24,70 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.accounting.adjacency import Adjacency
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.accounting.numerical import pld_epsilon, rdp_epsilon
-from fedquilt.privacy.accounting.release import PrivacyBound, Release, merged
-from fedquilt.privacy.accounting.search import smallest_with
+from fedquilt.privacy.accounting.release import Adjacency, PrivacyBound, Release, merged
 
 __all__ = ["METHODS", "PrivacyBound", "Release", "calibrate", "epsilon"]
+
+_TINY = 1e-12
+_LEAST = 1e-6
+
+
+def smallest_with(
+    spent: Callable[[float], float], target: float, *, start: float, step: float, precision: float
+) -> float:
+    """Return an x > 0 with spent(x) <= target that is the smallest to a relative `precision`.
+
+    `spent` must not increase.  In logarithms it is nearly a straight line, so
+    false position (with the Illinois rule, which halves the weight of an end that
+    stays twice) ends after a few evaluations; each aims a little above the root, where
+    the answer must lie.  The search also ends when `spent` is within `precision`
+    of the target.
+    """
+
+    def excess(log_x: float) -> float:
+        return math.log(max(spent(math.exp(log_x)), _TINY) / target)
+
+    low, low_weight, high, high_weight = _bracket(excess, math.log(start), math.log(step))
+    missing, side = -high_weight, 0
+    while high - low > precision and missing > precision:
+        aim = low + (high - low) * low_weight / (low_weight - high_weight) + 0.5 * precision
+        middle = min(max(aim, low + 0.2 * precision), high - 0.2 * precision)
+        value = excess(middle)
+        if value <= 0:
+            low_weight *= 0.5 if side == -1 else 1.0
+            high, high_weight, missing, side = middle, value, -value, -1
+        else:
+            high_weight *= 0.5 if side == 1 else 1.0
+            low, low_weight, side = middle, value, 1
+    return math.exp(high)
+
+
+def _bracket(
+    excess: Callable[[float], float], start: float, step: float
+) -> tuple[float, float, float, float]:
+    """Walk from `start` until the root lies between two neighbouring points."""
+    high, high_excess = start, excess(start)
+    if high_excess > 0:
+        while high_excess > 0:
+            low, low_excess = high, high_excess
+            high += step
+            high_excess = excess(high)
+        return low, low_excess, high, high_excess
+    while True:
+        low = high - step
+        if low < math.log(_LEAST):
+            raise InvalidValueError(
+                f"target_epsilon must be lower: it is met without noise (below {_LEAST:g})"
+            )
+        low_excess = excess(low)
+        if low_excess > 0:
+            return low, low_excess, high, high_excess
+        high, high_excess = low, low_excess
+
 
 _PRECISION = 1e-5  # relative, of a calibrated noise multiplier
 _NO_NOISE = 1e-100
@@ -48,8 +105,8 @@ def epsilon(
     The order of the releases does not matter.  One release without noise makes
     epsilon infinite.
     """
-    validate.choice("method", method, METHODS)
-    delta = validate.number("delta", delta, above=0, below=1)
+    checks.choice("method", method, METHODS)
+    delta = checks.number("delta", delta, above=0, below=1)
     adjacency = Adjacency.of(adjacency)
     counted = [release for release in map(_checked, releases) if release.count]
     if any(release.noise_multiplier < _NO_NOISE for release in counted):
@@ -72,10 +129,10 @@ def calibrate(
     It is the smallest one to a relative 1e-5, and always on the safe side: the
     epsilon of the result is at most the target.
     """
-    target = validate.number("target_epsilon", target_epsilon, above=0)
-    delta = validate.number("delta", delta, above=0, below=1)
-    validate.integer("rounds", rounds, at_least=1)
-    validate.choice("method", method, METHODS)
+    target = checks.number("target_epsilon", target_epsilon, above=0)
+    delta = checks.number("delta", delta, above=0, below=1)
+    checks.integer("rounds", rounds, at_least=1)
+    checks.choice("method", method, METHODS)
     adjacency = Adjacency.of(adjacency)
     _refuse_free(Release(1.0, rounds, sampling_rate), delta)
 

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.errors import InvalidValueError, NotReadyError
-from fedquilt.privacy.accounting.adjacency import Adjacency
-from fedquilt.privacy.accounting.release import Release
+from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.privacy.accounting.release import Adjacency, Release
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

@@ -29,6 +29,8 @@ reservation counts as spent, for every run, from the moment it is on disk.
 * Either way the ledger may report more than was released, and never less.
 """
 
+from fedquilt.privacy.ledger.balances import ClientRow, Summary
+from fedquilt.privacy.ledger.entries import PopulationInfo, Reservation, RunInfo
 from fedquilt.privacy.ledger.errors import (
     BudgetExceededError,
     LedgerBusyError,
@@ -38,13 +40,10 @@ from fedquilt.privacy.ledger.errors import (
     LedgerFileError,
     ReservationError,
 )
-from fedquilt.privacy.ledger.export import csv_rows
 from fedquilt.privacy.ledger.files import is_ledger
-from fedquilt.privacy.ledger.ledger import Ledger
+from fedquilt.privacy.ledger.ledger import Ledger, csv_rows
 from fedquilt.privacy.ledger.members import check_ids, roster_name
 from fedquilt.privacy.ledger.population import Population, population_name
-from fedquilt.privacy.ledger.records import PopulationInfo, Reservation, RunInfo
-from fedquilt.privacy.ledger.rows import ClientRow, Summary
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.verify import VerifyReport
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.errors import FedquiltError
+from fedquilt.common.errors import FedquiltError
 
 
 class LedgerError(FedquiltError):

@@ -1,18 +1,27 @@
-"""The ledger: open the file, find a population, check everything."""
+"""The ledger: open, populations, verify, export.
+
+The ledger as plain data: a dictionary for JSON, rows for CSV.
+
+Infinity is written as the text "inf", which every reader of JSON accepts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain, export, files, verify
-from fedquilt.privacy.ledger.account import Account
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger import entries, files, verify
+from fedquilt.privacy.ledger.balances import Balances, ClientRow
+from fedquilt.privacy.ledger.entries import ADJACENCIES, MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.errors import LedgerConflictError
+from fedquilt.privacy.ledger.files import SCHEMA_VERSION
 from fedquilt.privacy.ledger.members import check_ids
 from fedquilt.privacy.ledger.population import (
     Population,
@@ -20,8 +29,54 @@ from fedquilt.privacy.ledger.population import (
     check_named,
     create_population,
 )
-from fedquilt.privacy.ledger.records import ADJACENCIES, MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.store import Store, now
+
+
+def export_ledger(
+    store: Store, populations: Iterable[Population], *, clients: bool = True
+) -> dict[str, Any]:
+    """Return everything the ledger says that is not a cohort, ready for `json.dump`."""
+    with store.reading():
+        store.check()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "head": store.head()[1].hex(),
+            "unit": "squared GDP units (mu^2), under each population's adjacency",
+            "populations": [_population(population, clients) for population in populations],
+            "entries": list(_history(store)),
+        }
+
+
+def csv_rows(population: Population) -> Iterator[list[str]]:
+    """Yield a header, then one row for each client; None is an empty cell."""
+    yield [field.name for field in dataclasses.fields(ClientRow)]
+    for row in population.rows():
+        values = dataclasses.astuple(row)
+        yield ["" if value is None else str(value) for value in values]
+
+
+def _population(population: Population, clients: bool) -> dict[str, Any]:
+    data = _plain(dataclasses.asdict(population.summary()))
+    data["num_clients"] = population.info.num_clients
+    data["allowance_mu2"] = population.info.allowance_mu2
+    data["runs"] = [
+        {"run": run.name, "epsilon": run.epsilon, "budget_mu2": run.budget_mu2}
+        for run in population.runs()
+    ]
+    if clients:
+        data["client_rows"] = [_plain(dataclasses.asdict(row)) for row in population.rows()]
+    return data
+
+
+def _history(store: Store) -> Iterator[dict[str, Any]]:
+    columns = ("seq", "kind", "time", "population", "run", "round", "reservation", "name", "digest")
+    for row in store.select(f"SELECT {', '.join(columns)}, hash FROM entries ORDER BY seq"):
+        said = {key: value for key, value in zip(columns, row, strict=False) if value is not None}
+        yield {**said, "hash": bytes(row[-1]).hex()}
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: "inf" if value == math.inf else value for key, value in record.items()}
 
 
 class Ledger:
@@ -56,7 +111,7 @@ class Ledger:
             Seconds to wait for another process before refusing.
         """
         place = Path(path)
-        timeout = validate.number("timeout", timeout, at_least=0)
+        timeout = checks.number("timeout", timeout, at_least=0)
         if create and read_only:
             raise InvalidValueError("create=True and read_only=True exclude each other")
         if create and not place.exists():
@@ -114,7 +169,7 @@ class Ledger:
         ids = None if client_ids is None else check_ids(client_ids)
         with self._store.reading():
             self._store.check()
-            found = self._store.named(chain.POPULATION, name)
+            found = self._store.named(entries.POPULATION, name)
         if found is None:
             made = {**asked, "adjacency": asked["adjacency"] or ADJACENCIES[0]}
             if ids is not None:
@@ -126,7 +181,7 @@ class Ledger:
                     f"give {', '.join(absent)}"
                 )
             with self._store.writing():
-                found = self._store.named(chain.POPULATION, name) or create_population(
+                found = self._store.named(entries.POPULATION, name) or create_population(
                     self._store, name, **made, client_ids=ids
                 )
         population = self._handle(PopulationInfo.of(found))
@@ -135,7 +190,7 @@ class Ledger:
 
     def _handle(self, info: PopulationInfo) -> Population:
         if info.key not in self._populations:
-            self._populations[info.key] = Population(self._store, Account(info))
+            self._populations[info.key] = Population(self._store, Balances(info))
         population = self._populations[info.key]
         population.refresh()
         return population
@@ -146,7 +201,7 @@ class Ledger:
             self._store.check()
             infos = [
                 PopulationInfo.of(entry)
-                for entry in self._store.entries("kind = ?", chain.POPULATION)
+                for entry in self._store.entries("kind = ?", entries.POPULATION)
             ]
         return [self._handle(info) for info in infos]
 
@@ -170,20 +225,20 @@ class Ledger:
 
     def export(self, *, clients: bool = True) -> dict[str, Any]:
         """Return the ledger as plain data for JSON; `clients=False` leaves their rows out."""
-        return export.export_ledger(self._store, self.populations(), clients=clients)
+        return export_ledger(self._store, self.populations(), clients=clients)
 
 
 def _checked_values(
     num_clients: int | None, epsilon: float | None, delta: float | None, adjacency: str | None
 ) -> dict[str, Any]:
     if num_clients is not None:
-        num_clients = validate.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
+        num_clients = checks.integer("num_clients", num_clients, at_least=1, at_most=MAX_CLIENTS)
     if epsilon is not None:
-        epsilon = validate.number("epsilon", epsilon, above=0)
+        epsilon = checks.number("epsilon", epsilon, above=0)
     if delta is not None:
-        delta = validate.number("delta", delta, above=0, below=1)
+        delta = checks.number("delta", delta, above=0, below=1)
     if adjacency is not None:
-        validate.choice("adjacency", adjacency, ADJACENCIES)
+        checks.choice("adjacency", adjacency, ADJACENCIES)
     values = {"num_clients": num_clients, "epsilon": epsilon, "delta": delta}
     return {**values, "adjacency": adjacency}
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger.chain import Entry, make_body
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger.entries import Entry, make_body
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import IntArray
 

@@ -9,11 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain, codec
-from fedquilt.privacy.ledger.account import Account
-from fedquilt.privacy.ledger.chain import Entry, make_body
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger import entries
+from fedquilt.privacy.ledger.balances import (
+    Balances,
+    ClientRow,
+    Summary,
+    bounded_epsilons,
+    client_rows,
+    summarise,
+)
+from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
 from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
 from fedquilt.privacy.ledger.members import (
     UNKNOWN,
@@ -21,14 +28,6 @@ from fedquilt.privacy.ledger.members import (
     members_body,
     numbers_of,
     roster_digest,
-)
-from fedquilt.privacy.ledger.records import PopulationInfo, RunInfo
-from fedquilt.privacy.ledger.rows import (
-    ClientRow,
-    Summary,
-    bounded_epsilons,
-    client_rows,
-    summarise,
 )
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.store import Store, now
@@ -55,7 +54,7 @@ def population_name(
     >>> population_name("mnist", {"kind": "dirichlet", "alpha": 0.5}, 42, 100)
     'mnist-100-051df6bca7383d51'
     """
-    numbers = [validate.integer("seed", seed), validate.integer("num_clients", num_clients)]
+    numbers = [checks.integer("seed", seed), checks.integer("num_clients", num_clients)]
     try:
         told = json.dumps([dataset, partition, *numbers], sort_keys=True)
     except TypeError as error:
@@ -94,7 +93,7 @@ class Population:
     A named population also knows each client's id, and finds its number by it.
     """
 
-    def __init__(self, store: Store, account: Account) -> None:
+    def __init__(self, store: Store, account: Balances) -> None:
         self._store = store
         self._account = account
 
@@ -177,16 +176,16 @@ class Population:
         is refused from then on.
         """
         name = check_name("run_id", run_id)
-        validate.choice("on_short", on_short, ("refuse", "sit_out"))
+        checks.choice("on_short", on_short, ("refuse", "sit_out"))
         if epsilon is not None:
-            epsilon = validate.number("epsilon", epsilon, above=0)
+            epsilon = checks.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
         ids = None if client_ids is None else check_ids(client_ids)
         roster = None if ids is None else roster_digest(ids)
         with self._store.writing():
             self._account.refresh(self._store)
             self._account.save_snapshot(self._store)
-            found = self._store.named(chain.RUN, name)
+            found = self._store.named(entries.RUN, name)
             if found is not None:
                 return self._resume(found, epsilon, ids)
             places, enrolled = (None, 0) if ids is None else self._enrol(ids)
@@ -196,8 +195,8 @@ class Population:
                 absent = np.union1d(absent, short)
             told = {} if ids is None else {"roster": roster, "enrolled": enrolled}
             body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short, **told)
-            blob = codec.encode_clients(absent)
-            entry = Entry(0, chain.RUN, now(), self.info.key, name=name, body=body, clients=blob)
+            blob = entries.encode_clients(absent)
+            entry = Entry(0, entries.RUN, now(), self.info.key, name=name, body=body, clients=blob)
             seq, _ = self._store.append(entry)
         self.refresh()  # who has just joined is in the account from here on
         info = RunInfo(seq, name, self.info.key, epsilon, budget, absent, roster, enrolled)
@@ -235,7 +234,7 @@ class Population:
                 "order, and cannot go on with these"
             )
         places = None if ids is None else numbers_of(ids, self._account.numbers)
-        entry = Entry(0, chain.RESUME, now(), self.info.key, info.key)
+        entry = Entry(0, entries.RESUME, now(), self.info.key, info.key)
         seq, _ = self._store.append(entry)
         return Run(self._store, self._account, info, session=seq, places=places)
 
@@ -271,7 +270,7 @@ class Population:
         """Return the population's runs, oldest first."""
         condition = "population = ? AND kind = ?"
         with self._store.reading():
-            found = self._store.entries(condition, self.info.key, chain.RUN)
+            found = self._store.entries(condition, self.info.key, entries.RUN)
             return [RunInfo.of(entry, self.info.num_clients) for entry in found]
 
     def refresh(self) -> None:
@@ -279,7 +278,7 @@ class Population:
         with self._store.reading():
             self._account.refresh(self._store)
 
-    def _fresh(self) -> Account:
+    def _fresh(self) -> Balances:
         self.refresh()
         return self._account
 
@@ -327,7 +326,7 @@ class Population:
         )
         with self._store.reading():
             account = self._fresh()
-            found = self._store.select(query, self.info.key, chain.SETTLE, chain.UNBOUNDED)
+            found = self._store.select(query, self.info.key, entries.SETTLE, entries.UNBOUNDED)
             places = {seq: (name, index) for seq, index, name in found}
         return client_rows(account, places)
 
@@ -356,7 +355,7 @@ def create_population(
         adjacency=adjacency,
         named=client_ids is not None,
     )
-    entry = Entry(0, chain.POPULATION, now(), name=name, body=body)
+    entry = Entry(0, entries.POPULATION, now(), name=name, body=body)
     seq, _ = store.append(entry)
     if client_ids is not None:
         append_members(store, seq, client_ids)
@@ -365,4 +364,4 @@ def create_population(
 
 def append_members(store: Store, population: int, ids: Iterable[str]) -> None:
     """Append a "members" entry, inside a transaction."""
-    store.append(Entry(0, chain.MEMBERS, now(), population, body=members_body(ids)))
+    store.append(Entry(0, entries.MEMBERS, now(), population, body=members_body(ids)))

@@ -1,4 +1,4 @@
-"""One run's dealings with the ledger: reserve, settle, release."""
+"""One run's dealings with the ledger: reserve, grant, settle, finish."""
 
 from __future__ import annotations
 
@@ -7,15 +7,86 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt import validate
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain, codec, grant
-from fedquilt.privacy.ledger.account import Account, joins_in_run, reservation_of
-from fedquilt.privacy.ledger.chain import Entry
-from fedquilt.privacy.ledger.errors import LedgerConflictError, ReservationError
-from fedquilt.privacy.ledger.records import Reservation, RunInfo
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger import entries
+from fedquilt.privacy.ledger.balances import Balances, joins_in_run, reservation_of
+from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
+from fedquilt.privacy.ledger.errors import (
+    BudgetExceededError,
+    LedgerConflictError,
+    ReservationError,
+)
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent
+from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
+
+
+def remaining(account: Balances, run: RunInfo, in_run: FloatArray, ids: IntArray) -> FloatArray:
+    """Return min(budget − spent in the run, allowance − spent − reserved by other runs).
+
+    `in_run` is what each client of the population has spent in this run.
+    """
+    own = account.held(ids, lambda r: r.run == run.key)
+    return _left(account, run, in_run, ids, uncounted=own, counted=np.zeros(ids.size))
+
+
+def grant(
+    account: Balances,
+    run: RunInfo,
+    in_run: FloatArray,
+    round_index: int,
+    ids: IntArray,
+    asked: FloatArray,
+) -> FloatArray:
+    """Return the charges to reserve for a round, or refuse all of them.
+
+    The run's reservation of the same round is about to be replaced and does not
+    count; its reservations of other rounds do.
+    """
+    same = account.held(ids, lambda r: r.run == run.key and r.round_index == round_index)
+    other = account.held(ids, lambda r: r.run == run.key and r.round_index != round_index)
+    left = _left(account, run, in_run, ids, uncounted=same, counted=other)
+    charges = granted(asked, left, account.info.allowance_mu2)
+    short = np.isnan(charges)
+    if np.any(short):
+        raise _refusal(run, round_index, ids[short], asked[short], left[short])
+    return charges
+
+
+def _left(
+    account: Balances,
+    run: RunInfo,
+    in_run: FloatArray,
+    ids: IntArray,
+    *,
+    uncounted: FloatArray,
+    counted: FloatArray,
+) -> FloatArray:
+    """Return what the run may take of `ids`, never below zero.
+
+    Of the run's own reservations, `uncounted` are not held against the lifetime
+    allowance and `counted` are held against the run's budget.
+    """
+    reserved = account.reserved[ids] - uncounted
+    lifetime = account.info.allowance_mu2 - account.spent[ids] - reserved
+    left = np.maximum(np.minimum(run.budget_mu2 - in_run[ids] - counted, lifetime), 0.0)
+    if run.sits_out.size:
+        left[np.isin(ids, run.sits_out)] = 0.0
+    return left
+
+
+def _refusal(
+    run: RunInfo, round_index: int, ids: IntArray, asked: FloatArray, left: FloatArray
+) -> BudgetExceededError:
+    worst = int(np.argmax(asked - left))
+    have = "1 client has" if ids.size == 1 else f"{ids.size} clients have"
+    return BudgetExceededError(
+        f"round {round_index} of run {run.name!r}: {have} less left than charged; client "
+        f"{ids[worst]} is charged mu²={asked[worst]:.6g} and has {left[worst]:.6g} left. "
+        "Leave them out or lower their bound (see run.remaining)",
+        *(ids, asked, left),
+    )
+
 
 _LAST_ROUND = 2**31 - 1
 
@@ -31,7 +102,7 @@ class Run:
     def __init__(
         self,
         store: Store,
-        account: Account,
+        account: Balances,
         info: RunInfo,
         session: int,
         places: IntArray | None = None,
@@ -61,7 +132,7 @@ class Run:
         away earlier, elsewhere, is not in them.
         """
         query = "SELECT seq FROM entries WHERE seq < ? AND kind IN (?, ?)"
-        values = (self.info.key, chain.SETTLE, chain.UNBOUNDED)
+        values = (self.info.key, entries.SETTLE, entries.UNBOUNDED)
         theirs = f"{query} AND population = ? LIMIT 1"
         with self._store.reading():
             if self._store.first(theirs, *values, self._account.info.key) is not None:
@@ -89,7 +160,7 @@ class Run:
         with self._store.reading():
             self._account.refresh(self._store)
             in_run = self._account.track(self._store, self.info.key)
-            return grant.remaining(self._account, self.info, in_run, self._ids(clients))
+            return remaining(self._account, self.info, in_run, self._ids(clients))
 
     def spent(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the squared GDP units spent in this run alone."""
@@ -118,7 +189,7 @@ class Run:
         )
         with self._store.reading():
             for index, digest in self._store.select(
-                query, self.info.key, chain.SETTLE, chain.UNBOUNDED
+                query, self.info.key, entries.SETTLE, entries.UNBOUNDED
             ):
                 rounds.setdefault(index, []).append(digest)
         return rounds
@@ -137,20 +208,20 @@ class Run:
         charges_mu2
             (c_i / noise_std)² for each client, or one number for all.
         """
-        round_index = validate.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
-        ids = codec.check_clients(clients, self._account.info.num_clients)
-        asked = codec.check_charges(charges_mu2, ids.size)
+        round_index = checks.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
+        ids = entries.check_clients(clients, self._account.info.num_clients)
+        asked = entries.check_charges(charges_mu2, ids.size)
         order = np.argsort(ids)
         with self._store.writing():
             self._require_session()
             self._account.refresh(self._store)
             in_run = self._account.track(self._store, self.info.key)
-            charges = grant.grant(self._account, self.info, in_run, round_index, ids, asked)
+            charges = grant(self._account, self.info, in_run, round_index, ids, asked)
             entry = replace(
-                self._entry(chain.RESERVE),
+                self._entry(entries.RESERVE),
                 round=round_index,
-                clients=codec.encode_clients(ids[order]),
-                charges=codec.encode_charges(charges[order]),
+                clients=entries.encode_clients(ids[order]),
+                charges=entries.encode_charges(charges[order]),
             )
             seq, _ = self._store.append(entry)
         return Reservation(seq, self.info.key, round_index, ids, charges)
@@ -167,11 +238,11 @@ class Run:
             self._account.refresh(self._store)
             known = self._known_release(reservation.round_index, digest)
             if known is None:
-                return self._close(chain.SETTLE, reservation, digest)
-            if known.kind == chain.SETTLE:
+                return self._close(entries.SETTLE, reservation, digest)
+            if known.kind == entries.SETTLE:
                 self._check_same(known, reservation)
             if reservation.entry in self._account.open:
-                return self._close(chain.RELEASE, reservation)
+                return self._close(entries.RELEASE, reservation)
             return self._store.head()[1].hex()
 
     def release(self, reservation: Reservation) -> None:
@@ -180,7 +251,7 @@ class Run:
             self._require_session()
             self._account.refresh(self._store)
             if reservation.entry in self._account.open:
-                self._close(chain.RELEASE, reservation)
+                self._close(entries.RELEASE, reservation)
             elif self._was_settled(reservation):
                 raise ReservationError(
                     f"round {reservation.round_index} of run {self.info.name!r} is settled: "
@@ -192,18 +263,18 @@ class Run:
 
         Its clients stand at infinity from then on, in every run.
         """
-        round_index = validate.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
-        ids = np.sort(codec.check_clients(clients, self._account.info.num_clients))
+        round_index = checks.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
+        ids = np.sort(entries.check_clients(clients, self._account.info.num_clients))
         digest = _check_digest(digest)
         with self._store.writing():
             self._require_session()
             if self._known_release(round_index, digest) is not None:
                 return self._store.head()[1].hex()
             entry = replace(
-                self._entry(chain.UNBOUNDED),
+                self._entry(entries.UNBOUNDED),
                 round=round_index,
                 digest=digest,
-                clients=codec.encode_clients(ids),
+                clients=entries.encode_clients(ids),
             )
             return self._store.append(entry)[1]
 
@@ -213,7 +284,7 @@ class Run:
             self._require_session()
             self._account.refresh(self._store)
             self._account.save_snapshot(self._store)
-            return self._store.append(self._entry(chain.FINISH))[1]
+            return self._store.append(self._entry(entries.FINISH))[1]
 
     def _entry(self, kind: str) -> Entry:
         """Return a bare entry of this run; the store gives it its number."""
@@ -222,11 +293,11 @@ class Run:
     def _ids(self, clients: npt.ArrayLike | None) -> IntArray:
         if clients is None:
             return np.arange(self._account.info.num_clients)
-        return codec.check_clients(clients, self._account.info.num_clients)
+        return entries.check_clients(clients, self._account.info.num_clients)
 
     def _require_session(self) -> None:
         newest = self._store.session(self.info.key)
-        if newest.kind == chain.FINISH:
+        if newest.kind == entries.FINISH:
             raise ReservationError(f"run {self.info.name!r} is finished; start_run opens it again")
         if newest.seq != self._session:
             raise ReservationError(
@@ -253,12 +324,12 @@ class Run:
 
     def _known_release(self, round_index: int, digest: str) -> Entry | None:
         condition = "run = ? AND round = ? AND kind IN (?, ?) AND digest = ?"
-        values = (self.info.key, round_index, chain.SETTLE, chain.UNBOUNDED, digest)
+        values = (self.info.key, round_index, entries.SETTLE, entries.UNBOUNDED, digest)
         return next(self._store.entries(condition, *values), None)
 
     def _was_settled(self, reservation: Reservation) -> bool:
         condition = "run = ? AND kind = ? AND reservation = ?"
-        values = (self.info.key, chain.SETTLE, reservation.entry)
+        values = (self.info.key, entries.SETTLE, reservation.entry)
         return next(self._store.entries(condition, *values), None) is not None
 
     def _check_same(self, settled: Entry, reservation: Reservation) -> None:

@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedquilt.privacy.ledger import chain, files, mark
-from fedquilt.privacy.ledger.chain import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
+from fedquilt.privacy.ledger import entries, files
+from fedquilt.privacy.ledger.entries import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
 from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError
 
 _ENTRY = ", ".join(COLUMNS)
 # Entries that an older fedquilt would misread: with one of them a file of schema 1 becomes
 # one of schema 2, which that one refuses.
-_NEWER_KINDS = (POPULATION, chain.MEMBERS)
+_NEWER_KINDS = (POPULATION, entries.MEMBERS)
 
 
 def now() -> str:
@@ -41,7 +41,7 @@ class Store:
         self._process = os.getpid()
         self._closed = False
         self._cursors: list[sqlite3.Cursor] = []
-        self._checked = (0, chain.GENESIS)
+        self._checked = (0, entries.GENESIS)
         self._snapshots: dict[int, str] = {}
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Store:
     def check(self) -> None:
         """Refuse a ledger whose entries are not what was written; call it in a transaction.
 
-        The first call hashes every entry, or those after the mark (see `mark`); later
+        The first call hashes every entry, or those after the mark (see `files`); later
         ones hash what was appended since.  Whether charges keep the rules is for
         `verify`; that nobody changed them is found here.
         """
@@ -69,7 +69,7 @@ class Store:
         head = self.head()
         query = f"SELECT {_ENTRY}, hash FROM entries WHERE seq > ? ORDER BY seq"
         for row in self.select(query, seq):
-            _, problems = chain.read_row(row, seq, previous)
+            _, problems = entries.read_row(row, seq, previous)
             if problems:
                 raise self._not_whole(problems[0])
             seq, previous = row[0], row[-1]
@@ -91,36 +91,36 @@ class Store:
 
     def knows_snapshot(self, population: int, row: tuple[Any, ...]) -> bool:
         """Tell whether this row was checked before, here or when the mark was made."""
-        return self._snapshots.get(population) == mark.snapshot_digest(row)
+        return self._snapshots.get(population) == files.snapshot_digest(row)
 
     def note_snapshot(self, population: int, row: tuple[Any, ...]) -> None:
         """Remember that this row is what the entries add up to."""
-        self._snapshots[population] = mark.snapshot_digest(row)
+        self._snapshots[population] = files.snapshot_digest(row)
 
     def _take_mark(self) -> tuple[int, bytes]:
         """Return how far the ledger was checked before, if that can still be believed."""
-        found = mark.read_mark(self.path)
+        found = files.read_mark(self.path)
         if found is not None:
             digest = self.hash_of(found.seq)
             if isinstance(digest, bytes) and digest.hex() == found.hash:
                 self._snapshots |= found.snapshots
                 return found.seq, digest
-        return 0, chain.GENESIS
+        return 0, entries.GENESIS
 
     def _leave_mark(self) -> None:
         """Note how far a long ledger is checked; a reader leaves everything as it is."""
-        if self.read_only or self._checked[0] < mark.MARK_FROM or self._connection.in_transaction:
+        if self.read_only or self._checked[0] < files.MARK_FROM or self._connection.in_transaction:
             return
         # Whatever is wrong now is found, and said, by the next one who opens the ledger.
         with contextlib.suppress(LedgerError, OSError), self.reading():
             self.check()
             columns = "population, seq, spent, joins, last_entry, open"
             rows = list(self.select(f"SELECT {columns} FROM snapshots"))
-            there = {row[0]: mark.snapshot_digest(row[1:]) for row in rows}
+            there = {row[0]: files.snapshot_digest(row[1:]) for row in rows}
             kept = {key: v for key, v in there.items() if self._snapshots.get(key) == v}
             seq, digest = self._checked
-            written = mark.Mark(seq, digest.hex(), mark.looks(self.path), kept)
-            mark.write_mark(self.path, written)
+            written = files.Mark(seq, digest.hex(), files.looks(self.path), kept)
+            files.write_mark(self.path, written)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

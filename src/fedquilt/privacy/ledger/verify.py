@@ -20,19 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.errors import InvalidValueError
-from fedquilt.privacy.ledger import chain
-from fedquilt.privacy.ledger.account import Account, spent_in_run
-from fedquilt.privacy.ledger.chain import COLUMNS, GENESIS, Entry
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger import entries
+from fedquilt.privacy.ledger.balances import Balances, spent_in_run
+from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, Entry, PopulationInfo, RunInfo
 from fedquilt.privacy.ledger.errors import LedgerBusyError, LedgerError, LedgerFileError
-from fedquilt.privacy.ledger.records import PopulationInfo, RunInfo
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import allowance_mu2
 
 _MOST_PROBLEMS = 20
 _ROUND_KINDS = (
-    *(chain.RESUME, chain.RESERVE, chain.SETTLE, chain.RELEASE),
-    *(chain.UNBOUNDED, chain.FINISH),
+    *(entries.RESUME, entries.RESERVE, entries.SETTLE, entries.RELEASE),
+    *(entries.UNBOUNDED, entries.FINISH),
 )
 
 
@@ -96,7 +95,7 @@ class _Walk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.problems: list[str] = []
-        self.accounts: dict[int, Account] = {}
+        self.accounts: dict[int, Balances] = {}
         self.run_infos: dict[int, RunInfo] = {}
         self.count = 0
         self.head = GENESIS
@@ -129,30 +128,30 @@ class _Walk:
 
     def _check_entry(self, row: tuple[Any, ...], last: int) -> None:
         """Check one row: its place, its types, its hash, and what it says."""
-        entry, problems = chain.read_row(row, last, self.head)
+        entry, problems = entries.read_row(row, last, self.head)
         self.problems += problems
-        if entry is not None and entry.kind in chain.KINDS:
+        if entry is not None and entry.kind in entries.KINDS:
             self._check_rules(entry)
 
     def _check_rules(self, entry: Entry) -> None:
         """Do what the entry says; an entry that the ledger would have refused is a problem."""
         try:
-            if entry.kind == chain.POPULATION:
+            if entry.kind == entries.POPULATION:
                 self._add_population(entry)
-            elif entry.kind == chain.MEMBERS:
+            elif entry.kind == entries.MEMBERS:
                 self._account(entry).apply(entry)
-            elif entry.kind == chain.RUN:
+            elif entry.kind == entries.RUN:
                 self._add_run(entry)
             elif entry.kind in _ROUND_KINDS:
                 self._apply(entry)
-            elif entry.kind != chain.LEDGER or entry.seq != 1:
+            elif entry.kind != entries.LEDGER or entry.seq != 1:
                 raise LedgerError(f"entry {entry.seq} has no place here: {entry.kind!r}")
         except LedgerError as error:
             self.problems.append(str(error))
 
     def _add_population(self, entry: Entry) -> None:
         info = PopulationInfo.of(entry)
-        self.accounts[info.key] = Account(info)
+        self.accounts[info.key] = Balances(info)
         _check_worth(entry, info.allowance_mu2, info.epsilon, info.delta)
 
     def _add_run(self, entry: Entry) -> None:
@@ -162,7 +161,7 @@ class _Walk:
         if run.epsilon is not None:
             _check_worth(entry, run.budget_mu2, run.epsilon, account.info.delta)
 
-    def _account(self, entry: Entry) -> Account:
+    def _account(self, entry: Entry) -> Balances:
         account = self.accounts.get(entry.population or 0)
         if account is None:
             raise LedgerError(f"entry {entry.seq} belongs to no population")
@@ -173,13 +172,13 @@ class _Walk:
         run = self.run_infos.get(entry.run or 0)
         if run is None or run.population != account.info.key:
             raise LedgerError(f"entry {entry.seq} belongs to no run")
-        if entry.kind in (chain.SETTLE, chain.UNBOUNDED):
+        if entry.kind in (entries.SETTLE, entries.UNBOUNDED):
             release = (entry.run, entry.round, entry.digest)
             if release in self._charged:
                 raise LedgerError(f"entry {entry.seq} charges a release a second time")
             self._charged.add(release)
         account.apply(entry)
-        if entry.kind == chain.RESERVE:
+        if entry.kind == entries.RESERVE:
             clients = account.open[entry.seq].clients
             counted = account.spent[clients] + account.reserved[clients]
             if np.any(counted > account.info.allowance_mu2):

@@ -1,0 +1,319 @@
+"""Opening a run's account, and the witness of how far it has come.
+
+A witness outside the run's folder: how far a run with a ledger of its own has come.
+
+A ledger that lies in the run's folder is copied with it.  Two copies of a stopped run that
+are both resumed would each release results, and each would claim what its own ledger
+says, while the clients gave away both.  So every such run notes its ledger's newest head in
+the user's state folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below
+`~/.local/state`), after each settled release, and holds that file locked while it runs.  A
+folder whose ledger does not contain the noted head is behind: another copy has gone on.
+A folder that was moved contains it.
+
+The witness is of one user on one machine.  A copy resumed by somebody else, elsewhere, or
+with another state folder is not seen, and where the state folder cannot be written there is
+no witness at all; the statement of a resumed run says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from decimal import ROUND_CEILING, Context, Decimal
+from pathlib import Path
+from typing import Any
+
+from fedquilt.assemble import Problem
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.config import RunConfig
+from fedquilt.privacy.accounting import Adjacency
+from fedquilt.privacy.ledger import Ledger, Population, is_ledger, population_name
+from fedquilt.privacy.ledger.members import UNKNOWN
+from fedquilt.privacy.run_account import RunAccount
+
+
+def state_folder() -> Path:
+    """Return where this user's runs are noted."""
+    stated = os.environ.get("XDG_STATE_HOME")
+    base = Path(stated) if stated else Path("~/.local/state").expanduser()
+    return base / "fedquilt" / "runs"
+
+
+class Witness:
+    """The locked note of one run; made by `open_witness`."""
+
+    def __init__(self, path: Path, folder: Path, handle: int) -> None:
+        self.path = path
+        self._folder = folder
+        self._handle = handle
+
+    def check(self, ledger: Ledger) -> None:
+        """Refuse to go on with a ledger that lacks what was noted last."""
+        said = self._read()
+        head = said.get("head")
+        if isinstance(head, str) and head and ledger.missing_heads([head]):
+            raise RunFolderError(
+                f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
+                f"{said.get('folder')!r} and its ledger there has entries that this one lacks "
+                f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
+                "exchanged; resume the newest one, because what both release counts together"
+            )
+
+    def note(self, head: str) -> None:
+        """Write down the newest head; a disk that cannot take it does not stop the run."""
+        text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._handle, text, 0)
+            os.ftruncate(self._handle, len(text))
+
+    def close(self) -> None:
+        """Unlock the note; it stays, for copies that are resumed later."""
+        os.close(self._handle)
+
+    def _read(self) -> dict[str, Any]:
+        return _said(self._handle)
+
+
+def open_witness(run_id: str, folder: Path) -> Witness | None:
+    """Return the witness of a run, None where this user's notes cannot be kept."""
+    name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    try:
+        place = state_folder()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        handle = os.open(place / name, flags, 0o600)
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        where = _said(handle).get("folder")
+        os.close(handle)
+        raise RunFolderError(
+            f"run folder {str(folder)!r} is a copy of a run that is going on in {where!r}"
+        ) from error
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return None
+    return Witness(place / name, folder, handle)
+
+
+def _said(handle: int) -> dict[str, Any]:
+    try:
+        said = json.loads(os.pread(handle, 1 << 16, 0) or b"{}")
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+# Names at least so alike are taken for one name and a slip of the keyboard.
+_ALIKE = 0.8
+
+
+def needs_account(config: RunConfig, problem: Problem) -> bool:
+    """Tell whether a run is entered into a ledger: whoever claims a bound, others if asked."""
+    return config.ledger is not None or is_bounded(config, problem)
+
+
+def open_account(
+    config: RunConfig,
+    problem: Problem,
+    path: Path,
+    run_id: str,
+    *,
+    resumed: bool = False,
+    witness: Witness | None = None,
+) -> RunAccount:
+    """Open the ledger at `path` and start, or resume, the run in it.
+
+    A run that may claim a bound gets a budget of `epsilon`; any other is entered
+    without one, and each of its releases puts its clients at infinity.
+    """
+    if config.population is None and config.ledger is not None and problem.roster.name is None:
+        raise InvalidValueError(
+            "population must be named when your own data meet a ledger that outlives the run: "
+            "a name is how the same clients are known again"
+        )
+    if config.ledger is not None and not resumed:
+        _check_new_ledger(config, path)
+    if resumed and not path.exists():
+        raise RunFolderError(
+            f"ledger {path} of this run is missing: it was deleted, rolled back or exchanged. "
+            "Restore the newest copy; a run must not go on with a ledger that has forgotten charges"
+        )
+    ledger = Ledger.open(path, create=not resumed)
+    try:
+        if witness is not None:
+            witness.check(ledger)
+        population = _population(ledger, config, problem)
+        run = population.start_run(
+            run_id,
+            epsilon=config.epsilon if is_bounded(config, problem) else None,
+            on_short=config.on_short,
+            client_ids=problem.roster.ids if population.info.named else None,
+        )
+        if witness is not None:
+            witness.note(run.head)
+        return RunAccount(
+            ledger,
+            population,
+            run,
+            reproducible=config.noise_seed is not None,
+            adjacency=Adjacency.of(config.adjacency),
+            seen=None if witness is None else witness.note,
+        )
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
+    """Refuse other clients than those a run was begun with; an older folder does not say."""
+    if entered.get("clients", problem.roster.digest) != problem.roster.digest:
+        raise RunFolderError(
+            f"run folder {str(folder)!r} was begun with other clients: their number, order, ids "
+            "and samples must be the same when it is resumed"
+        )
+
+
+def check_not_rolled_back(account: RunAccount, head: str | None) -> None:
+    """Refuse to go on when the ledger has lost an entry that this run has seen."""
+    if head and account.ledger.missing_heads([head]):
+        raise RunFolderError(
+            f"ledger {account.ledger.path} does not contain the entry {head[:16]}... that this run "
+            "has seen: it was rolled back or exchanged. Restore the newest copy; a run must not go "
+            "on with a ledger that has forgotten charges"
+        )
+
+
+def is_bounded(config: RunConfig, problem: Problem) -> bool:
+    """Tell whether charges are known in advance: certified, or fixed_dp over everything."""
+    if config.mode == "certified":
+        return True
+    if config.mode != "fixed_dp" or config.noise_seed is not None:
+        return False
+    covered = {segment.name for segment in problem.flat.matching(config.patterns("noise_layers"))}
+    return covered >= set(problem.flat.names)
+
+
+def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tuple[str, ...]:
+    """Return what a statement says about the ledger, given the run's `ledger` record.
+
+    Parameters
+    ----------
+    shared
+        The ledger outlives the run.
+    resumed
+        The run went on after it had been stopped.
+    """
+    if not shared:
+        alone = (
+            "resumed with the ledger in its own folder: this claim leaves out what a copy of "
+            "that folder released that was resumed by another user or on another machine"
+        )
+        return (alone,) if resumed else ()
+    where = f"ledger {record['ledger']}, population {record['population']!r}"
+    worst = record["lifetime_epsilon_max"]
+    lifetime = f"lifetime: over all runs of {where}, "
+    if worst == "inf":
+        notes = [lifetime + "some client has no bound (epsilon inf)"]
+    else:
+        notes = [f"{lifetime}every client has epsilon <= {_rounded_up(worst)}"]
+    if record["created"] is not None:
+        notes.append(
+            f"new: this {record['created']} begins with this run; what its clients gave away "
+            "before is not counted"
+        )
+    elif record["enrolled"]:
+        notes.append(
+            f"new: {record['enrolled']} clients joined the population with this run, each with "
+            "an untouched allowance"
+        )
+    return tuple(notes)
+
+
+def _rounded_up(epsilon: float) -> str:
+    """Return three digits of an epsilon that are never below it."""
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(epsilon))):g}"
+
+
+def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
+    """Find the clients in the ledger, or enter them with their lifetime allowance."""
+    roster, count = problem.roster, len(problem.task.clients)
+    known = {population.info.name: population.info for population in ledger.populations()}
+    name = config.population or roster.name or f"{config.dataset}-{count}"
+    older = _older_name(config, count)
+    if config.population is None and name not in known and older in known:
+        name = older
+    allowance, ids = config.allowance, roster.ids
+    if name not in known:
+        near = [] if config.population is None else _near(name, known)
+        if near and not config.new_population:
+            raise _not_there(
+                f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
+            )
+        allowance = config.epsilon if allowance is None else allowance
+    elif not known[name].named and not roster.given:
+        ids = None  # made when clients were known by number only, and goes on so
+    population = ledger.population(
+        name,
+        num_clients=count if ids is None else None,
+        client_ids=ids,
+        epsilon=allowance,
+        delta=config.delta,
+        adjacency=config.adjacency,
+    )
+    if ids is not None and population.info.named and not config.new_population:
+        _check_somebody_known(population, ids)
+    return population
+
+
+def _check_somebody_known(population: Population, ids: tuple[str, ...]) -> None:
+    """Refuse clients of whom the population knows nobody: they would all begin anew."""
+    if (population.numbers(ids) == UNKNOWN).all():
+        raise InvalidValueError(
+            f"none of the {len(ids)} clients of this run is among the "
+            f"{population.info.num_clients} of population {population.info.name!r} (the first "
+            f"is {ids[0]!r}; a split dealt otherwise makes other clients). Name another "
+            "population, or say that they are to join this one: new_population=True "
+            "(--new-population)"
+        )
+
+
+def _check_new_ledger(config: RunConfig, path: Path) -> None:
+    """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
+    if config.new_population or path.exists() or not path.parent.is_dir():
+        return
+    beside = {file.stem: file for file in path.parent.iterdir() if file.is_file()}
+    for near in _near(path.stem, beside):
+        if is_ledger(beside[near]):
+            raise _not_there(f"ledger {path} does not exist, and {beside[near].name!r} does")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are nearly this one, the nearest first."""
+    plain = {other.strip().casefold(): other for other in known}
+    near = difflib.get_close_matches(name.strip().casefold(), plain, n=5, cutoff=_ALIKE)
+    return [plain[other] for other in near]
+
+
+def _not_there(found: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{found}: a new one would give its clients a fresh allowance. If it is meant to be new, "
+        "say new_population=True (--new-population)"
+    )
+
+
+def _older_name(config: RunConfig, count: int) -> str:
+    """Return what a ledger of schema 1 called the clients of these options."""
+    split = {
+        "kind": config.partition,
+        "alpha": config.dirichlet_alpha,
+        "classes": config.classes_per_client,
+    }
+    return population_name(config.dataset, split, config.seed, count)

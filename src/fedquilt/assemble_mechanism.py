@@ -1,0 +1,235 @@
+"""Which parts each mode is made of.
+
+| mode | clip | noise | weights | may claim |
+|---|---|---|---|---|
+| fedavg | none | none | examples | nothing |
+| fixed_dp | fixed, covered slice | once on the mean, flat budget | equal | a bound if all covered |
+| quap_fl | raw percentile, covered slice | once on the mean, cohort's budget | equal | nothing |
+| quap_fl_client | raw percentile, whole vector | on each client, its own budget | equal | nothing |
+| certified | per client, from its allowance | once on the sum, everything | equal | a bound |
+| fednum | none | none | none: tables laid end to end | nothing |
+"""
+
+from __future__ import annotations
+
+import math
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.condense.method import Condensing
+from fedquilt.config import RunConfig
+from fedquilt.learning import FlatModel
+from fedquilt.models.features import choice_note
+from fedquilt.population import CohortSelector
+from fedquilt.privacy.accounting import Adjacency, calibrate, gaussian_mu
+from fedquilt.privacy.certified import Certified, CertifiedSettings
+from fedquilt.privacy.clip import FixedClipper, PrivateQuantile, QuantileClipper
+from fedquilt.privacy.mechanism import Mechanism, NoPrivacy
+from fedquilt.privacy.noise import BandedNoise, noise_source
+from fedquilt.privacy.poisson import AmplifiedCertified
+from fedquilt.privacy.policies import AdaptivePrivacyAllocator, make_policy
+from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.statement import Coverage
+
+_LAYERED = ("fixed_dp", "quap_fl")
+_PLAIN = ("fedavg", "fednum")
+
+
+def check_mode(config: RunConfig, flat: FlatModel) -> None:
+    """Refuse a model that the mode cannot take, before anything is written."""
+    if config.mode not in _PLAIN and config.method != "condense":
+        refuse_buffers(flat, config.mode)
+    if config.mode in _LAYERED:
+        covered = flat.matching(config.patterns("noise_layers"))
+        whole = len(covered) == len(flat.segments)
+        if config.mode == "fixed_dp" and whole and config.noise_seed is None:
+            _check_fixed_cost(config)
+
+
+def _check_fixed_cost(config: RunConfig) -> None:
+    """Refuse a fixed budget of which not even one round keeps to epsilon.
+
+    The classic noise formula is too weak for large epsilon, so that a release at
+    epsilon / rounds may cost more than the whole of epsilon.
+    """
+    multiplier = make_allocator(config).compute_noise_multiplier(
+        config.epsilon / config.num_rounds, 1.0
+    )
+    moved = Adjacency.of(config.adjacency).sensitivity_factor
+    if moved / multiplier > gaussian_mu(config.epsilon, config.delta):
+        raise InvalidValueError(
+            f"epsilon={config.epsilon:g} in num_rounds={config.num_rounds} must leave a round less "
+            "than all of it; the classic noise formula does not hold there: use more rounds"
+        )
+
+
+def make_mechanism(
+    config: RunConfig,
+    flat: FlatModel,
+    selector: CohortSelector,
+    account: RunAccount | None,
+    condensing: Condensing | None = None,
+) -> Mechanism:
+    """Build the mechanism of `config.mode` for a model's layout."""
+    if config.mode == "fedavg":
+        return NoPrivacy(flat.names, config.delta)
+    if config.mode == "fednum" and condensing is not None:
+        return NoPrivacy(condensing.released, config.delta, condensing.notes)
+    if condensing is None:
+        refuse_buffers(flat, config.mode)  # else only the server trains
+    if config.mode == "certified":
+        if account is None:
+            raise InvalidValueError("mode='certified' needs a ledger")
+        return make_certified(config, flat, selector, account, condensing)
+    return make_seed_mechanism(config, flat, selector.availability.num_clients)
+
+
+def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) -> Mechanism:
+    """Build `fixed_dp`, `quap_fl` or `quap_fl_client`."""
+    patterns = ("all",) if config.mode == "quap_fl_client" else config.patterns("noise_layers")
+    kind = ClientNoise if config.mode == "quap_fl_client" else LayerNoise
+    fixed = config.mode == "fixed_dp"
+    return kind(
+        make_allocator(config),
+        FixedClipper(config.clip_norm) if fixed else make_clipper(config),
+        make_coverage(flat, patterns),
+        noise_source(config.noise_seed),
+        num_clients=num_clients,
+        warmup_rounds=config.warmup_rounds,
+        max_agg_norm=config.max_agg_norm,
+        clip_is_public=fixed,
+        adjacency=Adjacency.of(config.adjacency),
+        notes=front_notes(config, flat),
+    )
+
+
+def front_notes(config: RunConfig, flat: FlatModel) -> tuple[str, ...]:
+    """Say on which data the settings of a model's frozen front were chosen."""
+    chosen_on = getattr(flat.module, "chosen_on", ())
+    note = choice_note("the settings of the model's frozen front", chosen_on, config.dataset)
+    return () if note is None else (note,)
+
+
+def make_certified(
+    config: RunConfig,
+    flat: FlatModel,
+    selector: CohortSelector,
+    account: RunAccount,
+    condensing: Condensing | None = None,
+) -> Certified:
+    """Build `certified` for the budget that the ledger gives this run."""
+    num_clients = selector.availability.num_clients
+    settings = CertifiedSettings(
+        tensor_names=tuple(flat.names) if condensing is None else condensing.released,
+        frozen_names=tuple(flat.frozen_names) if condensing is None else (),
+        delta=account.population.info.delta,
+        clip_norm=config.clip_norm,
+        clip_cap=config.clip_cap,
+        divisor=selector.expected_cohort,
+        normalise=config.normalise_updates,
+        sliced=config.method not in ("full", "smallest", "condense"),
+        notes=front_notes(config, flat) if condensing is None else condensing.notes,
+        adjacency=account.adjacency,
+    )
+    noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
+    if selector.secret:
+        return make_amplified(config, settings, noise, selector, account)
+    policy = make_policy(
+        config.policy,
+        account.budget_mu2,
+        config.num_rounds,
+        expected_rate=selector.expected_cohort / num_clients,
+        max_joins=config.max_joins,
+        allocator=make_allocator(config),
+        warmup_rounds=config.warmup_rounds,
+    )
+    quantile = None
+    if config.clipping == "quantile":
+        # A bit noise of twice the noise multiplier leaves 15/16 of a join to the update.
+        quantile = PrivateQuantile(
+            config.clip_norm,
+            config.private_quantile,
+            config.private_quantile_lr,
+            bit_noise_std=2.0 / math.sqrt(policy.typical),
+            expected_cohort=selector.expected_cohort,
+        )
+    return Certified(settings, policy, noise, quantile, num_clients)
+
+
+def make_amplified(
+    config: RunConfig,
+    settings: CertifiedSettings,
+    noise: BandedNoise,
+    selector: CohortSelector,
+    account: RunAccount,
+) -> AmplifiedCertified:
+    """Build `certified` under the selector's secret coin; accounts must be untouched."""
+    elsewhere = account.spent_elsewhere()
+    whole = account.population.info.epsilon
+    begins = not account.joins().any()  # later on, whoever was touched simply takes no part
+    if (begins and elsewhere.max() > 0) or account.run.info.epsilon != whole:
+        raise InvalidValueError(
+            "amplification=True needs clients with an untouched account and takes their whole "
+            f"allowance, epsilon {whole:g}: subsampled releases cannot share an account with others"
+        )
+    exposures = config.num_rounds
+    if config.policy == "cap" and config.max_joins is not None:
+        exposures = min(exposures, config.max_joins)
+    multiplier = calibrate(
+        config.epsilon,
+        settings.delta,
+        rounds=exposures,
+        sampling_rate=selector.sampling_rate,
+        method="pld",
+        adjacency=settings.adjacency,
+    )
+    return AmplifiedCertified(
+        settings,
+        noise,
+        noise_multiplier=multiplier,
+        sampling_rate=selector.sampling_rate,
+        max_exposures=exposures,
+        exposures=account.joins,
+        whole_allowance=account.budget_mu2,
+        num_clients=selector.availability.num_clients,
+    )
+
+
+def make_allocator(config: RunConfig) -> AdaptivePrivacyAllocator:
+    """Build the budget rule; `fixed_dp` has a flat one (alpha = 0)."""
+    return AdaptivePrivacyAllocator(
+        epsilon_base=config.epsilon / config.num_rounds,
+        alpha=0.0 if config.mode == "fixed_dp" else config.budget_alpha,
+        beta=config.budget_beta,
+        delta=config.delta,
+    )
+
+
+def make_clipper(config: RunConfig) -> QuantileClipper:
+    """Build the paper's clip rule; its first bound is the first round's target."""
+    return QuantileClipper(
+        quantile=config.clip_quantile,
+        momentum=config.clip_momentum,
+        min_clip=config.min_clip,
+        max_clip=config.max_clip,
+    )
+
+
+def make_coverage(flat: FlatModel, patterns: tuple[str, ...]) -> Coverage:
+    """Cover the parameters that match the patterns."""
+    tensors = [(segment.name, segment.start, segment.stop) for segment in flat.segments]
+    chosen = [segment.name for segment in flat.matching(patterns)]
+    return Coverage.make(flat.vector.numel(), tensors, chosen)
+
+
+def refuse_buffers(flat: FlatModel, mode: str) -> None:
+    """Refuse statistics that training moves, such as BatchNorm's, outside fedavg.
+
+    They would be one more release; clipping and noising them as if they were
+    weights makes no sense, and leaving them behind would be silent.
+    """
+    if flat.buffer_names:
+        raise InvalidValueError(
+            f"mode={mode!r} must not be used with buffers that training changes "
+            f"({', '.join(flat.buffer_names)}); use GroupNorm instead of BatchNorm, or fedavg"
+        )

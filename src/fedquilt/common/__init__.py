@@ -1,0 +1,1 @@
+"""What every part uses: errors, checks of arguments, seeded random numbers."""

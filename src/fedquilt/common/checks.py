@@ -1,0 +1,101 @@
+"""Short validators with one form of message.
+
+clip_norm=0.0 must be > 0
+mode='quapfl' must be one of 'fedavg', 'quap_fl' (did you mean 'quap_fl'?)
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+from fedquilt.common.errors import InvalidValueError
+
+
+def number(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """Return `value` as a finite float inside the stated bounds, or raise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidValueError(f"{name}={value!r} must be a number")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    _check_bounds(name, value, result, above, at_least, below, at_most)
+    return result
+
+
+def integer(
+    name: str, value: object, *, at_least: int | None = None, at_most: int | None = None
+) -> int:
+    """Return `value` as an int inside the stated bounds, or raise.
+
+    Whole numbers of NumPy and torch count; truth values and floats do not.
+    """
+    whole = _index(value)
+    if whole is None:
+        raise InvalidValueError(f"{name}={value!r} must be a whole number")
+    _check_bounds(name, value, whole, None, at_least, None, at_most)
+    return whole
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _check_bounds(
+    name: str,
+    given: object,
+    value: float,
+    above: float | None,
+    at_least: float | None,
+    below: float | None,
+    at_most: float | None,
+) -> None:
+    bounds = (
+        (above, ">", operator.gt),
+        (at_least, ">=", operator.ge),
+        (below, "<", operator.lt),
+        (at_most, "<=", operator.le),
+    )
+    rules = [f"{sign} {bound:.15g}" for bound, sign, _ in bounds if bound is not None]
+    inside = all(holds(value, bound) for bound, _, holds in bounds if bound is not None)
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if inside and not infinite:
+        return
+    if inside:
+        rules.insert(0, "finite")
+    raise InvalidValueError(f"{name}={given!r} must be {' and '.join(rules)}")
+
+
+def choice(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Return `value` when it is one of `allowed`, or raise and name the nearest."""
+    options = list(allowed)
+    if isinstance(value, str) and value in options:
+        return value
+    listed = ", ".join(repr(option) for option in options)
+    raise InvalidValueError(
+        f"{name}={value!r} must be one of {listed}{did_you_mean(value, options)}"
+    )
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the known word nearest to `word`, else ""."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

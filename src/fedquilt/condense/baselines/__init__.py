@@ -1,0 +1,130 @@
+"""What a condensation is compared with: baselines on the same data and first weights.
+
+| name | what it is | what leaves clients |
+|---|---|---|
+| coreset | `ipc` random real images of each class: the floor | raw images |
+| dm | DM on pooled data (Zhao and Bilen 2023): the ceiling | raw images, all of them |
+| feddm | FedDM (Xiong et al. 2023): every client condenses its own data | synthetic images |
+| fedavg | federated averaging of the same model | weights |
+
+The rows of the table in which a condensation stands beside its baselines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fedquilt.assemble import Problem, build_problem
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.condense.baselines.central import run_coreset, run_dm
+from fedquilt.condense.baselines.common import BaselineResult, Progress
+from fedquilt.condense.baselines.federated import run_fedavg, run_feddm
+from fedquilt.condense.engine import StatisticsEngine
+from fedquilt.config import CondenseConfig, build_config
+from fedquilt.record import RunResult
+from fedquilt.run_folder import RunFolder
+
+__all__ = ["BASELINES", "BaselineResult", "Progress", "run_baseline"]
+
+BASELINES: dict[str, Callable[[CondenseConfig, Problem, int, Progress | None], BaselineResult]] = {
+    "coreset": run_coreset,
+    "dm": run_dm,
+    "feddm": run_feddm,
+    "fedavg": run_fedavg,
+}
+
+
+def run_baseline(
+    name: str,
+    config: CondenseConfig,
+    problem: Problem,
+    budget_bytes: int,
+    progress: Progress | None = None,
+) -> BaselineResult:
+    """Run the baseline of a name beside the condensation of a configuration.
+
+    Parameters
+    ----------
+    name
+        One of `BASELINES`.
+    config, problem
+        As `build_problem` returns them; the problem is not changed.  It must not have
+        been run: its model would start where that run ended.
+    budget_bytes
+        What the condensation sent and received, all clients and rounds together;
+        decides the rounds of fedavg and feddm.
+    progress
+        Told what is being done, and which part of it is done, from 0 to 1.
+    """
+    checks.choice("baseline", name, BASELINES)
+    checks.integer("budget_bytes", budget_bytes, at_least=0)
+    if not isinstance(config, CondenseConfig) or problem.condensing is None:
+        raise InvalidValueError(
+            f"method={config.method!r} must be 'condense': baselines stand beside a condensation"
+        )
+    engine = problem.condensing.engine
+    last = engine.lens if isinstance(engine, StatisticsEngine) else engine
+    done = last.round_index + 1
+    if done:
+        raise InvalidValueError(
+            f"problem has run for {done} rounds and must be new: build it again for a baseline"
+        )
+    return BASELINES[name](config, problem, budget_bytes, progress)
+
+
+def condensation_row(finished: RunResult) -> dict[str, Any]:
+    """Return the row of the condensation itself."""
+    record, metadata = finished.result["condensation"], finished.result["metadata"]
+    settings = metadata["hyperparameters"]
+    return {
+        "name": finished.result["mode"],
+        "accuracy": metadata["final_accuracy"],
+        "loss": metadata["final_loss"],
+        "bytes_up": record["bytes_up"],
+        "bytes_down": record["bytes_down"],
+        "rounds": finished.result["rounds"],
+        "seconds": record["seconds"],
+        "raw": settings["init_method"] == "real_sample",
+        "note": _note(record["classes_not_sent"], settings["min_group"]),
+    }
+
+
+def _note(missing: list[int], min_group: int) -> str:
+    """Say which classes are missing, and why."""
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    return (
+        f"nobody sent the classes {names}: no client holds min_group={min_group} samples of "
+        "them; they are left out of the images and of training"
+    )
+
+
+def baseline_row(
+    name: str, finished: RunResult, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Return the row of a baseline; the run's folder keeps it, and it is computed once."""
+    folder = None if finished.folder is None else RunFolder(finished.folder)
+    rows = {} if folder is None else folder.read_baselines()
+    if name not in rows:
+        config = build_config(finished.result["metadata"]["hyperparameters"])
+        if not isinstance(config, CondenseConfig):
+            raise InvalidValueError("baselines stand beside a condensation, which this run is not")
+        config, problem = build_problem(config)
+        assert isinstance(config, CondenseConfig)
+        record = finished.result["condensation"]
+        budget = record["bytes_up"] + record["bytes_down"]
+        rows[name] = dataclasses.asdict(run_baseline(name, config, problem, budget, progress))
+        if folder is not None:
+            folder.write_baselines(rows)
+    row: dict[str, Any] = rows[name]
+    lacking = {field.name for field in dataclasses.fields(BaselineResult)} - row.keys()
+    if lacking:
+        raise RunFolderError(
+            f"baselines.json of {str(finished.folder)!r} lacks {', '.join(sorted(lacking))} of "
+            f"{name!r}; remove the file, and it is computed again"
+        )
+    return row

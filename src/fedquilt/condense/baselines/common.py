@@ -1,0 +1,265 @@
+"""What baselines share: real samples, matching, training, byte counts.
+
+What the baselines share with the condensation they stand beside.
+
+Data, split, images per class, first weights, augmentation, training settings and the
+evaluation are those of the configuration; the streams of random numbers are named, so
+that a baseline neither disturbs nor depends on a run.
+
+Matching where the images lie, as DM and FedDM do it.
+
+DM (Zhao and Bilen 2023) and FedDM (Xiong et al. 2023) hold the real images at the place
+where synthetic ones are made.  Nothing has to be sent ahead, so every step has a model,
+an augmentation and a batch of real images of its own; with f and z the mean embedding
+and the mean scores of a class,
+
+    DM      sum_c |f_syn - f_real|^2,                        w drawn anew
+    FedDM   sum_c |f_syn - f_real|^2 + |z_syn - z_real|^2,   w at distance rho of the global model
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.assemble import Problem
+from fedquilt.common.randomness import generator, torch_seed
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.embeds import embed_and_forward, embedding_model
+from fedquilt.condense.engine import Progress as Progress
+from fedquilt.condense.matching import Matcher, MatchingSettings, View
+from fedquilt.condense.method import augmentation_of, training_of
+from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.training import TrainingSettings, train_on
+from fedquilt.config import CondenseConfig
+from fedquilt.learning import FlatModel, Task, evaluate
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """One row of the table.
+
+    Attributes
+    ----------
+    accuracy, loss
+        On the test data.
+    bytes_up, bytes_down
+        What all clients sent and received, in float32; labels are not counted.
+    rounds
+        Times that clients and server spoke.
+    seconds
+        Wall time, the evaluation included.
+    raw
+        Whether clients' images leave them as they are.
+    note
+        One sentence on what was done.
+    """
+
+    name: str
+    accuracy: float
+    loss: float
+    bytes_up: int
+    bytes_down: int
+    rounds: int
+    seconds: float
+    raw: bool
+    note: str
+
+
+def held_by_class(task: Task) -> dict[int, NDArray[np.int64]]:
+    """Return the samples that some client holds, by class in ascending order."""
+    held = np.unique(np.concatenate([np.asarray(part) for part in task.clients]))
+    return by_class(task.targets.cpu().numpy(), held)
+
+
+def by_class(
+    labels: NDArray[np.int64], samples: NDArray[np.int64], at_least: int = 1
+) -> dict[int, NDArray[np.int64]]:
+    """Return samples by class in ascending order; classes with fewer are left out."""
+    classes, counts = np.unique(labels[samples], return_counts=True)
+    return {
+        int(label): samples[labels[samples] == label]
+        for label, count in zip(classes, counts, strict=True)
+        if count >= at_least
+    }
+
+
+def real_sample(
+    images: torch.Tensor,
+    classes: Mapping[int, NDArray[np.int64]],
+    ipc: int,
+    source: np.random.Generator,
+) -> SyntheticSet:
+    """Return `ipc` images of each class, drawn without replacement, repeated where fewer."""
+    chosen = [np.resize(source.permutation(samples), ipc) for samples in classes.values()]
+    index = torch.from_numpy(np.concatenate(chosen)).to(images.device)
+    return SyntheticSet(images[index], tuple(classes), ipc)
+
+
+def image_bytes(task: Task) -> int:
+    """Return the bytes of one image in float32."""
+    return FLOAT_BYTES * math.prod(task.inputs.shape[1:])
+
+
+def model_bytes(problem: Problem) -> int:
+    """Return the bytes of what travels of the model in float32."""
+    return FLOAT_BYTES * problem.flat.vector.numel()
+
+
+def own_model(problem: Problem) -> FlatModel:
+    """Return a copy of the model with its first weights; the problem's stays as it is."""
+    return FlatModel(problem.flat.module, problem.task.public().inputs)
+
+
+def augmentation(config: CondenseConfig, task: Task) -> Augmentation:
+    """Return the augmentation of the condensation."""
+    return Augmentation(augmentation_of(config, task.inputs.shape[1]))
+
+
+def matching_settings(
+    config: CondenseConfig, problem: Problem, steps: int, logit_loss_type: str
+) -> MatchingSettings:
+    """Return how the condensation moves its images, for another number of steps."""
+    sample = problem.task.public().inputs[:1]
+    with torch.no_grad():
+        model = embedding_model(problem.flat.module, config.embed_layer)
+        features = embed_and_forward(model, sample)[0].shape[1]
+    step = config.image_step(sample.numel(), features)
+    return MatchingSettings(steps, step, config.image_momentum, logit_loss_type)
+
+
+def train(
+    config: CondenseConfig,
+    flat: FlatModel,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    settings: TrainingSettings,
+    families: Augmentation,
+    index: int,
+    progress: Progress | None = None,
+) -> None:
+    """Train the model on images as the condensation does in round `index`."""
+    devices = [images.device] if images.device.type == "cuda" else []
+    # Layers that drop out draw from torch's global generator.
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(torch_seed(config.seed, "dropout", index))
+        source = generator(config.seed, "training", index)
+        teller = told(progress, "training", settings.epochs)
+        train_on(flat.module, images, labels, settings, families, source, teller)
+
+
+def accuracy_of_images(
+    config: CondenseConfig,
+    problem: Problem,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    progress: Progress | None = None,
+) -> tuple[float, float]:
+    """Train the first weights on images; return (accuracy, loss) on the test data.
+
+    The random numbers are those of the condensation's last training, so that as many
+    images come in the same order and under the same augmentations.
+    """
+    flat = own_model(problem)
+    families, last = augmentation(config, problem.task), config.num_rounds - 1
+    train(config, flat, images, labels, training_of(config), families, last, progress)
+    return evaluate(flat.module, *problem.test)
+
+
+def told(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    """Return what a loop of `total` turns tells its number to."""
+    if progress is None:
+        return None
+    return lambda done: progress(what, done / total)
+
+
+@dataclass(frozen=True, eq=False)
+class RealImages:
+    """The images at hand: all of a data set, and which of them, by class in ascending order."""
+
+    images: torch.Tensor
+    classes: Mapping[int, NDArray[np.int64]]
+
+    def batch(self, size: int, source: np.random.Generator) -> list[NDArray[np.int64]]:
+        """Draw `size` samples of each class without replacement, all where there are fewer."""
+        return [
+            source.choice(samples, size, replace=False) if len(samples) > size else samples
+            for samples in self.classes.values()
+        ]
+
+
+def real_view(
+    model: nn.Module,
+    real: RealImages,
+    batch: int,
+    augmentation: Augmentation,
+    source: np.random.Generator,
+    with_logits: bool,
+) -> View:
+    """Look at a batch of each class through a model, under one draw of the augmentation.
+
+    The draw has a row of parameters for each class; synthetic images of the same classes
+    meet the same ones (siamese augmentation).
+    """
+    device = real.images.device
+    drawn = real.batch(batch, source)
+    counts = torch.tensor([len(samples) for samples in drawn])
+    places = torch.arange(len(drawn), device=device)
+    transform = augmentation.draw(source, len(drawn))
+    features, logits = group_means(
+        model,
+        real.images,
+        torch.from_numpy(np.concatenate(drawn)).to(device),
+        counts,
+        transform=transform,
+        rows=places.repeat_interleave(counts.to(device)),
+        with_logits=with_logits,
+    )
+    labels = torch.tensor(list(real.classes), device=device)
+    table = StatisticsTable(torch.zeros_like(labels), labels, counts.to(device), features, logits)
+    return View(model, ClassTargets(table), transform)
+
+
+def match_real(
+    synthetic: SyntheticSet,
+    real: RealImages,
+    model_at: Callable[[int], nn.Module],
+    settings: MatchingSettings,
+    batch: int,
+    augmentation: Augmentation,
+    source: np.random.Generator,
+    progress: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Match the set to real images of its classes; return the loss before each step.
+
+    Parameters
+    ----------
+    synthetic
+        Its images change in place; its classes are those of `real`.
+    model_at
+        The feature model of a step, frozen.
+    batch
+        Real images of a class that a step sees.
+    """
+    with_logits = settings.logit_loss_type != "none"
+    views: list[View] = []
+    matcher = None
+    losses = []
+    for done in range(settings.iterations):
+        view = real_view(model_at(done), real, batch, augmentation, source, with_logits)
+        # The matcher keeps the momentum; what it looks at is another view of the same classes.
+        views[:] = [view]
+        matcher = matcher or Matcher(synthetic, views, settings)
+        losses.append(matcher.step(0, source))
+        if progress is not None:
+            progress(done + 1)
+    return torch.stack(losses).tolist()

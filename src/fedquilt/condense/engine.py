@@ -1,0 +1,231 @@
+"""Step 3 when clients never train: they send statistics."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common.randomness import generator
+from fedquilt.condense.augment import Augmentation, Transform
+from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
+from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
+from fedquilt.learning import ClientUpdate, FlatModel, Task
+
+Progress = Callable[[str, float], None]
+"""Told what is being done within a round, and which part of it is done."""
+
+
+class RoundModels:
+    """The feature models and augmentations of the round that is open.
+
+    Both sides derive them from the global model, the round and the run's seed, so that
+    weights (or a seed alone) are all that must travel; here they share one object.
+
+    Parameters
+    ----------
+    model
+        The global model, as it starts; it is copied.
+    sample
+        One input or more, to learn what the model puts out.
+    classes
+        All classes of the run; augmentation has a row of parameters for each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: torch.Tensor,
+        features: FeatureModels,
+        augmentation: Augmentation,
+        classes: tuple[int, ...],
+        *,
+        embed_layer: str | None = None,
+        with_logits: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._flat = FlatModel(copy.deepcopy(model), sample[:2])
+        self._layer = embed_layer
+        self._features = features
+        self._augmentation = augmentation
+        self._seed = seed
+        self.classes = classes
+        self.with_logits = with_logits
+        self.round_index = -1
+        self.models: list[nn.Module] = []
+        self.transforms: list[Transform] = []
+        with torch.no_grad():
+            embedded, scores = embed_and_forward(self._embedding(self._flat.module), sample[:1])
+        self.num_features = embedded.shape[1]
+        self.num_logits = scores.shape[1] if with_logits else 0
+
+    def open(self, weights: torch.Tensor, round_index: int) -> None:
+        """Build the models and draw the augmentations of a round."""
+        self._flat.write(weights)
+        self.round_index = round_index
+        numbers = range(self._features.count)
+        self.models = [
+            self._embedding(self._features.build(self._flat.module, round_index, number))
+            for number in numbers
+        ]
+        self.transforms = [
+            self._augmentation.draw(
+                generator(self._seed, "siamese", round_index, number), len(self.classes)
+            )
+            for number in numbers
+        ]
+
+    def bytes_down(self) -> int:
+        """Return what one client receives in a round."""
+        return self._features.bytes_down(self._flat.module)
+
+    def _embedding(self, module: nn.Module) -> nn.Module:
+        return embedding_model(module, self._layer)
+
+
+# Clients are looked at together while their samples fit into so many.
+_TOGETHER = 65536
+
+
+class StatisticsEngine:
+    """Send means over groups of samples, as one table a client.
+
+    Several clients go through a feature model in one stream of batches; each client's
+    rows are its own.
+
+    Parameters
+    ----------
+    task : Task
+        All samples, and who holds which.
+    lens : RoundModels
+        What they are looked at through.
+    avg_num, min_group, max_samples
+        See `fedquilt.condense.statistics`; at most `max_samples` of a class, drawn anew
+        for each model, are looked at (0: all).
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        lens: RoundModels,
+        *,
+        avg_num: int,
+        min_group: int,
+        max_samples: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.task = task
+        self.lens = lens
+        self.avg_num = avg_num
+        self.min_group = min_group
+        self.max_samples = max_samples
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.progress: Progress | None = None
+        self._looked, self._cohort = 0.0, 1
+        self._seed = seed
+        self._labels = task.targets.cpu().numpy()
+        row_of = np.full(int(self._labels.max(initial=-1)) + 1, -1)
+        row_of[list(lens.classes)] = np.arange(len(lens.classes))
+        self._rows = torch.from_numpy(row_of).to(task.inputs.device)[task.targets]
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the table of each client of the cohort as a vector, in its order."""
+        self.lens.open(start, round_index)
+        self._looked, self._cohort = 0.0, len(cohort)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self.lens.bytes_down()
+        for clients in self._together([int(client) for client in cohort]):
+            for client, table in zip(clients, self._look(clients, round_index), strict=True):
+                self.bytes_up += table.num_bytes
+                size = len(self.task.clients[client])
+                yield ClientUpdate(client, table.pack(), size, math.nan)
+
+    def _together(self, cohort: list[int]) -> Iterator[list[int]]:
+        """Cut the cohort into stretches of few enough samples."""
+        part: list[int] = []
+        size = 0
+        for client in cohort:
+            held = len(self.task.clients[client])
+            if part and size + held > _TOGETHER:
+                yield part
+                part, size = [], 0
+            part.append(client)
+            size += held
+        if part:
+            yield part
+
+    def _look(self, clients: list[int], round_index: int) -> list[StatisticsTable]:
+        """Return the table of each client, the rows of all feature models in it."""
+        seen = []
+        for number in range(len(self.lens.models)):
+            seen.append(self._look_through(number, clients, round_index))
+            self._tell(len(clients) / len(self.lens.models))
+        return [joined(parts) for parts in zip(*seen, strict=True)]
+
+    def _tell(self, clients: float) -> None:
+        self._looked += clients
+        if self.progress is not None:
+            self.progress("looking", self._looked / self._cohort)
+
+    def _look_through(
+        self, number: int, clients: list[int], round_index: int
+    ) -> list[StatisticsTable]:
+        groups = [self._groups(client, round_index, number) for client in clients]
+        order = torch.from_numpy(np.concatenate([g.order for g in groups]))
+        order = order.to(self.task.inputs.device)
+        counts = torch.from_numpy(np.concatenate([g.counts for g in groups]))
+        features, logits = group_means(
+            self.lens.models[number],
+            self.task.inputs,
+            order,
+            counts,
+            transform=self.lens.transforms[number],
+            rows=self._rows[order],
+            with_logits=self.lens.with_logits,
+        )
+        device = features.device
+        sizes = [len(g.counts) for g in groups]
+        parts = zip(groups, torch.split(features, sizes), torch.split(logits, sizes), strict=True)
+        return [
+            StatisticsTable(
+                torch.full((len(g.counts),), number, device=device),
+                torch.from_numpy(g.classes).to(device),
+                torch.from_numpy(g.counts).to(device),
+                f.reshape(len(g.counts), self.lens.num_features),
+                z.reshape(len(g.counts), self.lens.num_logits),
+            )
+            for g, f, z in parts
+        ]
+
+    def _groups(self, client: int, round_index: int, number: int) -> Groups:
+        """Return the groups of a client's samples, by their numbers in the whole data."""
+        samples = np.asarray(self.task.clients[client])
+        source = generator(self._seed, "groups", round_index, client, number)
+        groups = make_groups(
+            self._labels[samples], self.avg_num, self.min_group, source, self.max_samples
+        )
+        return Groups(samples[groups.order], groups.counts, groups.classes)
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""
+
+
+def joined(tables: Sequence[StatisticsTable]) -> StatisticsTable:
+    """Return the rows of several tables as one."""
+    return StatisticsTable(
+        *(
+            torch.cat([getattr(table, name) for table in tables])
+            for name in ("models", "classes", "counts", "features", "logits")
+        )
+    )

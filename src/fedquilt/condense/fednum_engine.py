@@ -1,0 +1,189 @@
+"""Step 3 with FedNumClient objects in the place of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.engine import RoundModels, joined
+from fedquilt.condense.fednum_arguments import Client
+from fedquilt.condense.fednum_client import FedNumClient, table_of
+from fedquilt.condense.method import (
+    groups_per_step,
+    init_notes,
+    make_lens,
+    matching_of,
+    statistics_notes,
+    training_of,
+)
+from fedquilt.condense.server import CondensingServer
+from fedquilt.condense.statistics import StatisticsTable
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.training import Trainer
+from fedquilt.config import CondenseConfig
+from fedquilt.learning import ClientUpdate
+from fedquilt.population import Cohort
+
+
+class ClientEngine:
+    """Hand the models of the round to the client objects, take what they return.
+
+    Parameters
+    ----------
+    clients
+        Everybody; a cohort names their places here.
+    lens
+        What they look through.
+    augmentation
+        That of the lens; a client that takes none can only do without.
+    device
+        Where the server wants what they send.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        lens: RoundModels,
+        augmentation: Augmentation,
+        device: torch.device,
+    ) -> None:
+        self._clients = clients
+        self._lens = lens
+        self._augmented = augmentation.families != ("none",)
+        self._device = device
+        self.bytes_up = 0
+        self.bytes_down = 0
+        if self._augmented:
+            _check_augmentable(clients, augmentation)
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the table of each client of the cohort as a vector, in its order."""
+        self._lens.open(start, round_index)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self._lens.bytes_down()
+        models = range(len(self._lens.models))
+        for place in map(int, cohort):
+            client = self._clients[place]
+            table = joined([self._ask(client, round_index, number) for number in models])
+            self.bytes_up += table.num_bytes
+            size = int(table.counts.sum())
+            yield ClientUpdate(place, table.pack().to(self._device), size, math.nan)
+
+    def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
+        lens = self._lens
+        if isinstance(client, FedNumClient):
+            # Not how often it was asked, but the round decides: a resumed run goes on alike.
+            client.open_round(round_index * len(lens.models) + number)
+        client.receive_model(lens.models[number])
+        if self._augmented:
+            client.receive_augmentation(  # type: ignore[attr-defined]
+                lens.transforms[number], lens.classes
+            )
+        message = client.train()
+        sizes = (lens.num_features, lens.num_logits)
+        return table_of(message, client.cid, number, lens.classes, *sizes)
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""
+
+
+def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) -> None:
+    for client in clients:
+        if not hasattr(client, "receive_augmentation"):
+            raise InvalidValueError(
+                f"augmentation={augmentation.strategy!r} must be 'none': "
+                f"client {client.cid!r} has no receive_augmentation()"
+            )
+
+
+def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
+    """Return the places of the chosen clients among all of them."""
+    place_of = {id(client): place for place, client in enumerate(clients)}
+    found = [place_of.get(id(client), -1) for client in chosen]
+    if -1 in found or len(set(found)) < len(found):
+        raise InvalidValueError("select_clients() must return clients of the server, each once")
+    places = np.array(found, dtype=np.int64)
+    return Cohort(places, places)
+
+
+def make_parts(
+    config: CondenseConfig,
+    model: nn.Module,
+    sample: torch.Tensor,
+    clients: Sequence[Client],
+    classes: tuple[int, ...],
+) -> tuple[ClientEngine, CondensingServer]:
+    """Build engine and server; `sample` has the shape and the device of the images."""
+    augmentation = Augmentation(config.augmentation)
+    lens = make_lens(config, model, sample, augmentation, classes)
+    engine = ClientEngine(clients, lens, augmentation, sample.device)
+    synthetic = first_images_of(clients, config, sample[0], classes)
+    server = CondensingServer(
+        Trainer(model, sample, training_of(config), augmentation, config.seed),
+        synthetic,
+        lens,
+        matching_of(config, sample[0].numel(), lens.num_features),
+        groups_per_step=groups_per_step(config.batch_num, config.avg_num),
+        traffic=lambda: (engine.bytes_up, engine.bytes_down),
+        # Where nobody sent anything the round passes and the model stays as it is.
+        trains_in=lambda round_index: server.report()["groups"] > 0,
+        restarts=config.feature_model == "random_pool",
+        seed=config.seed,
+    )
+    return engine, server
+
+
+def first_images_of(
+    clients: Sequence[Client],
+    config: CondenseConfig,
+    like: torch.Tensor,
+    classes: tuple[int, ...],
+) -> SyntheticSet:
+    """Return the images to begin with; a class that nobody holds begins with noise."""
+    source = generator(config.seed, "first images")
+    first = SyntheticSet.random(classes, config.ipc, like.shape, source, like.device)
+    if config.init_method != "real_sample":
+        return first
+    for label, images in zip(first.classes, first.by_class(), strict=True):
+        held = torch.cat([_images_of(client, label).to(like.device) for client in clients])
+        if len(held):
+            chosen = np.resize(source.permutation(len(held)), config.ipc)
+            images.copy_(held[torch.from_numpy(chosen).to(like.device)])
+    return first
+
+
+def _images_of(client: Client, label: int) -> torch.Tensor:
+    get = getattr(client, "get_images", None)
+    if get is None:
+        raise InvalidValueError(
+            "init_method='real_sample' must be 'random': "
+            f"client {client.cid!r} has no get_images(label)"
+        )
+    images: torch.Tensor = get(label)
+    return images
+
+
+def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
+    """Say what leaves the clients."""
+    ours = [c for c in clients if isinstance(c, FedNumClient)]
+    known = [c for c in ours if type(c).train is FedNumClient.train]
+    notes: list[str] = []
+    if known:
+        least = min(min(client.min_group, client.avg_num) for client in known)
+        notes += statistics_notes(least, "random")
+    if len(known) < len(clients):
+        notes.append("clients with a train() of their own send what it returns, unchecked")
+    return notes + init_notes(init_method)

@@ -1,0 +1,211 @@
+"""Convolutional networks: ConvNet, ResNet-18, a network with early exits.
+
+ResNet-18 for small images (He et al. 2016), with a 3 x 3 stem and no first pooling.
+
+Ends in logits.  11,173,962 parameters for 3 x 32 x 32 images and 10 classes.
+
+A small convolutional network that can stop after any of its blocks.
+
+Every block has a classifier of its own, so clients may hold only the first blocks; and
+every block is as wide as it is given, so clients may hold a part of each.  Group
+normalisation keeps no statistics of the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.models.images import CountsParameters
+
+
+class ConvNet(CountsParameters):
+    """Blocks of convolution, instance norm, ReLU and average pooling, then a linear layer.
+
+    The network of DC, DSA and DM (Zhao and Bilen 2021, 2023): `depth` blocks of
+    `width` channels, 3 x 3 kernels, every block halves the image.  One-channel images
+    are padded by three in the first block, so that 28 x 28 becomes 32 x 32.  Instance
+    norm (a group a channel, with scale and shift) has no running statistics: the
+    network is the same in training and in evaluation.
+
+    320,010 parameters for 3 x 32 x 32 and 10 classes, 317,706 for 1 x 28 x 28.
+
+    >>> net = ConvNet((3, 32, 32), 10)
+    >>> net.get_num_parameters(), tuple(net.embed(torch.zeros(2, 3, 32, 32)).shape)
+    (320010, (2, 2048))
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int] = (3, 32, 32),
+        num_classes: int = 10,
+        width: int = 128,
+        depth: int = 3,
+    ) -> None:
+        super().__init__()
+        channels, *size = _image_shape(input_shape)
+        checks.integer("num_classes", num_classes, at_least=1)
+        checks.integer("width", width, at_least=1)
+        checks.integer("depth", depth, at_least=1)
+        padding = 3 if channels == 1 else 1
+        size = [(side + 2 * padding - 2) // 2 for side in size]
+        blocks: list[nn.Module] = []
+        for number in range(depth):
+            blocks += [
+                nn.Conv2d(channels, width, 3, padding=padding if number == 0 else 1),
+                nn.GroupNorm(width, width),
+                nn.ReLU(),
+                nn.AvgPool2d(2),
+            ]
+            channels = width
+        size = [side // 2 ** (depth - 1) for side in size]
+        if min(size) < 1:
+            raise InvalidValueError(
+                f"depth={depth} must leave at least one pixel of images of {tuple(input_shape)}"
+            )
+        self.features = nn.Sequential(*blocks)
+        self.classifier = nn.Linear(width * math.prod(size), num_classes)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last feature map as one row an image."""
+        return cast(torch.Tensor, self.features(x)).flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return cast(torch.Tensor, self.classifier(self.embed(x)))
+
+    def embed_and_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return embeddings and logits of one pass."""
+        embedded = self.embed(x)
+        return embedded, self.classifier(embedded)
+
+
+def _image_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) != 3 or min(shape) < 1:
+        raise InvalidValueError(f"input_shape={tuple(shape)} must be (channels, height, width)")
+    return tuple(int(side) for side in shape)
+
+
+STAGE_CHANNELS = (64, 128, 256, 512)
+NORMS = ("group", "batch")
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut, which is a convolution where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = make_norm(norm, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = make_norm(norm, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, make_norm(norm, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return relu(f(x) + shortcut(x))."""
+        y = functional.relu(self.norm1(self.conv1(x)))
+        return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18(CountsParameters):
+    """ResNet-18 with the stem for 32 x 32 images.
+
+    Parameters
+    ----------
+    num_classes : int
+        The number of outputs.
+    in_channels : int
+        The channels of an image.
+    norm : {"group", "batch"}
+        Group normalisation keeps no statistics of the data and does not mix
+        examples; batch normalisation is that of the paper.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, norm: str = "group") -> None:
+        super().__init__()
+        checks.choice("norm", norm, NORMS)
+        self.conv = nn.Conv2d(in_channels, STAGE_CHANNELS[0], 3, padding=1, bias=False)
+        self.norm = make_norm(norm, STAGE_CHANNELS[0])
+        inputs = STAGE_CHANNELS[0]
+        stages = []
+        for outputs in STAGE_CHANNELS:
+            first = ResidualBlock(inputs, outputs, 1 if outputs == inputs else 2, norm)
+            stages.append(nn.Sequential(first, ResidualBlock(outputs, outputs, 1, norm)))
+            inputs = outputs
+        self.stages = nn.Sequential(*stages)
+        self.fc = nn.Linear(inputs, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.stages(functional.relu(self.norm(self.conv(x))))
+        x = functional.adaptive_avg_pool2d(x, 1).flatten(1)
+        return cast(torch.Tensor, self.fc(x))
+
+
+def make_norm(kind: str, channels: int) -> nn.Module:
+    """Return the normalisation of so many channels; groups have 8 channels."""
+    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(channels // 8, channels)
+
+
+class ExitNet(CountsParameters):
+    """Blocks of convolution, group normalisation and rectifier, each with an exit.
+
+    Returns the mean of the exits' logits.
+
+    Parameters
+    ----------
+    num_classes, in_channels : int
+        The outputs, and the channels of an image.
+    channels : sequence of int
+        The channels of each block; every block after the first halves the image.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 1,
+        channels: Sequence[int] = (16, 16, 32, 32),
+    ) -> None:
+        super().__init__()
+        inputs = [in_channels, *channels]
+        self.blocks = nn.ModuleList(
+            make_block(inputs[i], channels[i], 1 if i == 0 else 2) for i in range(len(channels))
+        )
+        self.heads = nn.ModuleList(make_head(width, num_classes) for width in channels)
+
+    def exits(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the logits of every exit, the first block's first."""
+        outputs = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            outputs.append(head(x))
+        return outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean of all exits."""
+        outputs = self.exits(x)
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return total / len(outputs)
+
+
+def make_block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """Return convolution, normalisation in groups of at most four channels, rectifier."""
+    convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(max(1, outputs // 4), outputs), nn.ReLU())
+
+
+def make_head(inputs: int, num_classes: int) -> nn.Sequential:
+    """Return a classifier on a 2 x 2 map of features, or smaller where the image is."""
+    return nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(inputs * 4, num_classes))

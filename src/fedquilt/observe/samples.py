@@ -1,0 +1,212 @@
+"""What a monitor samples: metrics, settings, samples, errors.
+
+Everything that says what a monitor samples, as plain data.
+
+A process monitor hands its settings to another process, so they are made of
+numbers, texts and truth values and survive a trip through JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from fedquilt.common import checks
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+
+
+class MonitorError(FedquiltError, RuntimeError):
+    """Sampling could not start, or ended before it was told to."""
+
+
+class MetricTypeError(FedquiltError, TypeError):
+    """A metric was switched with something that is not True or False."""
+
+
+class PowerUnavailableError(MonitorError):
+    """Power was asked for and the machine offers no way to measure it."""
+
+
+class DeliveryError(MonitorError):
+    """Samples were taken but could not all be delivered to the remote server."""
+
+
+class MissingExtraError(MonitorError, ImportError):
+    """A package of the extra `monitor` is needed and not installed."""
+
+
+CPU = "cpu_usage"
+MEMORY = "memory_usage"
+BYTES_SENT = "network_bytes_sent"
+BYTES_RECV = "network_bytes_recv"
+VDD_IN = "power_vdd_in"
+VDD_CPU_GPU_CV = "power_vdd_cpu_gpu_cv"
+VDD_SOC = "power_vdd_soc"
+
+NETWORK = (BYTES_SENT, BYTES_RECV)
+POWER = (VDD_IN, VDD_CPU_GPU_CV, VDD_SOC)
+KEYS = (CPU, MEMORY, *NETWORK, *POWER)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is measured."""
+
+    cpu: bool = True
+    memory: bool = True
+    network: bool = True
+    power: bool = False
+
+    def switched(self, flags: Mapping[str, object]) -> Metrics:
+        """Return these metrics with some switched on or off; nothing changes on an error."""
+        known = asdict(self)
+        for name, flag in flags.items():
+            checks.choice("metric", name, known)
+            if not isinstance(flag, bool):
+                raise MetricTypeError(f"{name}={flag!r} must be True or False")
+            known[name] = flag
+        return replace(self, **known)
+
+
+# The wording of the seed system's file, which programs may already read.
+_TEXT: dict[str, Callable[[float], str]] = {
+    CPU: lambda value: f"CPU Usage: {value:.2f}%",
+    MEMORY: lambda value: f"Memory Usage: {value:.4f}%",
+    BYTES_SENT: lambda value: f"Bytes Sent: {value:.0f}",
+    BYTES_RECV: lambda value: f"Bytes Recv: {value:.0f}",
+    VDD_IN: lambda value: f"VDD_IN: {value:.0f}mW",
+    VDD_CPU_GPU_CV: lambda value: f"VDD_CPU_GPU_CV: {value:.0f}mW",
+    VDD_SOC: lambda value: f"VDD_SOC: {value:.0f}mW",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was measured over the `seconds` before `time` (seconds since 1970)."""
+
+    time: float
+    seconds: float
+    values: Mapping[str, float]
+
+    def text(self) -> str:
+        """Return the sample as one line."""
+        parts = [_TEXT[key](self.values[key]) for key in KEYS if key in self.values]
+        return ", ".join([*parts, f"Seconds: {self.seconds:.2f}"])
+
+
+class Series:
+    """The samples of one monitor, in order; safe to read while it grows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._samples: list[Sample] = []
+
+    def append(self, sample: Sample) -> None:
+        """Add a sample."""
+        with self._lock:
+            self._samples.append(sample)
+
+    def stats(self) -> dict[str, list[float]]:
+        """Return the values of each metric in order; empty where it was not measured."""
+        with self._lock:
+            samples = list(self._samples)
+        return {key: [s.values[key] for s in samples if key in s.values] for key in KEYS}
+
+    def summary(self) -> dict[str, float]:
+        """Return averages over time, and totals.
+
+        With value x_i over t_i seconds: an average is Σ x_i t_i / Σ t_i (not the
+        mean of the list: the last sample is usually shorter), a total of bytes
+        Σ x_i, a total of power Σ x_i t_i in mW s = mJ.  The average of no sample
+        is nan.
+        """
+        with self._lock:
+            samples = list(self._samples)
+        averages = {f"avg_{key}": _average(samples, key) for key in (CPU, MEMORY)}
+        sums = {f"total_{key}": sum(s.values.get(key, 0) for s in samples) for key in NETWORK}
+        energies = {
+            f"total_{key}": sum(s.values.get(key, 0) * s.seconds for s in samples) for key in POWER
+        }
+        return {**averages, **sums, **energies}
+
+
+def _average(samples: list[Sample], key: str) -> float:
+    held = [(s.values[key], s.seconds) for s in samples if key in s.values]
+    time = sum(seconds for _, seconds in held)
+    return sum(value * seconds for value, seconds in held) / time if time else math.nan
+
+
+NETWORK_SCOPES = ("namespace", "process")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far the metrics reach.
+
+    Attributes
+    ----------
+    children : bool
+        Whether the processes that the monitored one started count with it.
+    network_scope : str
+        "namespace": all traffic of the network namespace, which on a plain machine is
+        the whole machine.  "process": the TCP connections of the monitored
+        processes (Linux).
+    loopback : bool
+        Whether traffic of the machine with itself counts in the namespace's.
+    sysfs : str
+        Where the files of power sensors are.
+    """
+
+    children: bool = True
+    network_scope: str = "namespace"
+    loopback: bool = True
+    sysfs: str = "/sys"
+
+    def __post_init__(self) -> None:
+        for name in ("children", "loopback"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        checks.choice("network_scope", self.network_scope, NETWORK_SCOPES)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where samples go: "file", "prometheus" or "remote", and its own settings."""
+
+    kind: str
+    file: str = ""
+    address: str = ""
+    port: int = 0
+    host: str = ""
+    identifier: str = ""
+    simple: bool = True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is sampled, how often, and where it goes."""
+
+    pid: int
+    interval: float
+    metrics: Metrics
+    reach: Reach
+    target: Target
+
+    def to_json(self) -> str:
+        """Return the settings as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Read what `to_json` wrote."""
+        held = json.loads(text)
+        return cls(
+            pid=held["pid"],
+            interval=held["interval"],
+            metrics=Metrics(**held["metrics"]),
+            reach=Reach(**held["reach"]),
+            target=Target(**held["target"]),
+        )

@@ -1,0 +1,324 @@
+"""Will a private run learn anything?  The answer before the run, in figures.
+
+Notation: noise of standard deviation z·C on the sum of updates clipped at C, a
+cohort of m clients, d trainable parameters, T rounds, at most K joins a client.
+
+    noise on the mean update, per coordinate     z·C/m
+    its norm                                     z·C·√d/m
+    largest norm of the mean update              C           (all clients agree)
+
+    ratio of a round      z·√d/m
+    ratio of the run      T rounds add signal like T·C and noise like √T·z·C·√d/m:
+                          z·√d/(m·√T)
+
+Signal is taken at its largest: every update at the clip bound, all in the same
+direction, round after round.  A ratio of the run above 1 is therefore hopeless
+for anybody; below 1 it is workable, and better the smaller it is.
+
+Without sampling z = √K/μ, with μ that of (epsilon, delta), or 2·√K/μ where a client's
+data may be exchanged for any others (replace-one).  The ratio of the run is then
+√(d·K/T)/(m·μ), or twice that: where every client joins every round the number of rounds
+cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedquilt.common import checks
+from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import InvalidValueError, StorageError
+from fedquilt.privacy.accounting import Adjacency, Release, calibrate
+from fedquilt.privacy.accounting import epsilon as total_epsilon
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+_COHORT_FACTORS = {1: "#1f4e79", 10: "#7b3f9e", 100: "#c77700"}
+_WEAK_EPSILON = 10.0
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """What was asked, and what the noise will do to it.
+
+    `noise_multiplier` is z, in units of the clip bound, on the sum;
+    `noise_std_on_mean` = z·C/m.  `noise_to_signal_round` and
+    `noise_to_signal_run` are the two ratios of the module's docstring.
+    `usable_parameters` and `usable_cohort` are the most parameters and the
+    fewest clients per round at which the run is workable, the rest unchanged.
+    """
+
+    population: int
+    rounds: int
+    epsilon: float
+    delta: float
+    parameters: int
+    joins: int
+    cohort: float
+    clip_norm: float
+    sampling_rate: float
+    method: str
+    adjacency: str
+    noise_multiplier: float
+    noise_std_on_mean: float
+    noise_to_signal_round: float
+    noise_to_signal_run: float
+    usable_parameters: int
+    usable_cohort: int
+    advice: tuple[str, ...]
+
+    @property
+    def workable(self) -> bool:
+        """Whether the noise of the whole run stays below the largest signal."""
+        return self.noise_to_signal_run < 1
+
+
+def plan(
+    population: int,
+    rounds: int,
+    epsilon: float,
+    delta: float,
+    parameters: int,
+    joins: int | None,
+    cohort: float,
+    clip_norm: float = 1.0,
+    sampling_rate: float = 1.0,
+    adjacency: str | Adjacency = Adjacency.ZERO_OUT,
+) -> Feasibility:
+    """Return what (epsilon, delta) for every client costs a run.
+
+    `joins` is the most rounds any client takes part in, `None` for all of them;
+    `cohort` the number of clients expected in a round.  With `sampling_rate` < 1
+    the server tosses a secret coin for each client, and `joins` counts tosses.
+    The guarantee compares a client's data with nothing in their place; with
+    `adjacency="replace_one"` it compares any data of a client with any other.
+    """
+    checks.integer("population", population, at_least=1)
+    checks.integer("rounds", rounds, at_least=1)
+    epsilon = checks.number("epsilon", epsilon, above=0)
+    delta = checks.number("delta", delta, above=0, below=1)
+    checks.integer("parameters", parameters, at_least=1)
+    joins = rounds if joins is None else checks.integer("joins", joins, at_least=1)
+    checks.integer("joins", joins, at_most=rounds)
+    clip_norm = checks.number("clip_norm", clip_norm, above=0)
+    sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
+    cohort = _cohort(cohort, population * joins * sampling_rate / rounds)
+
+    method = "gdp" if sampling_rate == 1 else "pld"
+    relation = Adjacency.of(adjacency)
+    z = calibrate(
+        epsilon,
+        delta,
+        rounds=joins,
+        sampling_rate=sampling_rate,
+        method=method,
+        adjacency=relation,
+    )
+    per_round = z * math.sqrt(parameters) / cohort
+    asked = Feasibility(
+        population=population,
+        rounds=rounds,
+        epsilon=epsilon,
+        delta=delta,
+        parameters=parameters,
+        joins=joins,
+        cohort=cohort,
+        clip_norm=clip_norm,
+        sampling_rate=sampling_rate,
+        method=method,
+        adjacency=relation.value,
+        noise_multiplier=z,
+        noise_std_on_mean=z * clip_norm / cohort,
+        noise_to_signal_round=per_round,
+        noise_to_signal_run=per_round / math.sqrt(rounds),
+        usable_parameters=max(0, math.ceil((cohort / z) ** 2 * rounds) - 1),
+        usable_cohort=math.floor(z * math.sqrt(parameters / rounds)) + 1,
+        advice=(),
+    )
+    return _advised(asked)
+
+
+def plan_table(plan: Feasibility) -> str:
+    """Return the plan as a table of plain text."""
+    from tabulate import tabulate
+
+    rows = [
+        ("clients in the population", f"{plan.population:,}"),
+        ("clients per round", f"{plan.cohort:,.6g}"),
+        ("rounds", f"{plan.rounds:,}"),
+        ("most joins of a client", f"{plan.joins:,}"),
+        ("sampling rate", f"{plan.sampling_rate:g}"),
+        ("trainable parameters", f"{plan.parameters:,}"),
+        ("promise to every client", f"epsilon {plan.epsilon:g}, delta {plan.delta:g}"),
+        ("adjacency", Adjacency.of(plan.adjacency).words),
+        ("noise multiplier, on the sum", f"{plan.noise_multiplier:.4g}"),
+        ("noise std per coordinate, on the mean", f"{plan.noise_std_on_mean:.4g}"),
+        ("noise / signal of a round", f"{plan.noise_to_signal_round:.3g}"),
+        ("noise / signal of the run", f"{plan.noise_to_signal_run:.3g}"),
+        ("most parameters that would work", f"{plan.usable_parameters:,}"),
+        ("fewest clients per round that would work", f"{plan.usable_cohort:,}"),
+        ("verdict", "workable" if plan.workable else "hopeless as asked"),
+    ]
+    return str(tabulate(rows, tablefmt="simple", disable_numparse=True))
+
+
+def plan_figure(plan: Feasibility, path: str | Path) -> Path:
+    """Draw noise/signal of the run against trainable parameters, and save it at `path`.
+
+    One line each for the asked cohort, 10 and 100 times as many clients per
+    round; the asked point is marked.  The suffix chooses png, pdf or svg.
+    """
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    checks.choice("suffix of the figure", path.suffix.lower(), _FIGURE_SUFFIXES)
+    figure = Figure(figsize=(7.2, 5.2), layout="constrained")
+    _draw(figure.add_subplot(), plan)
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise StorageError(f"the figure {path} could not be written: {error}") from error
+    return path
+
+
+def _draw(axes: Axes, plan: Feasibility) -> None:
+    most = 10.0 ** math.ceil(math.log10(max(10.0 * plan.parameters, 1e6)))
+    slope = plan.noise_to_signal_run / math.sqrt(plan.parameters)
+    for factor, colour in _COHORT_FACTORS.items():
+        label = (
+            f"{_count(plan.cohort * factor)} clients per round: "
+            f"workable up to {_count(math.ceil((factor / slope) ** 2) - 1)} parameters"
+        )
+        ends = [slope / factor, slope / factor * math.sqrt(most)]
+        axes.plot([1.0, most], ends, color=colour, label=label)
+    lowest, highest = slope / max(_COHORT_FACTORS), max(10.0, 2 * slope * math.sqrt(most))
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    axes.axhspan(min(lowest, 0.1), 1.0, color="black", alpha=0.06, linewidth=0)
+    axes.text(1.3, 0.9, "workable below this line", va="top", fontsize=9)
+    verdict = "workable" if plan.workable else "hopeless as asked"
+    asked = f"asked: {plan.parameters:,} parameters, {plan.noise_to_signal_run:.3g} ({verdict})"
+    axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color="#b22222", label=asked)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(1.0, most),
+        ylim=(min(lowest, 0.1), highest),
+        xlabel="trainable parameters",
+        ylabel="noise / largest signal, whole run",
+        title=f"epsilon {plan.epsilon:g}, delta {plan.delta:g}, {plan.rounds:,} rounds, "
+        f"at most {plan.joins:,} joins a client",
+    )
+    axes.grid(alpha=0.3)
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
+
+
+def _cohort(cohort: object, most: float) -> float:
+    """Return the cohort, refusing one that the clients' joins cannot fill."""
+    value = checks.number("cohort", cohort, above=0)
+    if value > most * (1 + 1e-9):
+        raise InvalidValueError(
+            f"cohort={cohort!r} must be <= {most:g} "
+            "(population * joins * sampling_rate / rounds: all the joins there are)"
+        )
+    return value
+
+
+def _advised(asked: Feasibility) -> Feasibility:
+    if asked.workable:
+        return replace(asked, advice=_praise(asked))
+    levers = (_fewer_parameters, _larger_cohort, _fewer_joins, _larger_epsilon)
+    return replace(asked, advice=tuple(lever(asked) for lever in levers))
+
+
+def _praise(asked: Feasibility) -> tuple[str, ...]:
+    first = (
+        f"workable: over the run the noise is {asked.noise_to_signal_run:.3g} times the largest "
+        f"signal; it stays below the signal up to {asked.usable_parameters:,} parameters."
+    )
+    if asked.noise_to_signal_round < 1:
+        return (first,)
+    return (
+        first,
+        f"Average the model over rounds: in a single round the noise is "
+        f"{asked.noise_to_signal_round:.3g} times the largest signal.",
+    )
+
+
+def _fewer_parameters(asked: Feasibility) -> str:
+    if asked.usable_parameters < 1:
+        return "Fewer trainable parameters are not enough: even one would drown in the noise."
+    return (
+        f"Train fewer parameters: {asked.usable_parameters:,} or fewer (now "
+        f"{asked.parameters:,}). Freeze the feature layers and train the head, or use "
+        "low-rank updates."
+    )
+
+
+def _larger_cohort(asked: Feasibility) -> str:
+    return (
+        f"Let more clients join each round: {asked.usable_cohort:,} or more (now "
+        f"{asked.cohort:,.6g}){_population_note(asked, asked.usable_cohort, asked.joins)}."
+    )
+
+
+def _fewer_joins(asked: Feasibility) -> str:
+    joins = _usable_joins(asked)
+    if joins < 1:
+        advice = "Fewer joins are not enough: even one join a client costs too much."
+    else:
+        advice = (
+            f"Let each client join less often, over the same rounds: {joins:,} or fewer joins "
+            f"(now {asked.joins:,}){_population_note(asked, asked.cohort, joins)}."
+        )
+    return f"{advice} {_rounds_note(asked)}"
+
+
+def _rounds_note(asked: Feasibility) -> str:
+    if asked.joins < asked.rounds:
+        return "Fewer rounds at the same joins make it worse."
+    change = "nothing" if asked.sampling_rate == 1 else "little"
+    return f"Fewer rounds alone change {change}: signal and noise of the run shrink together."
+
+
+def _larger_epsilon(asked: Feasibility) -> str:
+    needed = _spent(asked, asked.joins)
+    weak = ", a promise too weak to mean much" if needed > _WEAK_EPSILON else ""
+    return f"Accept a larger epsilon: {format_bound(needed)} or more (now {asked.epsilon:g}){weak}."
+
+
+def _spent(asked: Feasibility, joins: int) -> float:
+    """Return the epsilon of `joins` at the noise with which the ratio of the run is 1."""
+    noise = asked.cohort * math.sqrt(asked.rounds / asked.parameters)
+    release = Release(noise, joins, asked.sampling_rate)
+    return total_epsilon(
+        [release], asked.delta, method=asked.method, adjacency=Adjacency.of(asked.adjacency)
+    ).epsilon
+
+
+def _usable_joins(asked: Feasibility) -> int:
+    """Return the most joins a client may have at the noise that is usable, by bisection."""
+    low, high = 0, asked.joins
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _spent(asked, middle) <= asked.epsilon:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _population_note(asked: Feasibility, cohort: float, joins: int) -> str:
+    """Say how many clients it takes to fill `cohort` with `joins` a client, if more than now."""
+    needed = math.ceil(cohort * asked.rounds / (joins * asked.sampling_rate) - 1e-9)
+    if needed <= asked.population:
+        return ""
+    return f", which takes a population of {needed:,} (now {asked.population:,})"

@@ -1,0 +1,400 @@
+"""What every client has spent, as folds over the entries and as rows.
+
+A population's balances, folded from its entries.
+
+An account is a cache in memory.  It changes in one way only, by reading committed
+entries it has not seen yet, its own as well as those of other processes; so it
+cannot hold what the file does not.  What it reads was hashed first (`Store.check`).
+Reading starts from a snapshot in the file where there is one that was checked before,
+so that opening a long ledger does not add up its whole past; any other snapshot is
+compared with what the entries add up to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt.privacy.ledger import entries
+from fedquilt.privacy.ledger.entries import (
+    Entry,
+    PopulationInfo,
+    Reservation,
+    decode_charges,
+    decode_clients,
+)
+from fedquilt.privacy.ledger.errors import LedgerCorruptError
+from fedquilt.privacy.ledger.members import members_of
+from fedquilt.privacy.ledger.store import Store
+from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_left, epsilon_spent
+
+_Number = TypeVar("_Number", bound=np.generic)
+_SNAPSHOT_FLOOR = 1 << 16  # bytes of charges below which a snapshot is not worth it
+
+
+class Balances:
+    """What every client of one population has spent and reserved, as of entry `seq`."""
+
+    def __init__(self, info: PopulationInfo) -> None:
+        self._made = info
+        self._clear()
+
+    def _clear(self) -> None:
+        # A named population has the clients that its "members" entries name, in order.
+        self.info = replace(self._made, num_clients=0) if self._made.named else self._made
+        self.ids: list[str] = []
+        self.numbers: dict[str, int] = {}
+        self.seq = 0
+        self.hash = b""
+        self.spent = np.zeros(self.info.num_clients)
+        self.reserved = np.zeros(self.info.num_clients)
+        self.joins = np.zeros(self.info.num_clients, dtype=np.uint32)
+        self.last_entry = np.zeros(self.info.num_clients, dtype=np.uint32)
+        self.open: dict[int, Reservation] = {}
+        self.run_spent: dict[int, FloatArray] = {}
+        self.unsaved_bytes = 0
+
+    def refresh(self, store: Store) -> None:
+        """Read what was committed since the last time; call it first in a transaction."""
+        store.check()
+        head, digest = store.head()
+        try:
+            if not self.seq:
+                self._begin(store, head)
+            self._read(store, head)
+        except BaseException:
+            self._clear()  # half of the entries would be worse than none
+            raise
+        self.seq, self.hash = head, digest
+
+    def _read(self, store: Store, upto: int) -> None:
+        """Take the entries after `seq` and up to `upto` into the balances.
+
+        The plus sign keeps SQLite from its index of populations: the hashes are of the
+        entries, not of the index, so it is the entries that are looked through.
+        """
+        where = "+population = ? AND seq > ? AND seq <= ?"
+        for entry in store.entries(where, self.info.key, self.seq, upto):
+            self.apply(entry)
+
+    def track(self, store: Store, run: int) -> FloatArray:
+        """Return what each client has spent in one run; kept up to date from here on.
+
+        Call it after `refresh` in the same transaction.
+        """
+        if run not in self.run_spent:
+            self.run_spent[run] = spent_in_run(store, self.info, run)
+        return self.run_spent[run]
+
+    def left(self) -> FloatArray:
+        """Return the lifetime allowance minus spent minus reserved, never below zero."""
+        free = self.info.allowance_mu2 - self.spent - self.reserved
+        return np.maximum(free, 0.0)
+
+    def held(self, clients: IntArray, which: Callable[[Reservation], bool]) -> FloatArray:
+        """Return what the open reservations for which `which` is true hold of `clients`."""
+        total = np.zeros(clients.size)
+        for reservation in filter(which, self.open.values()):
+            theirs = reservation.clients
+            if theirs.size == 0:
+                continue
+            place = np.minimum(np.searchsorted(theirs, clients), theirs.size - 1)
+            total += np.where(theirs[place] == clients, reservation.charges_mu2[place], 0.0)
+        return total
+
+    def apply(self, entry: Entry) -> None:
+        """Take one more entry of this population into the balances."""
+        self.unsaved_bytes += len(entry.clients or b"") + len(entry.charges or b"") + 64
+        if entry.kind == entries.RESERVE:
+            self._drop(lambda r: (r.run, r.round_index) == (entry.run, entry.round))
+            self._open(reservation_of(entry, self.info.num_clients))
+        elif entry.kind == entries.SETTLE:
+            reservation = self._take(entry)
+            self._charge(entry, reservation.clients, reservation.charges_mu2)
+        elif entry.kind == entries.RELEASE:
+            self._take(entry)
+        elif entry.kind in (entries.RESUME, entries.FINISH):
+            self._drop(lambda r: r.run == entry.run)
+        elif entry.kind == entries.UNBOUNDED:
+            clients = decode_clients(entry.clients or b"", self.info.num_clients)
+            self._charge(entry, clients, np.full(clients.size, np.inf))
+        elif entry.kind == entries.MEMBERS:
+            self._enrol(entry)
+        elif entry.kind not in (entries.POPULATION, entries.RUN):
+            raise LedgerCorruptError(f"entry {entry.seq} has no place here: {entry.kind!r}")
+
+    def _enrol(self, entry: Entry) -> None:
+        """Open an account for each client of a "members" entry.
+
+        In a population that knew its clients by number so far, the first of these entries
+        says who they are.
+        """
+        joining = members_of(entry)
+        first = len(self.ids)
+        if any(value in self.numbers for value in joining):
+            raise LedgerCorruptError(f"entry {entry.seq} names a member a second time")
+        if not self.info.named and len(joining) != self.info.num_clients:
+            raise LedgerCorruptError(f"entry {entry.seq} names {len(joining)} of the clients only")
+        self.ids += joining
+        self.numbers |= {value: first + place for place, value in enumerate(joining)}
+        more = len(self.ids) - self.info.num_clients
+        self.info = replace(self.info, num_clients=len(self.ids), named=True)
+        self.spent, self.reserved = _longer(self.spent, more), _longer(self.reserved, more)
+        self.joins, self.last_entry = _longer(self.joins, more), _longer(self.last_entry, more)
+        self.run_spent = {run: _longer(spent, more) for run, spent in self.run_spent.items()}
+
+    def _open(self, reservation: Reservation) -> None:
+        self.open[reservation.entry] = reservation
+        self.reserved[reservation.clients] += reservation.charges_mu2
+
+    def _take(self, entry: Entry) -> Reservation:
+        """Close the reservation that a settle or release entry names."""
+        reservation = self.open.get(entry.reservation or 0)
+        if reservation is None or reservation.run != entry.run:
+            raise LedgerCorruptError(
+                f"entry {entry.seq} closes reservation {entry.reservation}, which is not open"
+            )
+        del self.open[reservation.entry]
+        self.reserved[reservation.clients] -= reservation.charges_mu2
+        return reservation
+
+    def _drop(self, which: Callable[[Reservation], bool]) -> None:
+        for reservation in list(filter(which, self.open.values())):
+            del self.open[reservation.entry]
+            self.reserved[reservation.clients] -= reservation.charges_mu2
+
+    def _charge(self, entry: Entry, clients: IntArray, charges: FloatArray) -> None:
+        self.spent[clients] += charges
+        self.joins[clients] += 1
+        self.last_entry[clients] = entry.seq
+        if entry.run in self.run_spent:
+            self.run_spent[entry.run][clients] += charges
+
+    def save_snapshot(self, store: Store) -> None:
+        """Write the balances beside the entries when reading those again would take longer."""
+        size = self.spent.nbytes + self.joins.nbytes + self.last_entry.nbytes
+        if self.unsaved_bytes < max(2 * size, _SNAPSHOT_FLOOR):
+            return
+        row = (self.seq, *self.as_bytes())
+        store.execute("REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?)", self.info.key, *row)
+        store.note_snapshot(self.info.key, row)
+        self.unsaved_bytes = 0
+
+    def as_bytes(self) -> tuple[bytes, bytes, bytes, str]:
+        """Return the snapshot of the balances and of the numbers of open reservations."""
+        balances = (
+            self.spent.astype("<f8").tobytes(),
+            self.joins.astype("<u4").tobytes(),
+            self.last_entry.astype("<u4").tobytes(),
+        )
+        return *balances, json.dumps(sorted(self.open))
+
+    def _begin(self, store: Store, head: int) -> None:
+        """Come to the snapshot: by believing it if it was checked before, else by adding up."""
+        row = store.first(
+            "SELECT seq, spent, joins, last_entry, open FROM snapshots WHERE population = ?",
+            self.info.key,
+        )
+        if row is None:
+            return
+        if not isinstance(row[0], int) or not 0 < row[0] <= head:
+            raise LedgerCorruptError(f"ledger {store.path}: a snapshot is newer than the entries")
+        if store.knows_snapshot(self.info.key, row):
+            self._load_snapshot(store, row)
+            return
+        self._read(store, row[0])
+        self.seq, self.unsaved_bytes = row[0], 0
+        if row[1:] != self.as_bytes():
+            raise store.refuse_snapshot(self.info.key)
+        store.note_snapshot(self.info.key, row)
+
+    def _load_snapshot(self, store: Store, row: tuple[Any, ...]) -> None:
+        members = "population = ? AND kind = ? AND seq <= ?"
+        for entry in store.entries(members, self.info.key, entries.MEMBERS, row[0]):
+            self._enrol(entry)
+        try:
+            self.spent[:] = np.frombuffer(row[1], dtype="<f8")
+            self.joins[:] = np.frombuffer(row[2], dtype="<u4")
+            self.last_entry[:] = np.frombuffer(row[3], dtype="<u4")
+            numbers = [int(number) for number in json.loads(row[4])]
+        except (ValueError, TypeError) as error:
+            raise LedgerCorruptError(f"ledger {store.path}: a snapshot is damaged") from error
+        for number in numbers:
+            for entry in store.entries("seq = ?", number):
+                self._open(reservation_of(entry, self.info.num_clients))
+        self.seq = int(row[0])
+
+
+def _longer(array: NDArray[_Number], more: int) -> NDArray[_Number]:
+    """Return the array with `more` zeros at its end."""
+    return np.concatenate([array, np.zeros(more, dtype=array.dtype)]) if more else array
+
+
+def reservation_of(entry: Entry, num_clients: int) -> Reservation:
+    """Read a "reserve" entry."""
+    clients = decode_clients(entry.clients or b"", num_clients)
+    charges = decode_charges(entry.charges or b"", clients.size)
+    return Reservation(entry.seq, int(entry.run or 0), int(entry.round or 0), clients, charges)
+
+
+def joins_in_run(store: Store, info: PopulationInfo, run: int) -> IntArray:
+    """Return how many settled releases of one run each client was part of."""
+    total = np.zeros(info.num_clients, dtype=np.int64)
+    settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
+    for entry in store.entries(settled, run, entries.SETTLE):
+        total[reservation_of(entry, info.num_clients).clients] += 1
+    return total
+
+
+def spent_in_run(store: Store, info: PopulationInfo, run: int) -> FloatArray:
+    """Return what each client has spent in one run, read from the run's own entries."""
+    total = np.zeros(info.num_clients)
+    settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
+    for entry in store.entries(settled, run, entries.SETTLE):
+        reservation = reservation_of(entry, info.num_clients)
+        total[reservation.clients] += reservation.charges_mu2
+    for entry in store.entries("run = ? AND kind = ?", run, entries.UNBOUNDED):
+        total[decode_clients(entry.clients or b"", info.num_clients)] = np.inf
+    return total
+
+
+NEAR_END = 0.9
+"""A client that has spent more than this share of its allowance is near the end."""
+
+_NOTHING = 1e-6  # share of the allowance that is too little for another round
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """What one client has given away and what it has left.
+
+    `client_id` is None in a population that knows its clients by number.
+    `mu2_…` are squared GDP units, which add up; epsilons are what they mean at the
+    population's delta, and do not add up.  `epsilon_left` is the largest epsilon a
+    new run may ask of this client.
+    """
+
+    client: int
+    client_id: str | None
+    joins: int
+    mu2_spent: float
+    epsilon_spent: float
+    mu2_reserved: float
+    mu2_left: float
+    epsilon_left: float
+    epsilon_allowance: float
+    delta: float
+    last_run: str | None
+    last_round: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A population at a glance.
+
+    `exhausted` clients have less than a millionth of their allowance left;
+    `near_end` have spent over 90 % of it (in squared GDP units) and are not
+    exhausted; `unbounded` took part in a release without a bound and are counted
+    as exhausted too.
+    """
+
+    population: str
+    clients: int
+    joined: int
+    epsilon_allowance: float
+    delta: float
+    epsilon_max: float
+    epsilon_median: float
+    exhausted: int
+    near_end: int
+    unbounded: int
+    reserved: int
+    open_reservations: int
+    largest_run_epsilon: float
+    adjacency: str
+    named: bool
+
+
+def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
+    """Return epsilons that are at most the allowance wherever the spending is.
+
+    Epsilon grows with μ², so spending at most the allowance costs at most its
+    epsilon; the minimum only takes off what rounding up has added.
+    """
+    epsilons = epsilon_spent(spent, info.delta)
+    within = spent <= info.allowance_mu2
+    return np.where(within, np.minimum(epsilons, info.epsilon), epsilons)
+
+
+def client_rows(account: Balances, places: Mapping[int, tuple[str, int]]) -> Iterator[ClientRow]:
+    """Return the row of each client; `places` maps an entry to its run and round.
+
+    The figures are those of the moment of the call, however late they are looked at.
+    """
+    info = account.info
+    left = account.left()
+    columns = zip(
+        range(info.num_clients),
+        list(account.ids) if info.named else [None] * info.num_clients,
+        account.joins.tolist(),
+        account.spent.tolist(),
+        bounded_epsilons(account.spent, info).tolist(),
+        account.reserved.tolist(),
+        left.tolist(),
+        epsilon_left(left, info.delta).tolist(),
+        account.last_entry.tolist(),
+        strict=True,
+    )
+    return (_row(info, places, *values) for values in columns)
+
+
+def _row(
+    info: PopulationInfo,
+    places: Mapping[int, tuple[str, int]],
+    client: int,
+    client_id: str | None,
+    joins: int,
+    *amounts_and_last: Any,
+) -> ClientRow:
+    spent, epsilon, reserved, left, payable, last = amounts_and_last
+    amounts = (spent, epsilon, reserved, left, payable, info.epsilon, info.delta)
+    return ClientRow(client, client_id, joins, *amounts, *places.get(last, (None, None)))
+
+
+def summarise(account: Balances) -> Summary:
+    """Return the summary of a population's account."""
+    info = account.info
+    left = account.left()
+    epsilons = bounded_epsilons(account.spent, info)
+    exhausted = left <= _NOTHING * info.allowance_mu2
+    near_end = (account.spent > NEAR_END * info.allowance_mu2) & ~exhausted
+    return Summary(
+        population=info.name,
+        clients=info.num_clients,
+        joined=int(np.count_nonzero(account.joins)),
+        epsilon_allowance=info.epsilon,
+        delta=info.delta,
+        epsilon_max=float(epsilons.max()),
+        epsilon_median=_median(epsilons),
+        exhausted=int(np.count_nonzero(exhausted)),
+        near_end=int(np.count_nonzero(near_end)),
+        unbounded=int(np.count_nonzero(np.isinf(account.spent))),
+        reserved=int(np.count_nonzero(account.reserved)),
+        open_reservations=len(account.open),
+        largest_run_epsilon=float(epsilon_left(left.min(keepdims=True), info.delta)[0]),
+        adjacency=info.adjacency,
+        named=info.named,
+    )
+
+
+def _median(epsilons: FloatArray) -> float:
+    """Return the median; of two middle values the larger, so that infinity needs no sum."""
+    middle = epsilons.size // 2
+    value = float(np.partition(epsilons, middle)[middle])
+    return value if not math.isnan(value) else math.inf

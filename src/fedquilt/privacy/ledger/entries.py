@@ -1,0 +1,332 @@
+"""The entries of the ledger: the chain, cohorts as bytes, frozen records.
+
+Entries, and the hash that chains them.
+
+An entry is what happened, never what it adds up to; balances are folds over the
+entries.  Its hash is SHA-256 over the hash of the entry before it and everything
+it says:
+
+    hash_n = SHA-256(tag ‖ hash_{n−1} ‖ length ‖ JSON of the fields ‖ clients ‖ charges)
+
+where the JSON is one array in a fixed order, without spaces and in ASCII, that also
+holds the lengths of the two byte strings, so that no two entries share an encoding.
+The hash carries no secret.  It finds damage and edits; somebody who rewrites every
+later entry too is found only by a head kept outside, which is why each run keeps
+its own.
+
+A cohort and its charges as bytes.
+
+Clients are sorted and stored as differences in the narrowest unsigned width that
+holds them all (one byte says which); charges are one float64 when they are all
+the same, else one for each client.  A cohort of 10,000 out of 1,000,000 takes
+20 kB, and 80 kB more when the charges differ.  Everything is little-endian, and
+equal cohorts have equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger.errors import LedgerCorruptError
+from fedquilt.privacy.ledger.units import FloatArray, IntArray
+
+LEDGER = "ledger"
+POPULATION = "population"
+MEMBERS = "members"
+RUN = "run"
+RESUME = "resume"
+RESERVE = "reserve"
+SETTLE = "settle"
+RELEASE = "release"
+UNBOUNDED = "unbounded"
+FINISH = "finish"
+KINDS = (
+    *(LEDGER, POPULATION, MEMBERS, RUN, RESUME, RESERVE, SETTLE, RELEASE, UNBOUNDED),
+    FINISH,
+)
+
+_TAG = b"fedquilt ledger 1\n"
+GENESIS = bytes(32)
+"""The hash before the first entry."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger.
+
+    ========== ==================================================================
+    kind       what it says
+    ========== ==================================================================
+    ledger     the file was made; `digest` is its random identity
+    population clients share an allowance; `body` has their number, epsilon, delta
+    members    clients joined the population; `body` has their ids, in the order of
+               their numbers, which go on from those before them
+    run        a run may spend so much of it; `clients` sit out
+    resume     the run goes on; its open reservations are dropped, nothing had left
+    reserve    `plan_round` of `clients` count as spent, replacing the same round's
+    settle     a release is about to be used; `reservation` becomes spent
+    release    nothing left in that round; `reservation` is dropped
+    unbounded  a release without a bound; `clients` are at infinity from now on
+    finish     the run is over; its open reservations are dropped
+    ========== ==================================================================
+
+    `population` and `run` are the `seq` of the entry that made them.
+    """
+
+    seq: int
+    kind: str
+    time: str
+    population: int | None = None
+    run: int | None = None
+    round: int | None = None
+    reservation: int | None = None
+    name: str | None = None
+    digest: str | None = None
+    body: str | None = None
+    clients: bytes | None = None
+    charges: bytes | None = None
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Entry:
+        """Read the columns of a row; SQLite keeps any type in any column, this does not."""
+        for column, value in zip(COLUMNS, row, strict=True):
+            allowed = _TYPES[column]
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise LedgerCorruptError(f"entry {row[0]!r} is damaged: {column}={value!r:.80}")
+        return cls(*row)
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the fields in the order of `COLUMNS`."""
+        return tuple(getattr(self, column) for column in COLUMNS)
+
+    def chained(self, previous: bytes) -> bytes:
+        """Return this entry's hash, given the hash of the entry before it."""
+        fields: list[Any] = [*self.values()[:-2]]
+        fields += [None if blob is None else len(blob) for blob in (self.clients, self.charges)]
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+        digest = hashlib.sha256(_TAG + previous + len(text).to_bytes(8, "big") + text)
+        digest.update(self.clients or b"")
+        digest.update(self.charges or b"")
+        return digest.digest()
+
+
+COLUMNS = tuple(Entry.__dataclass_fields__)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(COLUMNS, (str, NoneType)),
+    **dict.fromkeys(("kind", "time"), (str,)),
+    **dict.fromkeys(("population", "run", "round", "reservation"), (int, NoneType)),
+    **dict.fromkeys(("clients", "charges"), (bytes, NoneType)),
+    "seq": (int,),
+}
+
+
+def read_row(row: Sequence[Any], last: int, previous: bytes) -> tuple[Entry | None, list[str]]:
+    """Read the columns of an entry and its hash; return it and what is wrong with it.
+
+    `last` and `previous` are the number and the hash of the entry before it.
+    """
+    problems = [] if row[0] == last + 1 else [f"entry {last + 1} is missing"]
+    try:
+        entry = Entry.of(row[:-1])
+    except LedgerCorruptError as error:
+        return None, [*problems, str(error)]
+    if entry.chained(previous) != row[-1]:
+        problems.append(
+            f"entry {entry.seq} ({entry.kind}) was edited, or does not follow the entry before it"
+        )
+    if entry.kind not in KINDS:
+        problems.append(f"entry {entry.seq} has no place here: {entry.kind!r}")
+    return entry, problems
+
+
+def make_body(**values: object) -> str:
+    """Return the canonical JSON of an entry's further values; floats survive exactly."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+_WIDTHS = (1, 2, 4)
+
+
+def encode_clients(clients: IntArray) -> bytes:
+    """Return the bytes of strictly increasing client numbers."""
+    if clients.size == 0:
+        return b""
+    steps = np.diff(clients, prepend=0)
+    width = next(w for w in _WIDTHS if int(steps.max()) < 256**w)
+    return bytes([width]) + steps.astype(f"<u{width}").tobytes()
+
+
+def decode_clients(blob: bytes, num_clients: int) -> IntArray:
+    """Return the client numbers in `blob`; they increase and stay below `num_clients`."""
+    if not blob:
+        return np.empty(0, dtype=np.int64)
+    width = blob[0]
+    if width not in _WIDTHS or (len(blob) - 1) % width or len(blob) == 1:
+        raise LedgerCorruptError("an entry's list of clients cannot be read")
+    clients = np.cumsum(np.frombuffer(blob, dtype=f"<u{width}", offset=1), dtype=np.int64)
+    if clients[-1] >= num_clients or not np.all(np.diff(clients) > 0):
+        raise LedgerCorruptError("an entry's list of clients is out of order or out of range")
+    return clients
+
+
+def encode_charges(charges: FloatArray) -> bytes:
+    """Return the bytes of one charge for each client."""
+    same = charges.size > 0 and np.all(charges == charges[0])
+    return (charges[:1] if same else charges).astype("<f8").tobytes()
+
+
+def decode_charges(blob: bytes, count: int) -> FloatArray:
+    """Return `count` charges; every one is a number >= 0, or infinity."""
+    if len(blob) not in (8 * min(count, 1), 8 * count):
+        raise LedgerCorruptError("an entry's charges do not match its clients")
+    charges = np.frombuffer(blob, dtype="<f8").astype(np.float64)
+    if not np.all(charges >= 0):
+        raise LedgerCorruptError("an entry holds a charge that is not a number >= 0")
+    return charges if charges.size == count else np.full(count, charges[0])
+
+
+def check_clients(clients: npt.ArrayLike, num_clients: int) -> IntArray:
+    """Return `clients` as whole numbers, each once, all in the population; or raise."""
+    array = np.asarray(clients)
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidValueError(
+            f"clients of type {array.dtype} and shape {array.shape} must be a flat list "
+            "of whole numbers"
+        )
+    outside = (array < 0) | (array >= num_clients)
+    if np.any(outside):
+        raise InvalidValueError(
+            f"client={int(array[outside][0])} must be >= 0 and < {num_clients}, "
+            "the number of clients in the population"
+        )
+    numbers, counts = np.unique(array, return_counts=True)
+    if numbers.size < array.size:
+        twice = int(numbers[counts > 1][0])
+        raise InvalidValueError(f"client={twice} must be named only once in a cohort")
+    return array.astype(np.int64)
+
+
+def check_charges(charges_mu2: npt.ArrayLike, count: int) -> FloatArray:
+    """Return one finite charge >= 0 for each of `count` clients, or raise."""
+    array = np.asarray(charges_mu2)
+    if array.ndim == 0:
+        return np.full(count, checks.number("charges_mu2", array.item(), at_least=0))
+    if array.shape != (count,) or array.dtype.kind not in "iuf":
+        raise InvalidValueError(
+            f"charges_mu2 of type {array.dtype} and shape {array.shape} must be one number "
+            f"for each of the {count} clients, or one for all"
+        )
+    array = array.astype(np.float64)
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if np.any(wrong):
+        raise InvalidValueError(f"charges_mu2={float(array[wrong][0])!r} must be finite and >= 0")
+    return array
+
+
+MAX_CLIENTS = 100_000_000
+"""More clients than this would not fit one SQLite value."""
+
+ADJACENCIES = ("zero_out", "replace_one")
+"""What two neighbouring worlds differ in: a client's data against nothing, or other data."""
+
+
+@dataclass(frozen=True)
+class PopulationInfo:
+    """Clients 0 … num_clients − 1, each with the same lifetime allowance.
+
+    `allowance_mu2` is gaussian_mu(epsilon, delta)² on the safe side, fixed when the
+    population is made, as is the adjacency its charges are counted under.  A `named`
+    population knows its clients by id and may grow; any other knows them by number.
+    """
+
+    key: int
+    name: str
+    num_clients: int
+    epsilon: float
+    delta: float
+    allowance_mu2: float
+    adjacency: str = ADJACENCIES[0]
+    named: bool = False
+
+    @classmethod
+    def of(cls, entry: Entry) -> PopulationInfo:
+        """Read a "population" entry."""
+        try:
+            body = json.loads(entry.body or "")
+            info = cls(
+                key=entry.seq,
+                name=str(entry.name),
+                num_clients=int(body["num_clients"]),
+                epsilon=float(body["epsilon"]),
+                delta=float(body["delta"]),
+                allowance_mu2=float(body["allowance_mu2"]),
+                adjacency=body.get("adjacency", ADJACENCIES[0]),
+                named=bool(body.get("named", False)),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerCorruptError(f"entry {entry.seq} is not a population: {error}") from error
+        wrong = not 0 < info.num_clients <= MAX_CLIENTS or not info.allowance_mu2 > 0
+        if wrong or info.adjacency not in ADJACENCIES:
+            raise LedgerCorruptError(f"entry {entry.seq} is not a population: {entry.body}")
+        return info
+
+
+@dataclass(frozen=True, eq=False)
+class RunInfo:
+    """What a run may spend of each client's allowance; None: it has no bound to state.
+
+    `roster` is the digest of the ids of its clients, in the run's order, where it named
+    them; `enrolled` of them were new to the population.
+    """
+
+    key: int
+    name: str
+    population: int
+    epsilon: float | None
+    budget_mu2: float
+    sits_out: IntArray
+    roster: str | None = None
+    enrolled: int = 0
+
+    @classmethod
+    def of(cls, entry: Entry, num_clients: int) -> RunInfo:
+        """Read a "run" entry."""
+        try:
+            body = json.loads(entry.body or "")
+            epsilon = None if body["epsilon"] is None else float(body["epsilon"])
+            budget = float(body["budget_mu2"])
+            roster, enrolled = body.get("roster"), int(body.get("enrolled", 0))
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerCorruptError(f"entry {entry.seq} is not a run: {error}") from error
+        sits_out = decode_clients(entry.clients or b"", num_clients)
+        name, population = str(entry.name), int(entry.population or 0)
+        return cls(entry.seq, name, population, epsilon, budget, sits_out, roster, enrolled)
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """A round's charges, counted as spent until they are settled or released.
+
+    `charges_mu2` is what was granted to `clients`, in the order they were given.
+    It is what was asked, rounded up to the ledger's grid, except that a client at
+    the very end of its allowance may be granted up to a millionth less.  A release
+    whose bounds are c_i = noise_std·√charges_mu2 keeps the allowance exactly.
+    """
+
+    entry: int
+    run: int
+    round_index: int
+    clients: IntArray
+    charges_mu2: FloatArray

@@ -1,0 +1,366 @@
+"""The seed documents' mechanisms, faithfully, with what they can and cannot claim.
+
+`LayerNoise` is the paper's algorithm (and, with a fixed clip and a flat budget,
+its baseline Fixed-DP): the covered slice of (local - global) / learning rate is
+clipped, averaged and noised once.  `ClientNoise` is the API document's variant:
+every client's whole delta is clipped and noised before the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.common import checks
+from fedquilt.common.bounds import format_bound
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
+from fedquilt.privacy.accounting.release import Adjacency
+from fedquilt.privacy.clip import QuantileClipper, norm
+from fedquilt.privacy.ledger.errors import BudgetExceededError
+from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, Unbounded, is_finite
+from fedquilt.privacy.noise import NoiseSource
+from fedquilt.privacy.policies import AdaptivePrivacyAllocator
+from fedquilt.privacy.statement import NOT_COVERED, Coverage, Statement, cautions
+
+
+class Clipper(Protocol):
+    """A rule for the clip bound, with the API document's method names."""
+
+    def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
+        """Take the round's updates into account and return the bound."""
+
+    def clip_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return one update inside the current bound."""
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what must survive a restart."""
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+
+
+class QuapMechanism(Unbounded):
+    """What the two mechanisms share: budget, clip rule, bookkeeping of the spend.
+
+    `adjacency` is what a claim is about, if there is one; noise does not follow it,
+    only what the noise costs.  `notes` are what else such a claim should say.
+    """
+
+    def __init__(
+        self,
+        allocator: AdaptivePrivacyAllocator,
+        clipper: Clipper,
+        coverage: Coverage,
+        noise: NoiseSource,
+        *,
+        num_clients: int,
+        warmup_rounds: int = 0,
+        max_agg_norm: float = math.inf,
+        clip_is_public: bool = False,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.allocator = allocator
+        self.clipper = clipper
+        self.coverage = coverage
+        self.noise = noise
+        self.warmup_rounds = warmup_rounds
+        self.max_agg_norm = max_agg_norm
+        self.clip_is_public = clip_is_public
+        self.adjacency = adjacency
+        self.notes = tuple(notes)
+        self.nominal_epsilon = np.zeros(num_clients)
+        self.squared_gdp = np.zeros(num_clients)
+        self._facts: RoundFacts | None = None
+        self._bound = math.nan
+
+    @property
+    def needs_whole_cohort(self) -> bool:
+        """A bound chosen in advance needs nobody's update."""
+        return not self.clip_is_public
+
+    @property
+    def facts(self) -> RoundFacts:
+        """The round in progress."""
+        if self._facts is None:
+            raise RuntimeError("open_round must be called before a round's other steps")
+        return self._facts
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Take the round's noise stream; seeded streams depend on the round alone."""
+        self._facts = facts
+        self.allocator.noise = self.noise.stream(facts.round_index)
+
+    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+        """Ask the clip rule, showing it the finite updates only (v1.1.1 of the document)."""
+        parts = (
+            [self.coverage.take(c.vector) for c in received if c.finite]
+            if self.needs_whole_cohort
+            else []
+        )
+        if parts or self.clip_is_public:
+            bound = float(self.clipper.update_clip_value(parts))
+            self._bound = checks.number("clip value", bound, above=0)
+            if isinstance(self.clipper, QuantileClipper):
+                # A subclass that only returns its bound shall clip by it too.
+                self.clipper.clip_value = self._bound
+        elif math.isnan(self._bound):
+            current = getattr(self.clipper, "clip_value", None)
+            self._bound = getattr(self.clipper, "min_clip", 1.0) if current is None else current
+        return self._bound
+
+    def clip(self, contribution: Contribution) -> Contribution:
+        """Clip the covered coordinates; the others pass as they are."""
+        if contribution.finite:
+            part = self.coverage.take(contribution.vector)
+            clipped = self.clipper.clip_gradient(part)
+            if clipped is not part or len(self.coverage.ranges) > 1:
+                self.coverage.put(contribution.vector, clipped)
+        return contribution
+
+    def budget(self, rate: float) -> float:
+        """Return the budget of a participation rate; the base budget in the warm-up."""
+        if self.facts.round_index < self.warmup_rounds:
+            return self.allocator.epsilon_base
+        return self.allocator.compute_privacy_budget(min(rate, 1.0))
+
+    def _limit(self, mean: torch.Tensor) -> torch.Tensor:
+        """Scale a mean update above max_agg_norm down to it (v1.1.2 of the document).
+
+        A mean that is not finite, which only tensors without a clip can cause,
+        moves nothing.
+        """
+        length = norm(mean)
+        if not math.isfinite(length):
+            return torch.zeros_like(mean)
+        return mean * (self.max_agg_norm / length) if length > self.max_agg_norm else mean
+
+    def _excuses(self) -> list[str]:
+        """Say why the released model has no bound; empty when it has one."""
+        notes = []
+        if self.coverage.uncovered:
+            notes.append(
+                f"{len(self.coverage.uncovered)} tensors leave without clip or noise: "
+                + ", ".join(self.coverage.uncovered)
+            )
+        if not self.clip_is_public:
+            notes.append("the clip bound is this round's raw percentile, a statistic of the data")
+        if self.noise.reproducible:
+            notes.append("reproducible noise: no privacy")
+        return notes
+
+    def _slice_note(self, counts: NDArray[np.float64]) -> str:
+        who = int(np.argmax(self.squared_gdp))
+        worst = float(self._cost()[who])
+        epsilon = gaussian_epsilon(math.sqrt(worst), self.allocator.delta) if worst else 0.0
+        return (
+            "if the clip bounds had been fixed in advance and nothing but the covered tensors had "
+            f"been released: epsilon {format_bound(epsilon)} at delta {self.allocator.delta:g} "
+            f"for the client that spent most (in {int(counts[who])} joins)"
+        )
+
+    def statement(
+        self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None
+    ) -> Statement:
+        """Say what may be claimed: a bound only if nothing escapes clip and noise."""
+        excuses = self._excuses()
+        nominal = (
+            f"nominal budgets summed per client (the seed documents' accounting): "
+            f"at most {format_bound(float(self.nominal_epsilon.max()))}"
+        )
+        if excuses:
+            return Statement.without_bound(
+                delta=self.allocator.delta,
+                covered=self.coverage.covered,
+                uncovered=self.coverage.uncovered,
+                noise_source=self.noise.description,
+                notes=(*excuses, nominal, self._slice_note(counts)),
+                adjacency=self.adjacency.words,
+            )
+        if epsilons is None:
+            # Charges of rounds that ran twice are in a ledger only; without one, none is lost.
+            epsilons = gaussian_epsilon_many(self._cost(), self.allocator.delta)
+        worst = float(epsilons.max())
+        return Statement(
+            delta=self.allocator.delta,
+            epsilon_max=worst,
+            epsilon_median=float(np.median(epsilons)),
+            covered=self.coverage.covered,
+            uncovered=(),
+            noise_source=self.noise.description,
+            notes=(
+                *cautions(worst, self.allocator.delta, len(self.squared_gdp)),
+                "the claim covers every released version of the model, all rounds together",
+                "exact composition of Gaussian releases over the rounds each client joined",
+                "public by this adjacency: who joined when, the clip bound, noise levels, charges, "
+                "cohort sizes, which divide the mean",
+                NOT_COVERED,
+                *self.notes,
+                nominal,
+            ),
+            adjacency=self.adjacency.words,
+        )
+
+    def _cost(self) -> NDArray[np.float64]:
+        """Return what each client has spent under the claim's adjacency."""
+        return np.asarray(self.squared_gdp * self.adjacency.sensitivity_factor**2)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return clip state and spend."""
+        return {
+            "nominal_epsilon": self.nominal_epsilon.copy(),
+            "squared_gdp": self.squared_gdp.copy(),
+            "bound": np.asarray([self._bound]),
+            **{f"clipper.{key}": value for key, value in self.clipper.state().items()},
+        }
+
+    def load_state(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        self.nominal_epsilon = np.array(state["nominal_epsilon"], dtype=np.float64)
+        self.squared_gdp = np.array(state["squared_gdp"], dtype=np.float64)
+        self._bound = float(state["bound"][0])
+        prefix = "clipper."
+        self.clipper.load_state(
+            {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        )
+
+
+class LayerNoise(QuapMechanism):
+    """The paper: clip the covered slice, average, noise the mean of the slice once.
+
+        g_i = (local - global) / lr_t,   C_t from the clip rule on the slices' norms
+        mean = 1/m sum g_i,   sigma = (C_t / m) sqrt(2 ln(1.25/delta)) / epsilon_t
+        epsilon_t = base * (1 + alpha exp(-beta * mean rate of the cohort))  (eq. 4, 5)
+        update = lr_t * (mean + [0, N(0, sigma^2 I)])                        (eq. 7)
+
+    One release at noise multiplier z_t = sigma / (C_t / m) costs a client of the
+    cohort mu^2 = 1 / z_t^2 in squared GDP units under zero-out adjacency (four times
+    that under replace-one, by the account), and nothing to the others.
+    """
+
+    @property
+    def claims(self) -> bool:
+        """A bound may be claimed when nothing escapes a clip chosen in advance."""
+        return not self._excuses()
+
+    def plan_round(
+        self,
+        round_index: int,
+        clients: NDArray[np.int64],
+        remaining: NDArray[np.float64],
+        joins: NDArray[np.float64],
+        rounds_done: int,
+    ) -> NDArray[np.float64] | None:
+        """Return 1 / z_t^2 where a bound may be claimed (a flat budget is known in advance)."""
+        if not self.claims or self.allocator.alpha:
+            return None
+        multiplier = self.allocator.compute_noise_multiplier(self.allocator.epsilon_base, 1.0)
+        return np.full(len(clients), multiplier**-2)
+
+    def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Tell who can pay the fixed cost of a round."""
+        cost = self.plan_round(0, np.zeros(1, dtype=np.int64), remaining, remaining, 0)
+        return super().has_allowance(remaining) if cost is None else remaining >= cost[0]
+
+    def eligible(
+        self, round_index: int, remaining: NDArray[np.float64]
+    ) -> NDArray[np.bool_] | None:
+        """Where a bound may be claimed, only who can pay may join."""
+        return self.has_allowance(remaining) if self.claims else None
+
+    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+        """Refuse to go on with less than the fixed cost, which cannot be lowered."""
+        needed = self.plan_round(0, clients, np.zeros(0), np.zeros(0), 0)
+        if granted is not None and needed is not None and np.any(granted < needed):
+            short = int(clients[np.argmin(granted)])
+            raise BudgetExceededError(
+                f"client {short} has less left than the fixed cost of one round",
+                clients,
+                needed,
+                granted,
+            )
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Divide by the learning rate, which may overflow; every client weighs the same."""
+        gradient = delta.div_(self.facts.learning_rate)
+        if not is_finite(gradient):
+            return Contribution(client, torch.zeros_like(gradient), 1.0, finite=False)
+        return Contribution(client, gradient, 1.0)
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise comes once, on the mean."""
+        return contribution
+
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
+        """Average, noise the covered slice, and return to the units of the weights."""
+        mean = total / weight
+        epsilon = self.budget(float(self.facts.rates.mean()))
+        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound / weight)
+        signal_norm = norm(mean)
+        drawn = torch.from_numpy(self.allocator.noise.normal(self.coverage.num_covered))
+        noise = noise_std * drawn.to(mean.device)
+        self.coverage.put(mean, self.coverage.take(mean) + noise)
+        self._charge(epsilon, noise_std / (self._bound / weight))
+        report = NoiseReport(epsilon, noise_std, norm(noise), signal_norm)
+        return self._limit(mean) * self.facts.learning_rate, report
+
+    def _charge(self, epsilon: float, noise_multiplier: float) -> None:
+        self.nominal_epsilon[self.facts.clients] += epsilon
+        self.squared_gdp[self.facts.clients] += noise_multiplier**-2
+
+
+class ClientNoise(QuapMechanism):
+    """The API document: clip and noise every client's whole delta, then average.
+
+        sigma_i = C_t sqrt(2 ln(1.25/delta)) / epsilon_i,
+        epsilon_i = base * (1 + alpha exp(-beta * rate_i))
+
+    The noise on the mean has standard deviation sqrt(sum sigma_i^2) / m.
+    """
+
+    def open_round(self, facts: RoundFacts) -> None:
+        """Begin with an empty noise account."""
+        super().open_round(facts)
+        self._budgets: list[float] = []
+        self._variance = 0.0
+        self._noise_sum: torch.Tensor | None = None
+
+    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+        """Keep the plain delta; every client weighs the same."""
+        finite = is_finite(delta)
+        return Contribution(client, delta if finite else torch.zeros_like(delta), 1.0, finite)
+
+    def noise_client(self, contribution: Contribution) -> Contribution:
+        """Noise the client's vector by its own budget."""
+        place = int(np.flatnonzero(self.facts.clients == contribution.client)[0])
+        epsilon = self.budget(float(self.facts.rates[place]))
+        noised = self.allocator.add_gaussian_noise(contribution.vector, epsilon, self._bound)
+        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound)
+        added = noised.to(torch.float64) - contribution.vector
+        self._noise_sum = added if self._noise_sum is None else self._noise_sum.add_(added)
+        self._budgets.append(epsilon)
+        self._variance += noise_std**2
+        self.nominal_epsilon[contribution.client] += epsilon
+        return Contribution(contribution.client, noised, 1.0, contribution.finite)
+
+    def release(
+        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, NoiseReport]:
+        """Average the noised vectors."""
+        mean = total / weight
+        self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance
+        noise = torch.zeros_like(mean) if self._noise_sum is None else self._noise_sum / weight
+        report = NoiseReport(
+            float(np.mean(self._budgets)),
+            math.sqrt(self._variance) / weight,
+            norm(noise),
+            norm(mean - noise),
+        )
+        return self._limit(mean), report

@@ -1,0 +1,183 @@
+"""A run's account in the ledger, as the round uses it: reserve, settle, finish."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.privacy.accounting import Adjacency
+from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
+
+
+class RunAccount:
+    """One run's dealings with one population of a ledger.
+
+    A run without a bound reserves nothing and records, before each release, that
+    its clients stand at infinity.
+
+    The round knows its clients by their number in the run, 0 to n - 1, and so do all
+    arrays here; `run.places` is where each of them stands in the population.
+
+    Parameters
+    ----------
+    seen : callable, optional
+        Told the ledger's head after every settled release.
+    reproducible : bool
+        The run's noise is seeded.  A round that was settled before a crash then
+        comes out the same again: it is planned from the balances before it
+        (`rewind`) and not charged twice.  Secret noise never repeats, so a round
+        that runs again is another release and is charged again.
+    adjacency : Adjacency
+        What the ledger's charges are about.  Mechanisms count under zero-out, where
+        client i moves a sum by its clip c_i; where data are exchanged for others it
+        moves by up to 2 c_i (and its quantile bit by 1 instead of 1/2), so every
+        charge is four times as large.  `remaining`, `budget_mu2`, what is asked of
+        `reserve` and what it grants are in the mechanisms' units, `spent` and
+        `epsilons` in the ledger's.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        population: Population,
+        run: Run,
+        *,
+        reproducible: bool = False,
+        adjacency: Adjacency = Adjacency.ZERO_OUT,
+        seen: Callable[[str], None] | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.population = population
+        self.run = run
+        self.reproducible = reproducible
+        self.adjacency = adjacency
+        # A power of two: dividing by it and multiplying again changes no bit.
+        self._per_charge = adjacency.sensitivity_factor**2
+        self._seen = seen
+        self._places = run.places
+        self._settled = run.settled() if reproducible else {}
+        self._ahead: NDArray[np.float64] | None = None
+        self._joins = run.joins()[self._places]
+        self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the run has a budget; a run without one can only record infinity."""
+        return self.run.info.epsilon is not None
+
+    @property
+    def budget_mu2(self) -> float:
+        """What the run may charge each client, in squared GDP units of zero-out."""
+        return self.run.budget_mu2 / self._per_charge
+
+    def remaining(self, round_index: int) -> NDArray[np.float64]:
+        """Return what each client may still be charged from this round on (see `budget_mu2`)."""
+        if not self.is_bounded:
+            return np.full(self._places.size, np.inf)
+        left = np.asarray(self.run.remaining()[self._places])
+        if self._ahead is not None and round_index in self._settled:
+            left = np.asarray(left + self._ahead)
+        return np.asarray(left / self._per_charge)
+
+    def spent(self) -> NDArray[np.float64]:
+        """Return what each client has spent in this run, in squared GDP units."""
+        return np.asarray(self.run.spent()[self._places])
+
+    def spent_elsewhere(self) -> NDArray[np.float64]:
+        """Return what each client has spent in other runs, in squared GDP units."""
+        return np.asarray(self.population.spent()[self._places] - self.spent())
+
+    def joins(self) -> NDArray[np.int64]:
+        """Return how many releases of this run, crashed ones included, each client was in."""
+        return self._joins
+
+    def rewind(self, spent: NDArray[np.float64]) -> None:
+        """Note what the ledger is ahead of a checkpoint that had `spent` this much."""
+        self._ahead = self.spent() - spent
+
+    def reserve(
+        self, round_index: int, clients: NDArray[np.int64], charges: NDArray[np.float64] | None
+    ) -> NDArray[np.float64] | None:
+        """Count the round's charges as spent before anybody trains (step 1).
+
+        Returns what was granted, which at the very end of an allowance may be a
+        millionth less than what was asked.
+        """
+        repeated = round_index in self._settled
+        reservation = (
+            None
+            if charges is None or repeated
+            else self.run.reserve(round_index, self._places[clients], charges * self._per_charge)
+        )
+        self._open = (round_index, clients, reservation)
+        return charges if reservation is None else reservation.charges_mu2 / self._per_charge
+
+    def settle(self, release: torch.Tensor) -> str:
+        """Make the charge durable, before the release is used (step 8); return the head."""
+        head = self._settle(release)
+        if self._seen is not None:
+            self._seen(head)
+        return head
+
+    def _settle(self, release: torch.Tensor) -> str:
+        if self._open is None:
+            raise RuntimeError("a release is settled once, after its reservation")
+        round_index, clients, reservation = self._open
+        self._open = None
+        digest = _digest(release)
+        if digest in self._settled.get(round_index, ()):
+            return self.run.head
+        self._joins[clients] += 1
+        if reservation is not None:
+            return self.run.settle(reservation, digest)
+        if self.is_bounded:
+            raise LedgerConflictError(
+                f"round {round_index} of run {self.run.info.name!r} was settled before and came "
+                "out differently under the same noise seed: data, code or machine changed"
+            )
+        return self.run.record_unbounded(round_index, self._places[clients], digest)
+
+    def epsilons(self) -> NDArray[np.float64] | None:
+        """Return each client's epsilon in this run; None for a run without a bound."""
+        return np.asarray(self.run.epsilons()[self._places]) if self.is_bounded else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return where the account is and how it stands, for the run's record."""
+        worst = float(self.population.epsilons().max())
+        return {
+            "ledger": str(self.ledger.path),
+            "population": self.population.info.name,
+            "allowance": self.population.info.epsilon,
+            "delta": self.population.info.delta,
+            "adjacency": self.population.info.adjacency,
+            "created": self.run.began(),
+            "enrolled": self.run.info.enrolled,
+            "run_id": self.run.info.name,
+            "lifetime_epsilon_max": worst if np.isfinite(worst) else "inf",
+            "head": self.run.head,
+        }
+
+    def finish(self, unprotected: torch.Tensor | None = None) -> None:
+        """Say that the run is over.
+
+        `unprotected` is a final model whose noise can be reproduced: whoever had a
+        part in it stands at infinity, whatever was charged on the way.
+        """
+        joined = np.flatnonzero(self._joins)
+        if unprotected is not None and joined.size:
+            last = max(self.run.settled(), default=0)
+            self.run.record_unbounded(last + 1, self._places[joined], _digest(unprotected))
+        self.run.finish()
+
+    def close(self) -> None:
+        """Close the ledger; open reservations stay counted until the run resumes."""
+        self.ledger.close()
+
+
+def _digest(release: torch.Tensor) -> str:
+    return hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,1 @@
+"""The classes and the self-test of the QuAP-FL documents."""

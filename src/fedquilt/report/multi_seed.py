@@ -1,0 +1,246 @@
+"""The figure of one mode over several seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.report.series import (
+    Array,
+    Series,
+    aligned,
+    column,
+    is_absent,
+    no_budget_in_words,
+    per_evaluation,
+    target_accuracy,
+)
+from fedquilt.report.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    PALETTE,
+    VERMILION,
+    accuracy_limits,
+    drawing,
+    figure_path,
+    figure_settings,
+    in_words,
+    line,
+    logarithmic,
+    padded,
+    panel_title,
+    save_figure,
+    text_color,
+    whole_rounds,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Histories = Sequence[Mapping[str, Any]]
+_NAMED_SEEDS = len(PALETTE)
+_THIN = {"linewidth": 1.0, "alpha": 0.8, "markersize": 2.5}
+_THICK = {"linewidth": 2.0, "markersize": 3, "zorder": 3}
+
+
+def plot_multi_seed_comparison(
+    results: Histories,
+    seeds: Sequence[int],
+    dataset_name: str,
+    config: Mapping[str, Any] | None = None,
+    save_path: str | os.PathLike[str] | None = None,
+) -> str:
+    """Draw several seeds of one experiment in four panels; return the path.
+
+    `results` are histories, or whole result dictionaries that hold one.  Seeds
+    that were evaluated at different rounds, or that stopped early, are averaged
+    over the rounds they share.  The mean is drawn only where every seed has a
+    finite value: leaving a diverged seed out would flatter the others.
+    """
+    histories = [_history(index, result) for index, result in enumerate(results)]
+    if not histories or len(histories) != len(seeds):
+        raise InvalidValueError(
+            f"results ({len(histories)}) and seeds ({len(seeds)}) must match, at least one"
+        )
+    settings = figure_settings(config)
+    path = figure_path(save_path, f"{dataset_name}_multi_seed_comparison", settings)
+    target = target_accuracy(dataset_name, config)
+    with drawing(settings) as figure:
+        ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
+        figure.suptitle(f"Multi-seed comparison: {str(dataset_name).upper()}, {_count(histories)}")
+        _draw_accuracy(top_left, histories)
+        _draw_loss(top_right, histories)
+        _draw_budgets(bottom_left, histories)
+        _draw_final(bottom_right, histories, target)
+        _name_seeds(figure, seeds)
+        return save_figure(figure, path, settings)
+
+
+def _history(index: int, result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the history in a result, which may be the history itself."""
+    inner = result.get("history", result) if isinstance(result, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise InvalidValueError(f"results[{index}]={result!r:.60} must be a history dictionary")
+    return inner
+
+
+def _count(items: Sequence[object]) -> str:
+    return "1 seed" if len(items) == 1 else f"{len(items)} seeds"
+
+
+def _color(index: int, count: int) -> str:
+    """Return the colour of a seed; with more seeds than colours all are grey."""
+    return PALETTE[index] if count <= _NAMED_SEEDS else GREY
+
+
+def _name_seeds(figure: Figure, seeds: Sequence[int]) -> None:
+    if len(seeds) > _NAMED_SEEDS:
+        return
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=_color(i, len(seeds)), label=f"seed {seed}")
+        for i, seed in enumerate(seeds)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(seeds), frameon=False)
+
+
+def _draw_each(axes: Axes, histories: Histories, key: str, positive: bool) -> Array:
+    """Draw one thin line per seed; return the positions reached, none without data."""
+    reached = [np.zeros(0)]
+    for index, history in enumerate(histories):
+        series = per_evaluation(history, key)
+        keep = series.finite & ((series.values > 0) | (not positive))
+        if keep.any():
+            values = np.where(keep, series.values, np.nan)
+            color = _color(index, len(histories))
+            line(axes, Series(series.positions, values, series.axis), color, **_THIN)
+            reached.append(series.positions)
+    return np.concatenate(reached)
+
+
+def _mean_over_seeds(histories: Histories, key: str) -> tuple[Series, Array, list[str]]:
+    """Return the mean over the seeds, the sample deviation, and notes to print."""
+    positions, values, axis = aligned(histories, key)
+    mean = values.mean(axis=0) if values.size else np.zeros(positions.size)
+    spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.full(positions.size, np.nan)
+    notes = []
+    if not positions.size:
+        notes.append("no mean: the seeds share no evaluation round")
+    elif len(values) < len(histories):
+        notes.append(f"mean over the {len(values)} seeds that recorded it")
+    elif not np.isfinite(mean).all():
+        notes.append("no mean where a seed is not finite")
+    return Series(positions, mean, axis), spread, notes
+
+
+def _draw_accuracy(axes: Axes, histories: Histories) -> None:
+    title = "Test Accuracy"
+    reached = _draw_each(axes, histories, "test_accuracy", positive=False)
+    if not reached.size:
+        panel_title(axes, title)
+        in_words(axes, "no finite accuracy was recorded")
+        return
+    mean, spread, notes = _mean_over_seeds(histories, "test_accuracy")
+    line(axes, mean, text_color(), **_THICK)
+    banded = np.isfinite(spread).any()
+    if banded:
+        low, high = mean.values - spread, mean.values + spread
+        axes.fill_between(mean.positions, low, high, color=GREY, alpha=0.25, linewidth=0)
+    everything = np.concatenate([column(history, "test_accuracy") for history in histories])
+    accuracy_limits(axes, everything)
+    axes.set_ylabel("Test accuracy")
+    whole_rounds(axes, reached, mean.axis)
+    legend = "thick: mean; band: ± one standard deviation" if banded else "thick: mean"
+    panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
+
+
+def _draw_loss(axes: Axes, histories: Histories) -> None:
+    title = "Test Loss"
+    reached = _draw_each(axes, histories, "test_loss", positive=True)
+    if not reached.size:
+        panel_title(axes, title)
+        in_words(axes, "no finite positive loss was recorded")
+        return
+    mean, _, notes = _mean_over_seeds(histories, "test_loss")
+    shown = np.where(mean.values > 0, mean.values, np.nan)
+    line(axes, Series(mean.positions, shown, mean.axis), text_color(), **_THICK)
+    logarithmic(axes)
+    axes.set_ylabel("Test loss (log scale)")
+    whole_rounds(axes, reached, mean.axis)
+    panel_title(axes, title, ["thick: mean; thin: one seed", *notes])
+
+
+def _draw_budgets(axes: Axes, histories: Histories) -> None:
+    """Draw the histogram of the nominal epsilon of single rounds, over all seeds."""
+    from matplotlib.ticker import MaxNLocator
+
+    title = "Privacy Budget Distribution"
+    values = np.concatenate([column(history, "privacy_budgets") for history in histories])
+    values = values[np.isfinite(values)]
+    if not values.size:
+        panel_title(axes, title)
+        absent = all(is_absent(history, "privacy_budgets") for history in histories)
+        why = no_budget_in_words(histories[0]) if absent else "no finite value was recorded"
+        in_words(axes, why)
+        return
+    axes.hist(values, bins=_bins(values, most=30), color=GREEN, alpha=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("nominal epsilon of one round (not a guarantee)")
+    axes.set_ylabel("Rounds, over all seeds")
+    panel_title(axes, title, [f"{values.size} rounds, mean {values.mean():.4g}"])
+
+
+def _bins(values: Array, most: int) -> list[float]:
+    """Return bin edges; values that are all equal get one narrow bin around them."""
+    low, high = float(values.min()), float(values.max())
+    if high - low <= 1e-9 * max(abs(high), 1e-12):
+        half = 0.02 * abs(high) or 0.5
+        return [low - half, high + half]
+    count = int(min(np.ceil(np.sqrt(values.size)), most))
+    edges: list[float] = np.linspace(low, high, count + 1).tolist()
+    return edges
+
+
+def _draw_final(axes: Axes, histories: Histories, target: float | None) -> None:
+    """Draw the histogram of the last accuracies, with a tick for every seed."""
+    from matplotlib.ticker import MaxNLocator
+
+    title = "Final Accuracy Distribution"
+    lasts = [column(history, "test_accuracy")[-1:] for history in histories]
+    finals = np.concatenate(lasts)
+    finals = finals[np.isfinite(finals)]
+    if not finals.size:
+        panel_title(axes, title)
+        in_words(axes, "no finite final accuracy")
+        return
+    axes.hist(finals, bins=_bins(finals, most=20), color=BLUE, alpha=0.35)
+    for index, last in enumerate(lasts):
+        axes.plot(
+            last,
+            [0.04] * last.size,
+            "|",
+            ms=14,
+            mew=2,
+            color=_color(index, len(lasts)),
+            transform=axes.get_xaxis_transform(),
+        )
+    if target is not None:
+        axes.axvline(target, color=VERMILION, linestyle="--", linewidth=1.2, alpha=0.8)
+    axes.set_xlim(*padded(np.append(finals, np.nan if target is None else target)))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("Test accuracy at the end of the run")
+    axes.set_ylabel("Seeds")
+    panel_title(axes, title, _final_notes(finals, len(histories), target))
+
+
+def _final_notes(finals: Array, count: int, target: float | None) -> list[str]:
+    spread = f" ± {finals.std(ddof=1):.4f}" if finals.size > 1 else ""
+    notes = [f"mean {finals.mean():.4f}{spread} over {finals.size} of {count} (ticks: seeds)"]
+    return notes if target is None else [*notes, f"dashed: target {target:g}"]

@@ -1,0 +1,213 @@
+"""Tables of runs: summary, slices, condensation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedquilt.report.series import as_number, column, entries, per_evaluation, target_accuracy
+
+_RULE = "=" * 70
+_WIDTHS = (23, 19, 18)
+_NOTHING = "-"
+
+Row = tuple[str, str, str]
+
+
+def generate_summary_table(
+    final_accuracy: float | None,
+    final_loss: float | None,
+    dataset_name: str,
+    seed: int,
+    history: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    method: str = "QuAP-FL",
+) -> str:
+    """Return the table of one run; what was not recorded is shown as "-".
+
+    The total privacy budget is the sum of the nominal epsilons of the rounds.
+    It is not a guarantee; what the run may claim stands in its statement.
+
+    Parameters
+    ----------
+    final_accuracy, final_loss : float or None
+        Of the model at the end of the run.
+    dataset_name, seed
+        Named in the title; the data set also decides the target.
+    history : mapping
+        What the run recorded.
+    config : mapping, optional
+        `target_accuracy` replaces the data set's target; `num_clients` serves
+        when the history has no participation statistics.
+    method : str
+        Named in the title.
+    """
+    settings = config or {}
+    rows = [
+        _final_accuracy(as_number(final_accuracy), target_accuracy(dataset_name, settings)),
+        _best_accuracy(history),
+        ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
+        *_best_loss(history),
+        ("Total Privacy Budget", _total_budget(history), _NOTHING),
+        ("Average Clipping", _average_clip(history), _NOTHING),
+        _participation(history, settings),
+    ]
+    title = f"{method} Experiment Results - {str(dataset_name).upper()} (seed={seed})"
+    return "\n".join([_RULE, title, _RULE, _render(rows), _RULE])
+
+
+def _render(rows: list[Row]) -> str:
+    """Return the table, as wide as the rules above and below it.
+
+    tabulate knows no least width of a column, so a row of that width is laid
+    out with the others and taken away again.
+    """
+    from tabulate import tabulate
+
+    spacer = tuple("x" * width for width in _WIDTHS)
+    text = tabulate(
+        [*rows, spacer],
+        headers=["Metric", "Value", "Status"],
+        tablefmt="fancy_outline",
+        disable_numparse=True,
+    )
+    lines = text.splitlines()
+    return "\n".join([*lines[:-2], lines[-1]])
+
+
+def _accuracy(value: float) -> str:
+    return f"{value:.4f} ({value:.2%})" if math.isfinite(value) else _NOTHING
+
+
+def _fixed(value: float) -> str:
+    if not math.isfinite(value):
+        return _NOTHING
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
+
+
+def _final_accuracy(value: float, target: float | None) -> Row:
+    if target is None:
+        return "Final Accuracy", _accuracy(value), _NOTHING
+    status = "Achieved" if value >= target else "Not achieved"
+    return "Final Accuracy", _accuracy(value), status
+
+
+def _best_accuracy(history: Mapping[str, Any]) -> Row:
+    series = per_evaluation(history, "test_accuracy")
+    if not series.finite.any():
+        return "Best Accuracy", _NOTHING, _NOTHING
+    best = int(np.nanargmax(series.values))
+    where = f"{series.axis} {series.positions[best]:.0f}"
+    return "Best Accuracy", _accuracy(float(series.values[best])), where
+
+
+def _best_loss(history: Mapping[str, Any]) -> list[Row]:
+    series = per_evaluation(history, "test_loss")
+    if not series.finite.any():
+        return []
+    best = int(np.nanargmin(series.values))
+    where = f"{series.axis} {series.positions[best]:.0f}"
+    return [("Best Loss", _fixed(float(series.values[best])), where)]
+
+
+def _total_budget(history: Mapping[str, Any]) -> str:
+    budgets = column(history, "privacy_budgets")
+    if not np.isfinite(budgets).any():
+        return _NOTHING
+    total = float(np.nansum(budgets))
+    text = f"{total:.2f}" if total >= 0.01 or total == 0 else f"{total:.2g}"
+    return "ε = " + (text.removesuffix("0") if text[-3:-2] == "." else text)
+
+
+def _average_clip(history: Mapping[str, Any]) -> str:
+    clips = column(history, "clip_values")
+    return _fixed(float(np.nanmean(clips))) if np.isfinite(clips).any() else _NOTHING
+
+
+def _participation(history: Mapping[str, Any], config: Mapping[str, Any]) -> Row:
+    """Return the mean rate over all clients, and how many took part at least once."""
+    stats = [item for item in entries(history, "participation_stats") if isinstance(item, Mapping)]
+    if stats:
+        rate = as_number(stats[-1].get("mean_participation_rate"))
+        joined = as_number(stats[-1].get("participating_clients"))
+    else:
+        rate, joined = _counted_participation(history, as_number(config.get("num_clients")))
+    return (
+        "Mean Participation Rate",
+        f"{rate:.3f}" if math.isfinite(rate) else _NOTHING,
+        f"{joined:.0f} clients" if math.isfinite(joined) else _NOTHING,
+    )
+
+
+def _counted_participation(history: Mapping[str, Any], num_clients: float) -> tuple[float, float]:
+    """Return mean rate and number of participants from the cohorts themselves."""
+    cohorts = [set(() if ids is None else ids) for ids in entries(history, "client_participation")]
+    if not cohorts:
+        return math.nan, math.nan
+    joined = float(len(set().union(*cohorts)))
+    return float(np.mean([len(cohort) for cohort in cohorts])) / num_clients, joined
+
+
+_COLUMNS = {
+    "parameters": "parameters",
+    "bytes_up": "bytes up",
+    "bytes_down": "bytes down",
+    "multiply_adds": "multiply-adds",
+}
+
+
+def slices_table(record: Mapping[str, Any]) -> str:
+    """Return the costs that a run on slices has recorded, one line a width and their mean.
+
+    Bytes are those of a round that the client joins; multiply-adds are those of one
+    example, forward.
+    """
+    from tabulate import tabulate
+
+    rows = [
+        (tier["width"], tier["clients"], *(f"{tier[key]:,}" for key in _COLUMNS))
+        for tier in record["tiers"]
+    ]
+    total = sum(tier["clients"] for tier in record["tiers"])
+    rows.append(("mean", total, *(f"{record['mean'][key]:,.0f}" for key in _COLUMNS)))
+    head = ["width", "clients", *_COLUMNS.values()]
+    align = ("left", *("right",) * (len(head) - 1))
+    table = tabulate(rows, headers=head, disable_numparse=True, colalign=align)
+    return f"What a client holds ({record['method']})\n{table}"
+
+
+def condensation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line a method: accuracy, megabytes both ways, rounds, seconds.
+
+    Each row has `name`, `accuracy`, `bytes_up`, `bytes_down`, `rounds`, `seconds`,
+    `raw` (whether clients' own images leave them) and `note`.
+    """
+    from tabulate import tabulate
+
+    lines = [
+        (
+            row["name"],
+            "-" if row["accuracy"] is None else f"{row['accuracy']:.4f}",
+            _megabytes(row["bytes_up"]),
+            _megabytes(row["bytes_down"]),
+            str(row["rounds"]),
+            "-" if row["seconds"] is None else f"{row['seconds']:.0f}",
+            "yes" if row["raw"] else "no",
+        )
+        for row in rows
+    ]
+    head = ("method", "accuracy", "MB up", "MB down", "rounds", "seconds", "raw images leave")
+    align = ("left", *("right",) * 5, "left")
+    table = tabulate(lines, headers=head, disable_numparse=True, colalign=align)
+    notes = [f"{row['name']}: {row['note']}" for row in rows if row.get("note")]
+    return "\n".join([table, *([""] if notes else []), *notes])
+
+
+def _megabytes(count: int | None) -> str:
+    """Return bytes in megabytes; traffic of seeds alone is not zero."""
+    if count is None:
+        return "-"
+    return f"{count / 1e6:.1f}" if count == 0 or count >= 50_000 else "< 0.1"

@@ -1,0 +1,214 @@
+"""Training a cohort of unequal slices, and the losses of the methods."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from fedquilt.common import checks
+from fedquilt.common.randomness import generator
+from fedquilt.learning import (
+    ClassMask,
+    ClientUpdate,
+    Engine,
+    LocalSettings,
+    Loss,
+    LossOf,
+    Task,
+    make_engine,
+)
+from fedquilt.learning.state import ModuleState
+from fedquilt.slices.depth import exits_loss
+from fedquilt.slices.methods import Cut, Slicing
+from fedquilt.slices.ranges import Axis
+from fedquilt.slices.selection import Selection, fjord
+from fedquilt.slices.slicer import Slicer
+
+
+@torch.no_grad()
+def class_mask(model: nn.Module, task: Task) -> ClassMask | None:
+    """Return HeteroFL's mask: the classes of which a client has no sample.
+
+    Their logits count as zero in the client's loss, so that it does not push down what
+    it has never seen (Diao et al. 2021, section 3).  A model that ends in
+    log-probabilities has normalised over all classes already: there the hidden classes
+    are left out of the sum instead, which is what masking means for it.  Which of the two
+    a model is holds for all clients, so it is tried on public inputs.
+    """
+    if task.targets.is_floating_point() or task.targets.dim() != 1:
+        return None
+    outputs = model(task.public().inputs)
+    hidden = torch.ones(len(task.clients), outputs.shape[-1], dtype=torch.bool)
+    labels = task.targets.cpu().numpy()
+    for client, samples in enumerate(task.clients):
+        hidden[client, torch.from_numpy(np.unique(labels[samples]))] = False
+    normalised = bool((outputs.logsumexp(-1).abs() < 1e-4).all())
+    return ClassMask(hidden.to(task.targets.device), -torch.inf if normalised else 0.0)
+
+
+def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
+    """Return the clients' loss on a slice's model, None for the engine's own."""
+    if slicing.method == "depthfl":
+        return lambda client, round_index: exits_loss
+    if slicing.method != "fjord":
+        return None
+    narrow = _NarrowPasses(model, slicing.sample)
+    widths = sorted(set(slicing.widths))
+
+    def loss_of(client: int, round_index: int) -> Loss:
+        narrow.restore()
+        random = generator(slicing.seed, "ordered dropout", round_index, client)
+        limit = slicing.widths[client]
+        return lambda wide, inputs, targets: narrow.loss(
+            wide, inputs, targets, fjord(limit, widths, random).width / limit
+        )
+
+    return loss_of
+
+
+class _NarrowPasses:
+    """FjORD's local step on a client's model of width w (Horvath et al. 2021, algorithm 1).
+
+    Each step draws a width p from those up to w.  The loss is the cross-entropy of
+    width w, plus, where p < w, that of width p distilled from width w; the gradient of
+    the narrow pass arrives in the weights of the wide model.
+    """
+
+    def __init__(self, model: nn.Module, sample: Tensor) -> None:
+        self._model = model
+        self._sample = sample
+        self._plan: Slicer | None = None
+        self._models: dict[Fraction, nn.Module] = {}
+        self._states: list[ModuleState] = []
+
+    def restore(self) -> None:
+        """Put the narrow models back as they were before any client."""
+        for state in self._states:
+            state.restore()
+
+    def loss(self, wide: nn.Module, inputs: Tensor, targets: Tensor, share: Fraction) -> Tensor:
+        """Return the loss of one step that draws the share p / w."""
+        outputs = wide(inputs)
+        loss = functional.cross_entropy(outputs, targets)
+        if share == 1:
+            return loss
+        if self._plan is None:
+            self._plan = Slicer(self._model, self._sample)
+        if share not in self._models:
+            self._models[share] = self._plan.build(_AtLeastOne(share))
+            self._states.append(ModuleState(self._models[share]))
+        held = self._plan.slice(_AtLeastOne(share)).gather(dict(wide.named_parameters()))
+        narrow = functional_call(self._models[share].train(), held, (inputs,))
+        return loss + self_distillation_loss(narrow, outputs, targets)
+
+
+class _AtLeastOne:
+    """The first units of every axis of a slice, never none of them."""
+
+    def __init__(self, share: Fraction) -> None:
+        self.share = share
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the first max(1, floor(share x units)) units."""
+        return Axis(units, ((0, max(1, int(units * self.share))),))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AtLeastOne) and other.share == self.share
+
+    def __hash__(self) -> int:
+        return hash(self.share)
+
+
+_: type[Selection] = _AtLeastOne
+
+_REMEMBERED = 16
+
+
+class SlicedEngine:
+    """Cut the model for each group of clients with the same slice, and train the group.
+
+    A group is one call of an ordinary engine on a small model, so that the clients of
+    a tier can run as one program on a GPU.  An update is the vector of the client's
+    slice.  Updates come group by group, in the order of the cohort within a group.
+
+    Parameters
+    ----------
+    slicing : Slicing
+        Who holds what.
+    task, settings
+        As of any engine.
+    name : str
+        The engine that trains a group: auto, sequential or batched.
+    """
+
+    def __init__(self, slicing: Slicing, task: Task, settings: LocalSettings, name: str) -> None:
+        self.slicing = slicing
+        self.settings = settings
+        self._name = name
+        mask = class_mask(slicing.model, task) if slicing.method == "heterofl" else None
+        self.task = dataclasses.replace(task, class_mask=mask)
+        self._engines: OrderedDict[Hashable, Engine] = OrderedDict()
+        self._engine(slicing.cut(0, 0))  # an engine that cannot train this is an error now
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the update of each client, as a vector of its slice."""
+        for cut, clients in self.slicing.groups(cohort, round_index).items():
+            part = self.slicing.place_of(cut).gather(start)
+            yield from self._engine(cut).train(part, clients, round_index, learning_rate)
+
+    def _engine(self, cut: Cut) -> Engine:
+        key = self.slicing.structure(cut)
+        if key not in self._engines:
+            model = self.slicing.sub_model(cut)
+            loss = loss_of_slice(self.slicing, model)
+            self._engines[key] = make_engine(self._name, model, self.task, self.settings, loss)
+            if len(self._engines) > _REMEMBERED:
+                self._engines.popitem(last=False)[1].close()
+        self._engines.move_to_end(key)
+        return self._engines[key]
+
+    def close(self) -> None:
+        """Close the engines of all slices."""
+        for engine in self._engines.values():
+            engine.close()
+
+
+def self_distillation_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    *,
+    alpha: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return (1 - alpha) CE(student, labels) + alpha T^2 KL(teacher_T || student_T).
+
+    The student is the narrow pass and the teacher the widest one the client can
+    run; no gradient goes through the teacher.  T divides both sides' logits, and
+    T^2 keeps the size of the gradient (Hinton et al. 2015).
+    """
+    checks.number("alpha", alpha, at_least=0, at_most=1)
+    checks.number("temperature", temperature, above=0)
+    hard = functional.cross_entropy(student_logits, labels)
+    soft = functional.kl_div(
+        functional.log_softmax(student_logits / temperature, dim=-1),
+        functional.log_softmax(teacher_logits.detach() / temperature, dim=-1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    return (1 - alpha) * hard + alpha * temperature**2 * soft

@@ -1,0 +1,303 @@
+"""How operations carry a cut dimension on.
+
+How functions and tensor methods carry the cut dimension on.
+
+Every function here takes the records, the node and the layout of its first
+argument.  What is not listed is refused when it meets a tensor that is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.slices.graph.cuts import (
+    Layout,
+    RawTensor,
+    Records,
+    Several,
+    Value,
+    argument,
+    describe,
+    operation,
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _words("""
+    relu relu_ relu6 leaky_relu leaky_relu_ elu elu_ selu celu gelu silu mish hardswish
+    hardtanh hardsigmoid sigmoid tanh softplus softsign logsigmoid tanhshrink softshrink
+    hardshrink dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout
+    softmax log_softmax contiguous clone detach to float half double bfloat16 type type_as cpu
+    cuda neg abs exp log sqrt rsqrt square pow clamp clamp_ clip nan_to_num normalize
+    requires_grad_ erf sin cos
+""")
+COMBINING = _words("""
+    add sub mul div truediv true_divide iadd isub imul itruediv add_ sub_ mul_ div_ maximum
+    minimum subtract multiply divide
+""")
+SPATIAL = frozenset(
+    f"{kind}_pool{dims}d"
+    for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "lp")
+    for dims in (1, 2, 3)
+)
+REDUCING = _words("mean sum amax amin")
+MEASURING = _words("size dim numel ndimension shape ndim device dtype is_cuda")
+
+Handler = Callable[["Records", fx.Node, Layout], Value]
+
+
+def flatten(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Join the dimensions from start to end; the cut one must be the first of them."""
+    return flattened(
+        value, argument(node, 1, "start_dim", 0), argument(node, 2, "end_dim", -1), describe(node)
+    )
+
+
+def flattened(value: Layout, start: int, end: int, where: str) -> Layout:
+    """Return the layout of a tensor whose dimensions start..end have been joined."""
+    if value.rank is None or value.axis is None:
+        if value.axis is not None:
+            value.position(1, where)
+        return Layout(rank=2 if (start, end) == (1, -1) else None)
+    rank, first, last = value.rank, start % value.rank, end % value.rank
+    cut, new_rank = rank + value.axis, value.rank - (last - first)
+    if first < cut <= last:
+        raise InvalidValueError(
+            f"{where}: the cut dimension must be the first of those that are joined"
+        )
+    place = cut if cut <= first else cut - (last - first)
+    inner = None if cut == first and last > first else value.inner
+    return Layout(new_rank, place - new_rank, value.parts, inner)
+
+
+def reshape(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Accept the reshapes that are flattens; one with a written size is noted for rewriting."""
+    shape = node.args[1:] if len(node.args) > 2 else argument(node, 1, "shape", ())
+    sizes: list[Any] = list(shape) if isinstance(shape, tuple | list) else [shape]
+    if value.axis is None:
+        return Layout(rank=len(sizes))
+    if value.rank is not None and value.rank + value.axis == 1 and len(sizes) == 2:
+        if isinstance(sizes[1], int) and sizes[1] != -1:
+            records.written_sizes.append(node.name)
+        return flattened(value, 1, -1, describe(node))
+    dynamic = all(isinstance(size, fx.Node) for size in sizes[:2])
+    if value.axis == -3 and value.rank == 4 and len(sizes) == 3 and sizes[2] == -1 and dynamic:
+        return flattened(value, 2, -1, describe(node))
+    raise InvalidValueError(
+        f"{describe(node)}: a reshape to {tuple(map(str, sizes))} may write the width into the "
+        "model; use flatten, which follows the width"
+    )
+
+
+def transpose(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow the cut dimension through an exchange of two."""
+    if value.axis is None:
+        return value
+    names = (argument(node, 1, "dim0"), argument(node, 2, "dim1"))
+    one, other = (value.position(dim, describe(node)) for dim in names)
+    swap = {one: other, other: one}
+    return value.moved(swap.get(value.axis, value.axis), value.rank)
+
+
+def permute(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow the cut dimension through a new order of all."""
+    order = node.args[1:] if len(node.args) > 2 else argument(node, 1, "dims")
+    dims = list(order[0]) if len(order) == 1 and isinstance(order[0], tuple | list) else list(order)
+    if value.axis is None:
+        return Layout(rank=len(dims))
+    places = [dim if dim < 0 else dim - len(dims) for dim in dims]
+    return value.moved(places.index(value.axis) - len(dims), len(dims))
+
+
+def reduce(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Drop the reduced dimensions; without the cut one the result is whole."""
+    dims = argument(node, 1, "dim")
+    if value.axis is None or dims is None:
+        return Layout()
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    places = {value.position(dim, describe(node)) for dim in listed}
+    if argument(node, 2, "keepdim", False):
+        return Layout(value.rank, thin=value.axis) if value.axis in places else value
+    rank = None if value.rank is None else value.rank - len(places)
+    if value.axis in places:
+        return Layout(rank)
+    return value.moved(value.axis + sum(place > value.axis for place in places), rank)
+
+
+def unsqueeze(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow the cut dimension past a new one of size 1."""
+    rank = None if value.rank is None else value.rank + 1
+    if value.axis is None:
+        return Layout(rank)
+    grown = value.moved(value.axis, rank)
+    place = grown.position(argument(node, 1, "dim"), describe(node))
+    return grown.moved(value.axis if value.axis > place else value.axis - 1, rank)
+
+
+def squeeze(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow the cut dimension past one that is dropped."""
+    dim = argument(node, 1, "dim")
+    if value.axis is None:
+        return Layout()
+    if not isinstance(dim, int):
+        raise InvalidValueError(f"{describe(node)}: squeeze must name one dimension")
+    place = value.position(dim, describe(node))
+    if place == value.axis:
+        raise InvalidValueError(f"{describe(node)}: the cut dimension must not be squeezed")
+    rank = None if value.rank is None else value.rank - 1
+    return value.moved(value.axis + (place > value.axis), rank)
+
+
+def select(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow the cut dimension through indexing of the others."""
+    if value.axis is None:
+        return Layout()
+    index = node.args[1]
+    items = list(index) if isinstance(index, tuple | list) else [index]
+    cut = value.axis - value.position(0, describe(node))
+    untouched = cut >= len(items) or items[cut] == slice(None)
+    if not untouched or not all(isinstance(item, int | slice) for item in items):
+        raise InvalidValueError(
+            f"{describe(node)}: only dimensions other than the cut one may be indexed, "
+            "by numbers and slices"
+        )
+    dropped = [place for place, item in enumerate(items) if isinstance(item, int)]
+    rank = None if value.rank is None else value.rank - len(dropped)
+    return value.moved(value.axis + sum(place > cut for place in dropped), rank)
+
+
+def chunk(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Allow splitting along any dimension but the cut one."""
+    if value.axis is not None:
+        dim = value.position(argument(node, 2, "dim", 0), describe(node))
+        if dim == value.axis:
+            raise InvalidValueError(f"{describe(node)}: the cut dimension must not be split")
+    return Several(value)
+
+
+def spatial(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Pass pooling over the trailing dimensions, none of which may be the cut one."""
+    return beyond(value, int(operation(node)[-2]), describe(node))
+
+
+def pad(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Pass padding of the trailing dimensions, none of which may be the cut one."""
+    amounts = argument(node, 1, "pad")
+    return beyond(value, len(amounts) // 2, describe(node))
+
+
+def interpolate(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Pass resizing of all dimensions after the second."""
+    if value.axis is None:
+        return value
+    return beyond(value, -value.position(2, describe(node)), describe(node))
+
+
+def expand(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Pass the repetition of dimensions of size 1."""
+    return value
+
+
+def beyond(value: Layout, dims: int, where: str) -> Layout:
+    """Return the layout unchanged; the last `dims` dimensions must not be the cut one."""
+    if value.axis is not None and value.axis >= -dims:
+        raise InvalidValueError(f"{where}: acts along the cut dimension and cannot be sliced")
+    return value
+
+
+HANDLERS: dict[str, Handler] = {
+    "flatten": flatten,
+    "view": reshape,
+    "reshape": reshape,
+    "transpose": transpose,
+    "swapaxes": transpose,
+    "permute": permute,
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    "getitem": select,
+    "chunk": chunk,
+    "split": chunk,
+    "pad": pad,
+    "interpolate": interpolate,
+    "expand": expand,
+    **dict.fromkeys(SPATIAL, spatial),
+    **dict.fromkeys(REDUCING, reduce),
+}
+
+
+def combine(records: Records, one: Value, other: Value, where: str) -> Value:
+    """Return the result of an element-wise operation on two values.
+
+    Two cut tensors are cut alike from then on.  A parameter of the model's own
+    is cut with what it meets, unless it is broadcast there.  A whole tensor
+    keeps what it meets whole.
+    """
+    if isinstance(other, RawTensor) and isinstance(one, Layout):
+        return _with_raw(records, one, other, where)
+    if isinstance(one, RawTensor) and isinstance(other, Layout):
+        return _with_raw(records, other, one, where)
+    if not isinstance(one, Layout) or not isinstance(other, Layout):
+        return next((value for value in (one, other) if isinstance(value, Layout)), Layout())
+    if one.axis is None or other.axis is None:
+        cut, whole = (other, one) if one.axis is None else (one, other)
+        if cut.axis is None or whole.thin != cut.axis:
+            records.pin(cut.parts)
+        return replace(cut, rank=_rank(one, other))
+    return _tied(records, one, other, where)
+
+
+def concatenate(records: Records, values: Sequence[Value], dim: int, where: str) -> Value:
+    """Return the concatenation of tensors; along the cut dimension the features follow."""
+    layouts = [value for value in values if isinstance(value, Layout)]
+    cut = next((value for value in layouts if value.axis is not None), None)
+    if cut is None:
+        return Layout(layouts[0].rank if layouts else None)
+    if cut.position(dim, where) != cut.axis:
+        result: Value = cut
+        for value in values:
+            result = combine(records, result, value, where)
+        return result
+    if any(not isinstance(v, Layout) or v.axis != cut.axis or v.inner != 1 for v in values):
+        raise InvalidValueError(
+            f"{where}: tensors joined along the cut dimension must all be cut there, before any "
+            "flatten; an input or a whole tensor cannot be joined with them"
+        )
+    return replace(cut, parts=tuple(part for layout in layouts for part in layout.parts))
+
+
+def _with_raw(records: Records, value: Layout, raw: RawTensor, where: str) -> Value:
+    if value.axis is None:
+        return value
+    rank = len(raw.shape)
+    if rank < -value.axis or raw.shape[value.axis] == 1:
+        return value
+    features = records.features(value, raw.shape[value.axis], where)
+    records.cut_raw(raw, value.axis, features)
+    return value
+
+
+def _tied(records: Records, one: Layout, other: Layout, where: str) -> Layout:
+    sizes = [sum(records.table.size(part) for part in v.parts) for v in (one, other)]
+    if 1 in sizes and sizes[0] != sizes[1] and one.inner == other.inner == 1:
+        narrow, wide = (one, other) if sizes[0] == 1 else (other, one)
+        records.pin(narrow.parts)
+        return wide
+    if one.axis != other.axis or one.inner != other.inner:
+        raise InvalidValueError(
+            f"{where}: both tensors must be cut on the same dimension to be combined"
+        )
+    records.tie(one.parts, other.parts, where)
+    return replace(one, rank=_rank(one, other))
+
+
+def _rank(one: Layout, other: Layout) -> int | None:
+    ranks = [value.rank for value in (one, other) if value.rank is not None]
+    return max(ranks) if ranks else None

@@ -1,0 +1,297 @@
+"""The slice of every client in every round, and what it costs.
+
+The slice of every client in every round.
+
+Who holds what is a function of the configuration, the round and the client alone:
+never of data, so it is public, and a resumed run cuts as the uninterrupted one did.
+
+| method | slice of a client of width w in round t |
+|---|---|
+| heterofl | the first w of every axis, with scaler and masked loss |
+| fedrolex | the window of w that starts at unit t and wraps around |
+| dropout | a random w of every axis, drawn for each client and round |
+| fjord | the first w; narrower widths are trained inside it by ordered dropout |
+| mfl | one of the fixed structures that keep one of p = ceil(1/w) pieces of every axis |
+| depthfl | the first w of the blocks, at full width |
+| smallest | everybody trains, and the run is about, the model of the smallest width |
+| largest | everybody holds the whole model |
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.config import RunConfig
+from fedquilt.learning import FlatModel
+from fedquilt.slices.depth import Blocks, DepthSlicer
+from fedquilt.slices.model_slice import ModelSlice, SliceMap
+from fedquilt.slices.selection import Prefix, Selection, federated_dropout, fedrolex, mfl
+from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.tiers import client_widths
+
+COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
+"""What is counted for a client."""
+
+
+def multiply_adds(model: nn.Module, sample: Tensor) -> int:
+    """Return the multiply-adds of one forward pass of one example.
+
+    Matrix products, convolutions and attention count; element-wise work does not.
+    A training step takes about three times as many.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    was_training = model.training
+    model.eval()
+    with FlopCounterMode(display=False) as counter:
+        model(sample)
+    model.train(was_training)
+    return int(counter.get_total_flops()) // (2 * len(sample))
+
+
+def cost_table(slicing: Slicing) -> dict[str, Any]:
+    """Return what a client of each width sends, receives and computes, and the means.
+
+    Bytes are those of the travelling values in a round in which the client takes part.
+    Slices are those of round 0; other rounds differ only where pieces of an axis do.
+    """
+    tiers = []
+    for width, client in slicing.first_of_each_width().items():
+        cut = slicing.cut(client, 0)
+        size, model = slicing.place_of(cut).size, slicing.sub_model(cut)
+        cost = _cost(size, slicing.element_size, model, slicing.sample)
+        tiers.append({"width": str(width), "clients": slicing.widths.count(width), **cost})
+    return _with_means(slicing.method, tiers)
+
+
+def cost_of_everybody(
+    method: str, width: str, clients: int, vector: Tensor, model: nn.Module, sample: Tensor
+) -> dict[str, Any]:
+    """Return the same table where all clients train one model, whose values are `vector`."""
+    cost = _cost(vector.numel(), vector.element_size(), model, sample)
+    return _with_means(method, [{"width": width, "clients": clients, **cost}])
+
+
+def _cost(size: int, element_size: int, model: nn.Module, sample: Tensor) -> dict[str, Any]:
+    return {
+        "parameters": size,
+        "bytes_up": size * element_size,
+        "bytes_down": size * element_size,
+        "multiply_adds": multiply_adds(model, sample[:1]),
+    }
+
+
+def _with_means(method: str, tiers: list[dict[str, Any]]) -> dict[str, Any]:
+    count = sum(tier["clients"] for tier in tiers)
+    means = {key: sum(t["clients"] * t[key] for t in tiers) / count for key in COSTS}
+    return {"method": method, "tiers": tiers, "mean": means}
+
+
+_REMEMBERED = 512
+# MFL takes turns through its structures; more than these would not come round in a run.
+_STRUCTURES = 64
+
+OWN_LOSS = ("fjord", "depthfl")
+"""Methods whose local loss only the sequential engine can train."""
+
+Cut = Selection | Blocks
+"""What a client holds: a rule for every axis, or blocks."""
+
+
+class SlicerLike(Protocol):
+    """How a model is cut, by width or by depth."""
+
+    def slice(self, cut: Any, /) -> ModelSlice:
+        """Return what a slice holds of every tensor."""
+
+    def build(self, cut: Any, /, *, scaled: bool = False) -> nn.Module:
+        """Return the small model of a slice."""
+
+
+class Slicing:
+    """Which part of a model each client holds in each round.
+
+    Parameters
+    ----------
+    method : str
+        A method of the table above, but for `smallest`.
+    widths : sequence of Fraction
+        The width of every client.
+    seed : int
+        Decides the random slices.
+    model : nn.Module
+        The whole model; its frozen values are cut from it.
+    buffers : sequence of str
+        The names of the buffers that travel with the parameters.
+    sample : tensor
+        A small batch of inputs.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        widths: Sequence[Fraction],
+        seed: int,
+        model: nn.Module,
+        buffers: Sequence[str],
+        sample: torch.Tensor,
+    ) -> None:
+        self.method = method
+        self.widths = tuple(widths)
+        self.seed = seed
+        self.model = model
+        self.sample = sample
+        self._by_depth = DepthSlicer(model) if method == "depthfl" else None
+        self._free_axes = 0
+        self._plan: SlicerLike
+        if self._by_depth is not None:
+            self._plan = self._by_depth
+        else:
+            plan = Slicer(model, sample)
+            self._free_axes = sum(not axis.pinned for axis in plan.axes)
+            self._plan = plan
+        self.element_size = max(p.element_size() for p in model.parameters())
+        self._buffers = tuple(buffers)
+        self._travelling = {n for n, p in model.named_parameters() if p.requires_grad}
+        self._travelling |= set(buffers)
+        self._places: OrderedDict[Cut, SliceMap] = OrderedDict()
+        self._models: OrderedDict[Hashable, nn.Module] = OrderedDict()
+        for client in self.first_of_each_width().values():
+            self.place(client, 0)  # a width that keeps nothing is an error now, not in a round
+
+    def cut(self, client: int, round_index: int) -> Cut:
+        """Return what a client holds in a round."""
+        width = self.widths[client]
+        if self._by_depth is not None:
+            return self._by_depth.blocks(width)
+        if self.method == "largest" or width == 1:
+            return Prefix(1)
+        if self.method == "fedrolex":
+            return fedrolex(width, round_index)
+        if self.method == "dropout":
+            return federated_dropout(width, generator(self.seed, "slice", round_index, client))
+        if self.method == "mfl":
+            return self._structure(client, round_index, width)
+        return Prefix(width)
+
+    def _structure(self, client: int, round_index: int, width: Fraction) -> Selection:
+        pieces = math.ceil(1 / width)
+        turns = max(1, int(math.log(_STRUCTURES) / math.log(pieces) + 1e-9))
+        return mfl(client, round_index, min(self._free_axes, turns), pieces)
+
+    def place(self, client: int, round_index: int) -> SliceMap:
+        """Return where a client's vector lies in the whole one."""
+        return self.place_of(self.cut(client, round_index))
+
+    def place_of(self, cut: Cut) -> SliceMap:
+        """Return where the vector of a slice lies in the whole one."""
+        if cut not in self._places:
+            small, held = self.sub_model(cut), self._plan.slice(cut)
+            self._places[cut] = SliceMap.between(self.model, small, self._buffers, held)
+            if len(self._places) > _REMEMBERED:
+                self._places.popitem(last=False)
+        self._places.move_to_end(cut)
+        return self._places[cut]
+
+    def sub_model(self, cut: Cut) -> nn.Module:
+        """Return a model of the structure of a slice; its trainable values mean nothing."""
+        key = self.structure(cut)
+        if key not in self._models:
+            self._models[key] = self._plan.build(cut, scaled=self.method == "heterofl")
+            if len(self._models) > _REMEMBERED:
+                self._models.popitem(last=False)
+        self._models.move_to_end(key)
+        return self._models[key]
+
+    def structure(self, cut: Cut) -> Hashable:
+        """Return a key that slices share when one small model serves for both.
+
+        Slices of the same shapes differ only in the values that a client is sent,
+        unless values that never travel, because they are frozen, are cut as well.
+        """
+        held = self._plan.slice(cut)
+        if any(not m.is_full and name not in self._travelling for name, m in held.items):
+            return held
+        return tuple((name, tensor_map.packed_shape) for name, tensor_map in held.items)
+
+    def groups(
+        self, clients: Sequence[int] | NDArray[np.int64], round_index: int
+    ) -> dict[Cut, list[int]]:
+        """Return the clients by what they hold, in the order of their first ones."""
+        groups: dict[Cut, list[int]] = {}
+        for client in map(int, clients):
+            groups.setdefault(self.cut(client, round_index), []).append(client)
+        return groups
+
+    def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
+        """Return, for each element of the whole vector, the share of clients that hold it."""
+        groups = self.groups(clients, round_index)
+        size = self.place_of(next(iter(groups))).whole_size
+        count = torch.zeros(size, dtype=torch.float64, device=self.sample.device)
+        for cut, members in groups.items():
+            self.place_of(cut).cover_(count, float(len(members)))
+        return count / len(clients)
+
+    def first_of_each_width(self) -> dict[Fraction, int]:
+        """Return one client of each width, widest first."""
+        first: dict[Fraction, int] = {}
+        for client, width in enumerate(self.widths):
+            first.setdefault(width, client)
+        return {width: first[width] for width in sorted(first, reverse=True)}
+
+
+def make_slicing(
+    config: RunConfig, flat: FlatModel, sample: torch.Tensor, num_clients: int
+) -> Slicing | None:
+    """Return the slices that a configuration asks for, None where everybody holds everything."""
+    if config.method in ("full", "smallest"):
+        return None
+    if config.engine == "processes":
+        raise InvalidValueError(
+            f"engine='processes' must be 'auto', 'sequential' or 'batched' with "
+            f"method={config.method!r}: every width would start processes of its own"
+        )
+    if config.engine == "batched" and config.method in OWN_LOSS:
+        raise InvalidValueError(
+            f"engine='batched' must be 'auto' or 'sequential' with method={config.method!r}, "
+            "whose clients have a loss of their own"
+        )
+    widths = tier_widths(config, flat.module, sample, num_clients)
+    return Slicing(config.method, widths, config.seed, flat.module, flat.buffer_names, sample)
+
+
+def smallest_model(
+    config: RunConfig, model: nn.Module, sample: torch.Tensor, num_clients: int
+) -> tuple[nn.Module, Fraction]:
+    """Return the model that even the weakest client can hold, and its width."""
+    width = min(tier_widths(config, model, sample, num_clients))
+    return Slicer(model, sample).build(width), width
+
+
+def tier_widths(
+    config: RunConfig, model: nn.Module, sample: torch.Tensor, num_clients: int
+) -> tuple[Fraction, ...]:
+    """Return the width of every client."""
+    plan: list[Slicer] = []
+
+    def needs(width: Fraction) -> tuple[float, float]:
+        """Count weights, gradient and update, and one forward pass; no activations."""
+        if not plan:
+            plan.append(Slicer(model, sample))
+        small = plan[0].build(width)
+        megabytes = sum(3 * p.numel() * p.element_size() for p in small.parameters()) / 2**20
+        device = next(small.parameters()).device
+        return megabytes, 2.0 * multiply_adds(small, sample[:1].to(device))
+
+    return client_widths(config.tiers, num_clients, generator(config.seed, "tiers"), needs)

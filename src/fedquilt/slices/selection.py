@@ -1,0 +1,188 @@
+"""Which units of an axis a slice keeps, and who gets which in a round.
+
+Which units of an axis a sub-network keeps: small, frozen, hashable records.
+
+An axis has n units: channels, hidden features, heads or groups.  Every
+selection of width w keeps floor(w n) of them, and none is an error.
+
+| record | units kept |
+|---|---|
+| `Prefix(w)` | the first ones |
+| `Window(w, t)` | those from t mod n on, wrapping around |
+| `RandomUnits(w, seed)` | a uniform choice, drawn anew for each axis |
+| `FixedStructure(s, k, p)` | on axis a, piece number (digit a mod k of s in base p) of p pieces |
+
+Which slice a client gets in a round.
+
+| schedule | slice of a client of width w in round t | source |
+|---|---|---|
+| `fedrolex` | a window of w that starts at unit t step mod n | Alam et al. 2022 |
+| `federated_dropout` | a random w of every axis | Caldas et al. 2018 |
+| `fjord` | the first p, p drawn from the widths up to w | Horvath et al. 2021 |
+| `mfl` | structure (client + t) mod p^k of fixed ones | |
+
+Rounds count from 0.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.slices.ranges import Axis, Bound, parse_bound
+
+
+class Selection(Protocol):
+    """A rule that says which units of every axis are kept."""
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the units kept on an axis of `units`; `axis` numbers the axes of a model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first floor(w n) units: HeteroFL, ordered dropout."""
+
+    width: Fraction
+
+    def __init__(self, width: Bound) -> None:
+        object.__setattr__(self, "width", parse_width(width))
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the first units."""
+        return Axis(units, ((0, kept_units(units, self.width)),))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The floor(w n) units from `offset` mod n on, wrapping around: FedRolex."""
+
+    width: Fraction
+    offset: int
+
+    def __init__(self, width: Bound, offset: int) -> None:
+        object.__setattr__(self, "width", parse_width(width))
+        object.__setattr__(self, "offset", checks.integer("offset", offset))
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the window; all of an axis is returned in its own order."""
+        kept = kept_units(units, self.width)
+        start = self.offset % units
+        if kept == units:
+            return Axis.full(units)
+        runs = [(start, min(start + kept, units)), (0, max(0, start + kept - units))]
+        return Axis.from_runs(units, [run for run in runs if run[0] < run[1]])
+
+
+@dataclass(frozen=True)
+class RandomUnits:
+    """A uniform choice of floor(w n) units, in order: Federated Dropout."""
+
+    width: Fraction
+    seed: int
+
+    def __init__(self, width: Bound, seed: int) -> None:
+        object.__setattr__(self, "width", parse_width(width))
+        object.__setattr__(self, "seed", checks.integer("seed", seed, at_least=0))
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the choice for one axis; the same seed and axis give the same choice."""
+        generator = np.random.default_rng([self.seed, axis])
+        kept = kept_units(units, self.width)
+        return Axis.from_index(units, np.sort(generator.permutation(units)[:kept]))
+
+
+@dataclass(frozen=True)
+class FixedStructure:
+    """One of `pieces` ** `axes` structures that each keep one piece of every axis.
+
+    Axis a keeps the units floor(d n / p) .. floor((d + 1) n / p) - 1, where d is
+    the digit a mod `axes` of `structure` written in base p = `pieces`.
+    """
+
+    structure: int
+    axes: int
+    pieces: int = 2
+
+    def __post_init__(self) -> None:
+        checks.integer("axes", self.axes, at_least=1)
+        checks.integer("pieces", self.pieces, at_least=1)
+        most = self.pieces**self.axes - 1
+        checks.integer("structure", self.structure, at_least=0, at_most=most)
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the piece of this axis."""
+        digit = self.structure // self.pieces ** (axis % self.axes) % self.pieces
+        run = (units * digit // self.pieces, units * (digit + 1) // self.pieces)
+        if run[0] == run[1]:
+            raise InvalidValueError(f"pieces={self.pieces} must be at most the {units} units there")
+        return Axis(units, (run,))
+
+
+def parse_width(width: object) -> Fraction:
+    """Return a width as a fraction in (0, 1]."""
+    parsed = parse_bound(width, "width")
+    if not 0 < parsed <= 1:
+        raise InvalidValueError(f"width={width!r} must be > 0 and <= 1")
+    return parsed
+
+
+def as_selection(width: Bound | Selection) -> Selection:
+    """Return a selection: a plain width means that prefix."""
+    return Prefix(width) if isinstance(width, Bound | numbers.Real) else width
+
+
+def kept_units(units: int, width: Fraction) -> int:
+    """Return floor(width x units), which must not be zero."""
+    kept = math.floor(units * width)
+    if kept == 0:
+        raise InvalidValueError(f"width={width} must keep at least one of the {units} units there")
+    return kept
+
+
+def fedrolex(width: Bound, round_number: int, step: int = 1) -> Window:
+    """Return the window that moves by `step` units a round and wraps around."""
+    checks.integer("round_number", round_number, at_least=0)
+    checks.integer("step", step, at_least=1)
+    return Window(width, round_number * step)
+
+
+def federated_dropout(width: Bound, generator: np.random.Generator) -> RandomUnits:
+    """Return a random choice of units; one draw of the generator fixes it."""
+    return RandomUnits(width, int(generator.integers(2**62)))
+
+
+def fjord(limit: Bound, widths: Iterable[Bound], generator: np.random.Generator) -> Prefix:
+    """Return ordered dropout: a width drawn evenly from those up to the client's limit.
+
+    No width is zero, and the limit itself can be drawn.
+    """
+    most = parse_width(limit)
+    allowed = [width for width in _sorted_widths(widths) if width <= most]
+    if not allowed:
+        raise InvalidValueError(f"limit={limit!r} must be at least one of the widths")
+    return Prefix(allowed[int(generator.integers(len(allowed)))])
+
+
+def mfl(client: int, round_number: int, axes: int, pieces: int = 2) -> FixedStructure:
+    """Return one of pieces^axes fixed structures; client and round take turns through them."""
+    checks.integer("client", client, at_least=0)
+    checks.integer("round_number", round_number, at_least=0)
+    number = pieces ** checks.integer("axes", axes, at_least=1)
+    return FixedStructure((client + round_number) % number, axes, pieces)
+
+
+def _sorted_widths(widths: Iterable[Bound]) -> list[Fraction]:
+    parsed = sorted({parse_width(width) for width in widths})
+    if not parsed:
+        raise InvalidValueError("widths=[] must hold at least one width")
+    return parsed

@@ -1,0 +1,136 @@
+"""The width of every client: dealt out, listed, or read off what its device can hold."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.slices.selection import parse_width
+
+WIDTHS = tuple(Fraction(1, 2**power) for power in range(5))
+"""The widths that a table of devices is matched with: 1, 1/2, 1/4, 1/8, 1/16."""
+
+Needs = Callable[[Fraction], tuple[float, float]]
+"""What a width takes: (megabytes while training, floating-point operations an example)."""
+
+
+def client_widths(
+    tiers: str, num_clients: int, random: np.random.Generator, needs: Needs
+) -> tuple[Fraction, ...]:
+    """Return one width a client.
+
+    Parameters
+    ----------
+    tiers : str
+        "1,1/2,1/4": the clients are dealt to these widths at random, as evenly as
+        their number allows.  A path that ends in .csv: a table with one row for each
+        client, either `client,width` or `client,memory_mb,flops`; with the latter a
+        client gets the largest of `WIDTHS` that its device can train.
+    needs : callable
+        What a width takes; asked for a table of devices only.
+    """
+    if tiers.lower().endswith(".csv"):
+        return _from_table(tiers, num_clients, needs)
+    widths = listed_widths(tiers)
+    dealt = np.empty(num_clients, dtype=np.int64)
+    dealt[random.permutation(num_clients)] = np.arange(num_clients) % len(widths)
+    return tuple(widths[tier] for tier in dealt)
+
+
+def listed_widths(tiers: str) -> list[Fraction]:
+    """Return the widths of a comma-separated list, in its order."""
+    return [_width(part, f"tiers={tiers!r}") for part in tiers.split(",")]
+
+
+def _width(text: str, where: str) -> Fraction:
+    try:
+        return parse_width(text.strip())
+    except InvalidValueError as error:
+        raise InvalidValueError(
+            f"{where} must hold widths > 0 and <= 1, such as 1,1/2,1/4, or be a FILE.csv: {error}"
+        ) from error
+
+
+def _from_table(path: str, num_clients: int, needs: Needs) -> tuple[Fraction, ...]:
+    found: dict[int, Fraction] = {}
+    costs = _Costs(needs)
+    for line, row in _rows(path):
+        where = f"tiers={path!r}, line {line}"
+        client = _client(row["client"], num_clients, where)
+        if client in found:
+            raise InvalidValueError(f"{where}: client {client} must be listed once")
+        if "width" in row:
+            found[client] = _width(row["width"], where)
+        else:
+            found[client] = _fitting(row, costs, where)
+    missing = [client for client in range(num_clients) if client not in found]
+    if missing:
+        raise InvalidValueError(
+            f"tiers={path!r} must list all {num_clients} clients; client {missing[0]} is missing"
+        )
+    return tuple(found[client] for client in range(num_clients))
+
+
+def _rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"tiers={path!r} cannot be read: {error}") from error
+    table = csv.DictReader(lines, skipinitialspace=True, restval="")
+    columns = [name.strip() for name in table.fieldnames or ()]
+    if columns not in (["client", "width"], ["client", "memory_mb", "flops"]):
+        raise InvalidValueError(
+            f"tiers={path!r} must have the columns client,width or client,memory_mb,flops; "
+            f"it has {','.join(columns) or 'none'}"
+        )
+    table.fieldnames = columns
+    for row in table:
+        yield table.line_num, row
+
+
+def _client(text: str, num_clients: int, where: str) -> int:
+    if not text.strip().isdecimal() or int(text) >= num_clients:
+        raise InvalidValueError(
+            f"{where}: client={text!r} must be a number of 0..{num_clients - 1}"
+        )
+    return int(text)
+
+
+class _Costs:
+    """What each of `WIDTHS` takes, found out once and when it is asked for."""
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._known: dict[Fraction, tuple[float, float]] = {}
+
+    def items(self) -> Iterator[tuple[Fraction, tuple[float, float]]]:
+        """Yield the widths, widest first, as far as the model can be cut."""
+        for width in WIDTHS:
+            if width not in self._known:
+                try:
+                    self._known[width] = self._needs(width)
+                except InvalidValueError:
+                    if width == 1:
+                        raise
+                    return
+            yield width, self._known[width]
+
+
+def _fitting(row: dict[str, str], costs: _Costs, where: str) -> Fraction:
+    """Return the largest width whose memory and operations a device has."""
+    try:
+        memory, flops = float(row["memory_mb"]), float(row["flops"])
+    except ValueError as error:
+        raise InvalidValueError(f"{where}: memory_mb and flops must be numbers: {error}") from error
+    for width, (needed, operations) in costs.items():
+        if needed <= memory and operations <= flops:
+            return width
+    raise InvalidValueError(
+        f"{where}: memory_mb={memory:g} and flops={flops:g} must be at least "
+        f"{needed:.3g} and {operations:.3g}, what width {width} takes"
+    )
