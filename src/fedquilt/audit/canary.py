@@ -36,7 +36,7 @@ from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
 from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.neighbours import CLIENTS, audit_data, audit_model
-from fedquilt.audit.watch import known_entropy, swapped
+from fedquilt.audit.watch import known_entropy, one_thread, swapped
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common import checks
 from fedquilt.config import RunConfig, build_config
@@ -105,7 +105,7 @@ def canary(
     for epsilon in epsilons:
         settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
         config, problem = _problem({**settings, "device": device}, model, seed)
-        with clip_taken_away(without_clip):
+        with one_thread(), clip_taken_away(without_clip):
             outside, inside = _scores(config, problem, trials)
         found.append(judge("two hypotheses", epsilon, delta, outside, inside))
     return found

@@ -21,7 +21,7 @@ import torch
 
 from fedquilt import assemble, experiment
 from fedquilt.audit.findings import ReplayFinding, scratch_folder
-from fedquilt.audit.watch import swapped
+from fedquilt.audit.watch import one_thread, swapped
 from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.randomness import generator
@@ -76,6 +76,7 @@ def replay_people(cases: Sequence[str] | None = None) -> list[ReplayFinding]:
 
 def _replayed(name: str, pair: People) -> ReplayFinding:
     with (
+        one_thread(),
         tempfile.TemporaryDirectory(dir=scratch_folder()) as folder,
         swapped(assemble, "load_dataset", _made_up),
     ):

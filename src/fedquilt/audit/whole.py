@@ -40,6 +40,7 @@ from fedquilt.audit.watch import (
     Seen,
     WatchedRound,
     differing,
+    one_thread,
     same,
     swapped,
     swapped_entry,
@@ -122,6 +123,7 @@ def replay_case(
     """Run all worlds of a case and compare them."""
     chosen = [kind for kind in case.kinds if kinds is None or kind in kinds]
     with (
+        one_thread(),
         tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch,
         swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
         swapped(method, "GrowingSettings", _few_steps),
