@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,36 +29,28 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.aggregation import ServerStep, make_server_optimizer
-from fedquilt.assemble_mechanism import check_mode, make_mechanism
+from fedquilt.assemble_mechanism import (
+    Build,
+    MechanismParts,
+    check_mode,
+    make_mechanism,
+)
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.condense.method import Condensing, make_condensing
+from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
-from fedquilt.learning import (
-    Engine,
-    FlatModel,
-    LocalSettings,
-    Task,
-    freeze_others,
-    make_engine,
-    public_inputs,
-)
+from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
+from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
 from fedquilt.population import Availability, CohortSelector, ParticipationTracker, propensities
+from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import check_ids, roster_name
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
-from fedquilt.slices.engine import SlicedEngine
-from fedquilt.slices.methods import (
-    Slicing,
-    cost_of_everybody,
-    cost_table,
-    make_slicing,
-    smallest_model,
-)
+from fedquilt.slices.method import Slices, Smallest
+from fedquilt.slices.methods import smallest_model
 
 Parts = Sequence[NDArray[np.int64]]
 
@@ -133,13 +125,28 @@ def _digest(ids: tuple[str, ...] | None, parts: Parts) -> str:
     return digest.hexdigest()
 
 
+BuildMethod = Callable[[MethodParts], Method]
+"""Makes a method from the parts of a run; a user may bring one."""
+
+BuildEngine = Callable[[MethodParts], Engine]
+"""Makes an engine from the parts of a run; a user may bring one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """Parts that a user brings instead of naming them in the configuration."""
+
+    method: BuildMethod | None = None
+    mechanism: Build | type[Certified] | None = None
+    engine: Engine | BuildEngine | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Data on the device, the samples of each client, and the initial model.
 
-    `slicing` says who holds which part of it, `condensing` what happens where nobody
-    trains it; `model_width` is what the model itself is
-    of the one that was asked for, below 1 when a run is about the smallest slice.
+    `model_width` is the width of this model as a share of the one that was asked for:
+    below 1 when a run trains the smallest slice only.
     """
 
     task: Task
@@ -151,9 +158,8 @@ class Problem:
     roster: Roster
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
-    slicing: Slicing | None = None
-    condensing: Condensing | None = None
     model_width: str = "1"
+    own: Own = Own()
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -162,13 +168,21 @@ class Problem:
             module.front = copy.deepcopy(self.front).cpu()
         return module
 
-    def costs(self, method: str) -> dict[str, Any]:
-        """Return parameters, bytes and multiply-adds of a client of each width."""
-        if self.slicing is not None:
-            return cost_table(self.slicing)
-        count, flat = len(self.task.clients), self.flat
-        sample = self.task.public().inputs[:1]
-        return cost_of_everybody(method, self.model_width, count, flat.vector, flat.module, sample)
+    def evaluate(self) -> dict[str, float]:
+        """Step 9: measure the model as it stands; test data are only ever looked at here."""
+        accuracy, loss = evaluate(self.flat.module, *self.test)
+        measured = {"test_accuracy": accuracy, "test_loss": loss}
+        if self.validation is not None:
+            measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
+        return measured
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what is needed to build the model again."""
+        return {
+            "input_shape": list(self.input_shape),
+            "num_classes": self.num_classes,
+            "model_width": self.model_width,
+        }
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -217,6 +231,7 @@ def problem_from(
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]],
     client_ids: Iterable[str] | None = None,
+    own: Own | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
@@ -237,7 +252,8 @@ def problem_from(
     roster = roster_of_own(parts, client_ids)
     # What classes there are is public knowledge: the model's, not the largest label's.
     known = train_set.num_classes if isinstance(train, ImageDataset) else None
-    return config, _assemble(config, model, train_set, test_set, parts, roster, none, known)
+    problem = _assemble(config, model, train_set, test_set, parts, roster, none, known)
+    return config, dataclasses.replace(problem, own=own or Own())
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
@@ -253,44 +269,51 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
     )
 
 
-def build_engine(config: RunConfig, problem: Problem) -> Engine:
-    """Build step 3: how clients are trained, or what they send instead."""
-    if problem.condensing is not None:
-        return problem.condensing.engine
-    # Under a secret coin the shape of a program must not tell how many it kept.
-    rows = config.cohort_limit(len(problem.task.clients)) if problem.selector.secret else None
-    settings = LocalSettings(
-        config.local_epochs, config.batch_size, config.fedprox_mu, config.seed, rows
-    )
-    if problem.slicing is not None:
-        return SlicedEngine(problem.slicing, problem.task, settings, config.engine)
-    return make_engine(config.engine, problem.flat.module, problem.task, settings)
+def build_method(config: RunConfig, problem: Problem) -> Method:
+    """Build what clients do and what the server makes of it."""
+    own, task = problem.own, problem.task
+    parts = MethodParts(config, problem.flat, task, problem.num_classes, problem.selector.secret)
+    if own.engine is not None:
+        engine = own.engine(parts) if callable(own.engine) else own.engine
+        parts = dataclasses.replace(parts, engine=engine)
+    _refuse_unknown(config, own)
+    if own.method is not None:
+        return own.method(parts)
+    if isinstance(config, CondenseConfig):
+        return make_condensation(config, problem.flat.module, task, problem.num_classes)
+    if config.method == "full":
+        return WholeModel(parts)
+    if config.method == "smallest":
+        return Smallest(parts, problem.model_width)
+    return Slices(parts)
+
+
+def _refuse_unknown(config: RunConfig, own: Own) -> None:
+    """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
+    for name in ("method", "engine"):
+        if getattr(config, name) == "custom" and getattr(own, name) is None:
+            raise InvalidValueError(
+                f"{name}='custom' must be passed as an object: fedquilt.run(..., {name}=yours)"
+            )
 
 
 def build_federation(
     config: RunConfig,
     problem: Problem,
     account: RunAccount | None = None,
-    engine: Engine | None = None,
+    method: Method | None = None,
 ) -> Federation:
     """Put the parts of the configured mode together at the start of round 0."""
-    condensing = problem.condensing
-    server: ServerStep = make_server_optimizer(
-        config.server_optimizer, config.server_lr, config.server_momentum
-    )
-    if condensing is not None:
-        server = condensing.server
+    method = build_method(config, problem) if method is None else method
+    parts = MechanismParts(config, problem.flat, method, problem.selector, account)
     return Federation(
         select=problem.selector.select,
         tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
-        mechanism=make_mechanism(config, problem.flat, problem.selector, account, condensing),
-        server=server,
-        engine=engine if engine is not None else build_engine(config, problem),
+        method=method,
+        mechanism=make_mechanism(parts, problem.own.mechanism),
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
-        slicing=problem.slicing,
-        gather=None if condensing is None else condensing.gather,
     )
 
 
@@ -348,7 +371,7 @@ def _assemble(
     tests = test.images.to(device)
     input_shape = tuple(inputs.shape[1:])
     model, front = copy.deepcopy(model), None
-    if isinstance(model, FeatureModel) and config.method != "condense":
+    if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = model.front.to(device)
         inputs, tests = precompute(front, inputs), precompute(front, tests)
@@ -373,12 +396,7 @@ def _assemble(
     )
     check_mode(config, problem.flat)
     outputs = _check_outputs(problem)
-    problem = dataclasses.replace(problem, num_classes=num_classes or outputs)
-    if isinstance(config, CondenseConfig):
-        condensing = make_condensing(config, problem.flat.module, problem.task, problem.num_classes)
-        return dataclasses.replace(problem, condensing=condensing)
-    slicing = make_slicing(config, problem.flat, sample, len(clients))
-    return dataclasses.replace(problem, slicing=slicing)
+    return dataclasses.replace(problem, num_classes=num_classes or outputs)
 
 
 @torch.no_grad()

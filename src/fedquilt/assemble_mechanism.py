@@ -13,11 +13,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.condense.method import Condensing
-from fedquilt.config import RunConfig
+from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.learning import FlatModel
+from fedquilt.method import Method
 from fedquilt.models.features import choice_note
 from fedquilt.population import CohortSelector
 from fedquilt.privacy.accounting import Adjacency, calibrate, gaussian_mu
@@ -37,7 +39,7 @@ _PLAIN = ("fedavg", "fednum")
 
 def check_mode(config: RunConfig, flat: FlatModel) -> None:
     """Refuse a model that the mode cannot take, before anything is written."""
-    if config.mode not in _PLAIN and config.method != "condense":
+    if config.mode not in _PLAIN and not isinstance(config, CondenseConfig):
         refuse_buffers(flat, config.mode)
     if config.mode in _LAYERED:
         covered = flat.matching(config.patterns("noise_layers"))
@@ -63,29 +65,65 @@ def _check_fixed_cost(config: RunConfig) -> None:
         )
 
 
+Build = Callable[["MechanismParts"], Mechanism]
+"""Makes a mechanism from the parts of a run; a user may bring one."""
+
+
+@dataclass(frozen=True, eq=False)
+class MechanismParts:
+    """What a mechanism is made from.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The run's settings.
+    flat : FlatModel
+        Names and layout of what travels.
+    method : Method
+        What is released, and what the statement must say of it.
+    selector : CohortSelector
+        Who may be there, and how many on average: public knowledge.
+    account : RunAccount, optional
+        The run's account in a ledger; None for a run that claims nothing.
+    """
+
+    config: RunConfig
+    flat: FlatModel
+    method: Method
+    selector: CohortSelector
+    account: RunAccount | None
+
+
 def make_mechanism(
-    config: RunConfig,
-    flat: FlatModel,
-    selector: CohortSelector,
-    account: RunAccount | None,
-    condensing: Condensing | None = None,
+    parts: MechanismParts, build: Build | type[Certified] | None = None
 ) -> Mechanism:
-    """Build the mechanism of `config.mode` for a model's layout."""
-    if config.mode == "fedavg":
-        return NoPrivacy(flat.names, config.delta)
-    if config.mode == "fednum" and condensing is not None:
-        return NoPrivacy(condensing.released, config.delta, condensing.notes)
-    if condensing is None:
-        refuse_buffers(flat, config.mode)  # else only the server trains
-    if config.mode == "certified":
-        if account is None:
-            raise InvalidValueError("mode='certified' needs a ledger")
-        return make_certified(config, flat, selector, account, condensing)
-    return make_seed_mechanism(config, flat, selector.availability.num_clients)
+    """Build the mechanism of the run's mode, or the user's own.
+
+    A subclass of `Certified` takes its place in mode `certified`, with the same parts.
+    """
+    mode = parts.config.mode
+    if parts.method.clients_train and mode not in _PLAIN:
+        refuse_buffers(parts.flat, mode)  # else only the server trains
+    if build is None:
+        return MECHANISMS[mode](parts)
+    if isinstance(build, type):
+        if mode != "certified" or parts.selector.secret:
+            raise InvalidValueError(
+                f"mechanism={build.__name__} must be used with mode='certified' and without "
+                "amplification, whose accounting it has"
+            )
+        return make_certified(parts, build)
+    return build(parts)
 
 
-def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) -> Mechanism:
+def make_plain(parts: MechanismParts) -> Mechanism:
+    """Build the mechanism of a run without privacy."""
+    return NoPrivacy(parts.method.released, parts.config.delta, parts.method.notes)
+
+
+def make_quap_mechanism(parts: MechanismParts) -> Mechanism:
     """Build `fixed_dp`, `quap_fl` or `quap_fl_client`."""
+    config, flat = parts.config, parts.flat
     patterns = ("all",) if config.mode == "quap_fl_client" else config.patterns("noise_layers")
     kind = ClientNoise if config.mode == "quap_fl_client" else LayerNoise
     fixed = config.mode == "fixed_dp"
@@ -94,7 +132,7 @@ def make_seed_mechanism(config: RunConfig, flat: FlatModel, num_clients: int) ->
         FixedClipper(config.clip_norm) if fixed else make_clipper(config),
         make_coverage(flat, patterns),
         noise_source(config.noise_seed),
-        num_clients=num_clients,
+        num_clients=parts.selector.availability.num_clients,
         warmup_rounds=config.warmup_rounds,
         max_agg_norm=config.max_agg_norm,
         clip_is_public=fixed,
@@ -110,25 +148,23 @@ def front_notes(config: RunConfig, flat: FlatModel) -> tuple[str, ...]:
     return () if note is None else (note,)
 
 
-def make_certified(
-    config: RunConfig,
-    flat: FlatModel,
-    selector: CohortSelector,
-    account: RunAccount,
-    condensing: Condensing | None = None,
-) -> Certified:
+def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> Certified:
     """Build `certified` for the budget that the ledger gives this run."""
+    config, method, selector, account = parts.config, parts.method, parts.selector, parts.account
+    if account is None:
+        raise InvalidValueError("mode='certified' needs a ledger")
     num_clients = selector.availability.num_clients
+    own = front_notes(config, parts.flat) if method.clients_train else ()
     settings = CertifiedSettings(
-        tensor_names=tuple(flat.names) if condensing is None else condensing.released,
-        frozen_names=tuple(flat.frozen_names) if condensing is None else (),
+        tensor_names=method.released,
+        frozen_names=method.frozen,
         delta=account.population.info.delta,
         clip_norm=config.clip_norm,
         clip_cap=config.clip_cap,
         divisor=selector.expected_cohort,
         normalise=config.normalise_updates,
-        sliced=config.method not in ("full", "smallest", "condense"),
-        notes=front_notes(config, flat) if condensing is None else condensing.notes,
+        sliced=method.holds_parts,
+        notes=(*own, *method.notes),
         adjacency=account.adjacency,
     )
     noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
@@ -153,7 +189,7 @@ def make_certified(
             bit_noise_std=2.0 / math.sqrt(policy.typical),
             expected_cohort=selector.expected_cohort,
         )
-    return Certified(settings, policy, noise, quantile, num_clients)
+    return kind(settings, policy, noise, quantile, num_clients)
 
 
 def make_amplified(
@@ -233,3 +269,14 @@ def refuse_buffers(flat: FlatModel, mode: str) -> None:
             f"mode={mode!r} must not be used with buffers that training changes "
             f"({', '.join(flat.buffer_names)}); use GroupNorm instead of BatchNorm, or fedavg"
         )
+
+
+MECHANISMS: Mapping[str, Build] = {
+    "fedavg": make_plain,
+    "fixed_dp": make_quap_mechanism,
+    "quap_fl": make_quap_mechanism,
+    "quap_fl_client": make_quap_mechanism,
+    "certified": make_certified,
+    "fednum": make_plain,
+}
+"""The mechanism of each mode."""

@@ -9,16 +9,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.assemble import (
+    BuildEngine,
+    BuildMethod,
+    Own,
     Problem,
-    build_engine,
     build_federation,
+    build_method,
     build_problem,
     named_clients,
     problem_from,
@@ -31,18 +34,15 @@ from fedquilt.assemble_account import (
     open_account,
     open_witness,
 )
+from fedquilt.assemble_mechanism import Build
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.condense.run_hooks import (
-    condensation_record,
-    grown_set,
-    keep_images,
-    report_progress,
-    train_if_stale,
-)
-from fedquilt.condense.server import freed_memory_kept
-from fedquilt.config import CondenseConfig, RunConfig, build_config, check_keys
-from fedquilt.config.condense import with_package_names
-from fedquilt.learning import Engine, evaluate
+from fedquilt.common.observer import as_observer
+from fedquilt.config import RunConfig, build_config, check_keys, package_names
+from fedquilt.learning import Engine, FlatModel
+from fedquilt.method import Method
+from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.statement import Statement
 from fedquilt.record import (
     CUSTOM,
     RunResult,
@@ -52,19 +52,266 @@ from fedquilt.record import (
     load_tensors,
     split_private,
 )
-from fedquilt.round import Federation, run_round
+from fedquilt.round import Federation, RoundRecord, run_round
 from fedquilt.run_folder import RunFolder, run_stem
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
 
-Observer = Callable[[RunConfig, dict[str, Any]], None]
-"""Called with the configuration and the line of each finished round.
+Watching = Callable[[RunConfig, dict[str, Any]], None]
+"""An `Observer`, or a function called with the configuration and each finished round's line."""
 
-An observer may also have `opened(config, folder)`, called once before the first round,
-`working(what, share)`, called within a round of a condensation, and `kept(path)`, called
-when its images were written.
-"""
+
+class Subject(Protocol):
+    """What an experiment is about: the model, and how it is evaluated."""
+
+    @property
+    def flat(self) -> FlatModel: ...
+
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model as it stands, on the CPU."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the model as it stands: test_accuracy, test_loss and the like."""
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what is needed to build the model again."""
+
+
+class Experiment:
+    """Rounds, evaluation, stopping, checkpoints, result: one training loop for everybody.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The run's settings.
+    subject : Subject
+        The model and its evaluation.
+    federation : Federation
+        What a round joins.
+    folder : RunFolder, optional
+        Where the run is kept; None keeps it in memory.
+    observer : Observer, optional
+        Told what happens.
+    kept_state : mapping, optional
+        Arrays that are written into every checkpoint beside the federation's.
+
+    `lines` has one public dictionary a round.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        subject: Subject,
+        federation: Federation,
+        *,
+        folder: RunFolder | None = None,
+        observer: Watching | None = None,
+        kept_state: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        self.config = config
+        self.subject = subject
+        self.federation = federation
+        self.folder = folder
+        self.observer = as_observer(observer)
+        self.lines: list[dict[str, Any]] = []
+        self._kept_state = dict(kept_state or {})
+        # With a ledger a round that has to run again costs privacy: save every round.
+        self.saves_every_round = federation.account is not None
+        self._saved_at = time.monotonic()
+        federation.method.report_to(self.observer.working)
+
+    @property
+    def method(self) -> Method:
+        """What clients do and what the server makes of it."""
+        return self.federation.method
+
+    def run(self) -> str | None:
+        """Run the rounds that are left.
+
+        Returns why the run ended before its last round, None when it did not.
+        """
+        self._saved_at = time.monotonic()
+        stopped = self._begin()
+        while stopped is None and len(self.lines) < self.config.num_rounds:
+            stopped = self._next_round()
+        return stopped
+
+    def _begin(self) -> str | None:
+        """Finish what a killed run left open; return why no round should follow."""
+        if not self.lines:
+            self._keep(0)
+            return None
+        done, line = len(self.lines), self.lines[-1]
+        stopped = self._reason_to_stop(line)
+        # It may have been killed between keeping a release and evaluating the model.
+        if "test_accuracy" not in line and (stopped or self._evaluates(done)):
+            line |= self._evaluate_and_keep(done)
+            if self.folder is not None:
+                self.folder.amend_round(line)
+            return self._reason_to_stop(line)
+        if "test_accuracy" in line:
+            self._bring_up_to_date()  # its checkpoint may be older than its line
+        return stopped
+
+    def _next_round(self) -> str | None:
+        """Run, evaluate and keep one round; return why none should follow."""
+        began = time.perf_counter()
+        record = self.run_round(len(self.lines))
+        line = as_line(record, time.perf_counter() - began)
+        private = None
+        if self.federation.mechanism.claims:
+            line, private = split_private(line)
+        done = len(self.lines) + 1
+        last = done == self.config.num_rounds
+        stopped = None if last else self._reason_to_stop(line)
+        evaluates = self._evaluates(done) or stopped is not None
+        # Where that takes long, what was paid for is on disk before.
+        early = evaluates and self.method.evaluates_slowly and self.federation.account is not None
+        if early and self.folder is not None:
+            self.folder.append_round(line, private)
+            self._save(done)
+        if evaluates:
+            line |= self._evaluate_and_keep(done)
+            stopped = None if last else self._reason_to_stop(line)
+        self.lines.append(line)
+        self._record(line, private, amend=early)
+        self.observer(self.config, line)
+        return stopped
+
+    def run_round(self, round_index: int) -> RoundRecord:
+        """Run one round; a subclass may guard it."""
+        return run_round(self.federation, round_index)
+
+    def _record(self, line: dict[str, Any], private: dict[str, Any] | None, *, amend: bool) -> None:
+        """Write a round's line, and a checkpoint where one is due."""
+        if self.folder is None:
+            return
+        if amend:
+            self.folder.amend_round(line)
+        else:
+            self.folder.append_round(line, private)
+        if self.saves_every_round or time.monotonic() - self._saved_at >= CHECKPOINT_SECONDS:
+            self._save(len(self.lines))
+            self._saved_at = time.monotonic()
+
+    def _evaluates(self, done: int) -> bool:
+        """Tell whether the model is evaluated after so many rounds."""
+        return done % self.config.eval_every == 0 or done == self.config.num_rounds
+
+    def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
+        """Evaluate the model and keep what the method keeps; return what was measured."""
+        measured = self.measure()
+        self._keep(done)
+        return measured
+
+    def _bring_up_to_date(self) -> dict[str, float]:
+        self.federation.weights, said = self.method.before_evaluation(self.federation.weights)
+        return said
+
+    def measure(self) -> dict[str, Any]:
+        """Step 9: evaluate the global model."""
+        measured: dict[str, Any] = dict(self._bring_up_to_date())
+        self.subject.flat.write(self.federation.weights)
+        measured |= self.subject.evaluate()
+        if "test_accuracy" in measured:
+            measured["participation_stats"] = self.federation.tracker.get_statistics()
+        return measured
+
+    def _keep(self, rounds: int | None = None) -> None:
+        """Let the method write what it keeps, and say where."""
+        path = None if self.folder is None else self.method.keep(self.folder, rounds)
+        if path is not None and rounds is not None:
+            self.observer.kept(path)
+
+    def _reason_to_stop(self, line: dict[str, Any]) -> str | None:
+        """Return why no round should follow the one of this line, None when one should."""
+        if self._reached_target(line):
+            return "the validation accuracy reached the target"
+        account = self.federation.account
+        if account is not None and account.is_bounded:
+            remaining = account.remaining(line["round"] + 1)
+            if not self.federation.mechanism.has_allowance(remaining).any():
+                return "no client has allowance left for another round"
+        return None
+
+    def _reached_target(self, line: dict[str, Any]) -> bool:
+        """Tell whether early stopping is on and the validation accuracy is at the target."""
+        accuracy, target = line.get("validation_accuracy"), self.config.target_accuracy
+        if not self.config.early_stopping or accuracy is None or target is None:
+            return False
+        return bool(accuracy >= target)
+
+    def _save(self, rounds: int) -> None:
+        assert self.folder is not None
+        flat, federation = self.subject.flat, self.federation
+        flat.write(federation.weights)
+        state = federation.state() | self._kept_state
+        if flat.is_lossy:
+            state["weights"] = federation.weights.cpu().numpy()
+        head = "" if federation.account is None else federation.account.run.head
+        self.folder.save_checkpoint(rounds, flat.module.state_dict(), state, head)
+
+    def restore(self) -> None:
+        """Go to the last checkpoint of the folder."""
+        folder, federation, flat = self.folder, self.federation, self.subject.flat
+        assert folder is not None
+        saved = folder.load_checkpoint()
+        folder.drop_images(0 if saved is None else saved.rounds)
+        if saved is None:
+            self.lines = folder.read_rounds(0)
+            return
+        if federation.account is not None:
+            check_not_rolled_back(federation.account, saved.ledger_head)
+        self._check_kept(saved.state)
+        load_tensors(flat.module, saved.model, folder.path)
+        weights = saved.state.get("weights")
+        try:
+            federation.load_state(saved.state)
+        except (KeyError, InvalidValueError) as error:
+            raise RunFolderError(f"{folder.path}: the checkpoint does not fit: {error}") from error
+        vector = flat.read() if weights is None else torch.from_numpy(weights)
+        federation.weights = vector.to(federation.weights.device).clone()
+        self.lines = folder.read_rounds(saved.rounds)
+
+    def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Refuse a checkpoint that was kept with another state; a subclass may look closer."""
+
+    def finish(self, stopped: str | None = None) -> RunResult:
+        """Write the last checkpoint and the result, and return the run."""
+        federation, account = self.federation, self.federation.account
+        counts = federation.tracker.participation_count
+        epsilons = None if account is None else account.epsilons()
+        statement = federation.mechanism.statement(counts, epsilons)
+        result = build_result(self.config, self.lines, statement, counts)
+        result["stopped"] = stopped
+        result["metadata"] |= self.subject.metadata()
+        result |= self.method.result(self.lines)
+        self._keep()
+        self.subject.flat.write(federation.weights)
+        module = self.subject.whole_model()
+        if self.folder is not None:
+            self._save(len(self.lines))
+        if account is not None:
+            statement = self._close_account(account, result, statement)
+        if self.folder is not None:
+            self.folder.write_result(result)
+        path = None if self.folder is None else self.folder.path
+        tensors, synthetic = dict(module.state_dict()), self.method.synthetic()
+        return RunResult(result, statement, tensors, module, path, synthetic)
+
+    def _close_account(
+        self, account: RunAccount, result: dict[str, Any], statement: Statement
+    ) -> Statement:
+        """Say in the ledger that the run is over, and in the statement what the ledger says."""
+        account.finish(self.federation.weights if account.reproducible else None)
+        result["ledger"] = account.summary()
+        shared = self.config.ledger is not None
+        resumed = account.run.is_resumed and statement.is_bounded
+        notes = account_notes(result["ledger"], shared=shared, resumed=resumed)
+        statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
+        result["statement"] = statement.as_json()
+        return statement
 
 
 def run(
@@ -76,7 +323,10 @@ def run(
     client_ids: Iterable[str] | None = None,
     output_dir: str | None = "./results",
     resume: str | Path | None = None,
-    observer: Observer | None = None,
+    observer: Watching | None = None,
+    method: str | BuildMethod | None = None,
+    mechanism: Build | type[Certified] | None = None,
+    engine: str | Engine | BuildEngine | None = None,
     **settings: Any,
 ) -> RunResult:
     """Train your own model on your own data.
@@ -97,11 +347,18 @@ def run(
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
         Continue this run folder, made earlier with the same model and data.
-    observer : callable, optional
-        Called with the configuration and the line of each finished round.
+    observer : Observer or callable, optional
+        Told what happens; a function is called with the configuration and the line of
+        each finished round.
+    method, mechanism, engine : optional
+        Names as in `RunConfig`, or your own: a method is made from `MethodParts`, an engine
+        is an `Engine` or is made from `MethodParts`, and a mechanism is a subclass of
+        `Certified` or is made from `MechanismParts`.  See `docs/extending.md`.
     **settings
         Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
     """
+    own, names = _own_parts(method, mechanism, engine)
+    settings |= names
     folder = None
     if resume is not None:
         folder = RunFolder.open(resume)
@@ -110,23 +367,23 @@ def run(
         place = {} if output_dir is None else {"output_dir": output_dir}
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
     parts, ids = named_clients(clients, client_ids)
-    config, problem = problem_from(config, model, train, test, parts, ids)
+    config, problem = problem_from(config, model, train, test, parts, ids, own)
     return _run(config, problem, folder, output_dir, observer)
 
 
-def run_config(config: RunConfig, observer: Observer | None = None) -> RunResult:
+def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
     config, problem = build_problem(config, progress=observer is not None)
     return _run(config, problem, None, config.output_dir, observer)
 
 
-def run_in_memory(config: RunConfig, observer: Observer | None = None) -> RunResult:
+def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunResult:
     """Run what a configuration describes and write nothing."""
     config, problem = build_problem(config)
     return _run(config, problem, None, None, observer)
 
 
-def resume_run(path: str | Path, observer: Observer | None = None) -> RunResult:
+def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
     if folder.read_result() is not None:
@@ -146,9 +403,9 @@ def _run(
     problem: Problem,
     folder: RunFolder | None,
     output_dir: str | None,
-    observer: Observer | None,
+    observer: Watching | None,
 ) -> RunResult:
-    """Open folder and ledger, pick up a checkpoint if there is one, and train."""
+    """Open folder and ledger, go to a checkpoint if there is one, and train."""
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:
@@ -156,33 +413,45 @@ def _run(
             stack.callback(folder.close)
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
-        engine = build_engine(config, problem)
-        stack.callback(engine.close)
-        federation, folder = _open(config, problem, engine, folder, output_dir, stack)
-        if problem.condensing is not None:
-            stack.enter_context(freed_memory_kept())
+        method = build_method(config, problem)
+        stack.callback(method.close)
+        federation, folder = _open(config, problem, method, folder, output_dir, stack)
+        stack.enter_context(method.running())
+        experiment = Experiment(config, problem, federation, folder=folder, observer=observer)
         if folder is not None:
-            _notify(observer, "opened", config, folder.path)
-        report_progress(problem, observer)
-        lines = _restore(folder, federation, problem) if folder is not None and resumed else []
+            experiment.observer.opened(config, folder.path)
+        if resumed:
+            experiment.restore()
         try:
-            stopped = train_rounds(config, problem, federation, lines, folder, observer)
-            return _finish(config, problem, federation, lines, folder, stopped)
+            return experiment.finish(experiment.run())
         except KeyboardInterrupt:
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
 
 
-def _notify(observer: Observer | None, what: str, *arguments: Any) -> None:
-    """Call an observer's method if it has it."""
-    method = getattr(observer, what, None)
-    if method is not None:
-        method(*arguments)
+def _own_parts(
+    method: str | BuildMethod | None,
+    mechanism: Build | type[Certified] | None,
+    engine: str | Engine | BuildEngine | None,
+) -> tuple[Own, dict[str, str]]:
+    """Part what a user brought from what was named; the configuration says `custom`."""
+    given = {"method": method, "engine": engine}
+    names = {
+        key: value if isinstance(value, str) else CUSTOM
+        for key, value in given.items()
+        if value is not None
+    }
+    own = Own(
+        method=None if isinstance(method, str) else method,
+        mechanism=mechanism,
+        engine=None if isinstance(engine, str) else engine,
+    )
+    return own, names
 
 
 def _open(
     config: RunConfig,
     problem: Problem,
-    engine: Engine,
+    method: Method,
     folder: RunFolder | None,
     output_dir: str | None,
     stack: contextlib.ExitStack,
@@ -203,7 +472,7 @@ def _open(
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
-    federation = None if own_ledger else build_federation(config, problem, account, engine)
+    federation = None if own_ledger else build_federation(config, problem, account, method)
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
@@ -226,214 +495,13 @@ def _open(
         name = "ledger.sqlite" if own_ledger else str(account.ledger.path.resolve())
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
-    return federation or build_federation(config, problem, account, engine), folder
-
-
-def train_rounds(
-    config: RunConfig,
-    problem: Problem,
-    federation: Federation,
-    lines: list[dict[str, Any]],
-    folder: RunFolder | None = None,
-    observer: Observer | None = None,
-) -> str | None:
-    """Run the rounds that are left; `lines` grows by one a round.
-
-    Returns why the run ended before its last round, None when it did not.
-    """
-    saved_at = time.monotonic()
-    if not lines:
-        keep_images(config, problem, folder, 0, observer)
-    else:
-        stopped = _reason_to_stop(config, federation, lines[-1])
-        # It may have been killed between keeping a release and looking at the model.
-        if "test_accuracy" not in lines[-1] and (stopped or _evaluates(config, len(lines))):
-            lines[-1] |= _evaluate_and_keep(
-                config, problem, federation, folder, observer, len(lines)
-            )
-            if folder is not None:
-                folder.amend_round(lines[-1])
-            stopped = _reason_to_stop(config, federation, lines[-1])
-        elif "test_accuracy" in lines[-1]:
-            train_if_stale(problem, federation)  # its checkpoint may be older than its line
-        if stopped is not None:
-            return stopped  # the run had ended when it was killed
-    for round_index in range(len(lines), config.num_rounds):
-        began = time.perf_counter()
-        record = run_round(federation, round_index)
-        line = as_line(record, time.perf_counter() - began)
-        private = None
-        if federation.mechanism.claims:
-            line, private = split_private(line)
-        done = round_index + 1
-        last = done == config.num_rounds
-        stopped = None if last else _reason_to_stop(config, federation, line)
-        evaluates = _evaluates(config, done) or stopped is not None
-        kept = evaluates and _is_slow_and_paid(problem, federation)
-        if kept and folder is not None:
-            folder.append_round(line, private)
-            _save(folder, problem, federation, done)
-        if evaluates:
-            line |= _evaluate_and_keep(config, problem, federation, folder, observer, done)
-            stopped = None if last else _reason_to_stop(config, federation, line)
-        lines.append(line)
-        if folder is not None:
-            if kept:
-                folder.amend_round(line)
-            else:
-                folder.append_round(line, private)
-            # With a ledger, a round that has to run again costs privacy: save every round.
-            due = time.monotonic() - saved_at >= CHECKPOINT_SECONDS
-            if due or federation.account is not None:
-                _save(folder, problem, federation, len(lines))
-                saved_at = time.monotonic()
-        if observer is not None:
-            observer(config, line)
-        if stopped is not None:
-            return stopped
-    return None
-
-
-def _evaluates(config: RunConfig, done: int) -> bool:
-    """Tell whether the model is looked at after so many rounds."""
-    return done % config.eval_every == 0 or done == config.num_rounds
-
-
-def _is_slow_and_paid(problem: Problem, federation: Federation) -> bool:
-    """Tell whether looking at the model takes long and the release before it was paid for."""
-    return problem.condensing is not None and federation.account is not None
-
-
-def _evaluate_and_keep(
-    config: RunConfig,
-    problem: Problem,
-    federation: Federation,
-    folder: RunFolder | None,
-    observer: Observer | None,
-    done: int,
-) -> dict[str, Any]:
-    """Measure the model and keep a condensation's images; return what was measured."""
-    measured = measure(problem, federation)
-    keep_images(config, problem, folder, done, observer)
-    return measured
-
-
-def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, Any]) -> str | None:
-    """Return why no round should follow the one of this line, None when one should."""
-    if _reached_target(config, line):
-        return "the validation accuracy reached the target"
-    account = federation.account
-    if account is not None and account.is_bounded:
-        remaining = account.remaining(line["round"] + 1)
-        if not federation.mechanism.has_allowance(remaining).any():
-            return "no client has allowance left for another round"
-    return None
-
-
-def measure(problem: Problem, federation: Federation) -> dict[str, Any]:
-    """Step 9: evaluate the global model; test data are only ever looked at here."""
-    measured: dict[str, Any] = dict(train_if_stale(problem, federation))
-    problem.flat.write(federation.weights)
-    accuracy, loss = evaluate(problem.flat.module, *problem.test)
-    measured |= {
-        "test_accuracy": accuracy,
-        "test_loss": loss,
-        "participation_stats": federation.tracker.get_statistics(),
-    }
-    if problem.validation is not None:
-        measured["validation_accuracy"], _ = evaluate(problem.flat.module, *problem.validation)
-    return measured
-
-
-def _reached_target(config: RunConfig, line: dict[str, Any]) -> bool:
-    """Tell whether early stopping is on and the validation accuracy is at the target."""
-    accuracy = line.get("validation_accuracy")
-    return (
-        config.early_stopping
-        and accuracy is not None
-        and config.target_accuracy is not None
-        and accuracy >= config.target_accuracy
-    )
-
-
-def _save(folder: RunFolder, problem: Problem, federation: Federation, rounds: int) -> None:
-    problem.flat.write(federation.weights)
-    state = federation.state()
-    if problem.flat.is_lossy:
-        state["weights"] = federation.weights.cpu().numpy()
-    head = "" if federation.account is None else federation.account.run.head
-    folder.save_checkpoint(rounds, problem.flat.module.state_dict(), state, head)
-
-
-def _restore(folder: RunFolder, federation: Federation, problem: Problem) -> list[dict[str, Any]]:
-    """Bring the federation to the last checkpoint and return the rounds before it."""
-    saved = folder.load_checkpoint()
-    folder.drop_images(0 if saved is None else saved.rounds)
-    if saved is None:
-        folder.read_rounds(0)
-        return []
-    if federation.account is not None:
-        check_not_rolled_back(federation.account, saved.ledger_head)
-    load_tensors(problem.flat.module, saved.model, folder.path)
-    weights = saved.state.get("weights")
-    try:
-        federation.load_state(saved.state)
-    except (KeyError, InvalidValueError) as error:
-        raise RunFolderError(f"{folder.path}: the checkpoint does not fit: {error}") from error
-    vector = problem.flat.read() if weights is None else torch.from_numpy(weights)
-    federation.weights = vector.to(federation.weights.device).clone()
-    return folder.read_rounds(saved.rounds)
-
-
-def _finish(
-    config: RunConfig,
-    problem: Problem,
-    federation: Federation,
-    lines: list[dict[str, Any]],
-    folder: RunFolder | None,
-    stopped: str | None,
-) -> RunResult:
-    """Write the last checkpoint and the result, and return the run."""
-    counts = federation.tracker.participation_count
-    account = federation.account
-    epsilons = None if account is None else account.epsilons()
-    statement = federation.mechanism.statement(counts, epsilons)
-    result = build_result(config, lines, statement, counts)
-    result["stopped"] = stopped
-    result["metadata"] |= {
-        "input_shape": list(problem.input_shape),
-        "num_classes": problem.num_classes,
-        "model_width": problem.model_width,
-    }
-    if config.method not in ("full", "condense"):
-        result["slices"] = problem.costs(config.method)
-    synthetic = grown_set(config, problem)
-    if synthetic is not None:
-        result["condensation"] = condensation_record(config, problem, lines, synthetic)
-        keep_images(config, problem, folder)
-    problem.flat.write(federation.weights)
-    module = problem.whole_model()
-    if folder is not None:
-        _save(folder, problem, federation, len(lines))
-    if account is not None:
-        account.finish(federation.weights if account.reproducible else None)
-        result["ledger"] = account.summary()
-        shared, resumed = config.ledger is not None, account.run.is_resumed
-        resumed = resumed and statement.is_bounded
-        notes = account_notes(result["ledger"], shared=shared, resumed=resumed)
-        statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
-        result["statement"] = statement.as_json()
-    if folder is not None:
-        folder.write_result(result)
-    path = None if folder is None else folder.path
-    return RunResult(result, statement, dict(module.state_dict()), module, path, synthetic)
+    return federation or build_federation(config, problem, account, method), folder
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     """Return the folder's configuration; other settings beside it must agree."""
     config = folder.read_config()
-    if isinstance(config, CondenseConfig):
-        settings = with_package_names(settings)
+    settings = package_names(type(config), settings)
     check_keys(settings, "configuration", type(config))
     for key, value in settings.items():
         if getattr(config, key, None) != value:

@@ -1,15 +1,13 @@
 """One federated round, top to bottom.
 
-The nine steps of the seed documents, in their order; the order is part of the
-contract.  Every way of running fedquilt - the command line, `fedquilt.run`, the
-seed's `QuAPFLServer` - goes through `run_round`.  The leaves it joins know
+The nine steps of the QuAP-FL documents, in their order; the order is part of the
+contract.  Every way of running fedquilt - the command line, `fedquilt.run`, the documents'
+`QuAPFLServer` and `FedNumServer` - goes through `run_round`.  The parts it joins know
 nothing of one another:
 
     population   who takes part and how often they did
-    slices       which part of the model each of them holds
-    learning     what a client does with its data (condense: when it never trains)
+    method       what a client does with its data, and what the server makes of the release
     privacy      what happens to an update before anybody else sees it, and the ledger
-    aggregation  how the mean update moves the model
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.aggregation import Accumulator, RunningMean, ServerStep
-from fedquilt.learning import ClientUpdate, Engine
+from fedquilt.learning import ClientUpdate
+from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.slices.methods import Slicing
 
 Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
 # How often a round is planned anew when another run takes what it counted on.
@@ -38,36 +35,22 @@ _ATTEMPTS = 20
 
 @dataclass
 class Federation:
-    """The parts of a federation and its state between two rounds.
-
-    `gather` makes what the vectors of a round are put into; None: a sum as long as the
-    model.  Where clients send something else than updates of the model (class
-    statistics), it is what fits that, and `server` knows what to make of it.
-    """
+    """The parts of a federation and its state between two rounds."""
 
     select: Select
     tracker: ParticipationTracker
-    engine: Engine
+    method: Method
     mechanism: Mechanism
-    server: ServerStep
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
     account: RunAccount | None = None
-    slicing: Slicing | None = None
-    gather: Callable[[], Accumulator] | None = None
-
-    def total(self) -> Accumulator:
-        """Return an empty total for a round."""
-        if self.gather is not None:
-            return self.gather()
-        return RunningMean(self.weights.numel(), self.weights.device)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what the next round needs beside the weights, as arrays; never noise."""
         parts = {
             "tracker": self.tracker.state(),
             "mechanism": self.mechanism.state(),
-            "server": self.server.state(),
+            "server": self.method.server.state(),
             "account": {} if self.account is None else {"spent": self.account.spent()},
         }
         return {f"{part}.{key}": value for part, s in parts.items() for key, value in s.items()}
@@ -81,7 +64,7 @@ class Federation:
 
         self.tracker.load_state(part("tracker"))
         self.mechanism.load_state(part("mechanism"))
-        self.server.load_state(part("server"), self.weights.device)
+        self.method.server.load_state(part("server"), self.weights.device)
         if self.account is not None:
             self.account.rewind(part("account")["spent"])
 
@@ -113,16 +96,14 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
         return record  # nobody was there: nothing is released, the model stays as it is
 
     learning_rate = federation.learning_rate_at(round_index)
-    mechanism, slicing = federation.mechanism, federation.slicing
+    mechanism, method = federation.mechanism, federation.method
     rates = federation.tracker.rates(cohort.exposed)
-    coverage = None if slicing is None else slicing.coverage(cohort.exposed, round_index)
+    coverage = method.coverage(cohort.exposed, round_index)
     mechanism.open_round(RoundFacts(round_index, learning_rate, cohort.exposed, rates, coverage))
 
-    # 3 local training on the clients' slices, one at a time unless the clip bound needs them all
+    # 3 local training, one client at a time unless the clip bound needs them all
     losses: list[float] = []
-    updates = federation.engine.train(
-        federation.weights, cohort.clients, round_index, learning_rate
-    )
+    updates = method.engine.train(federation.weights, cohort.clients, round_index, learning_rate)
     received: Iterable[Contribution] = _receive(mechanism, updates, losses)
     if mechanism.needs_whole_cohort:
         received = list(received)
@@ -131,14 +112,13 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     record.clip_value = mechanism.clip_bound(received)
 
     # 5 clip, 6 noise (where a mode noises each client), 7 sum
-    total = federation.total()
+    total = method.new_sum()
     for contribution in received:
         if not contribution.finite:
             record.non_finite.append(contribution.client)
         noised = mechanism.noise_client(mechanism.clip(contribution))
         if noised.weight:
-            place = None if slicing is None else slicing.place(noised.client, round_index)
-            total.add(noised.vector, noised.weight, place)
+            total.add(noised.vector, noised.weight, method.place(noised.client, round_index))
 
     # 6, 7 noise on the sum, division by the number of clients, or of those who hold a coordinate
     update, record.noise = mechanism.release(total.total, total.weight, total.held)
@@ -146,8 +126,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     # 8 update: the charge is on disk before the release is used
     if federation.account is not None:
         federation.account.settle(update)
-    federation.weights = federation.server.step(federation.weights, update)
-    record.server = federation.server.report()
+    federation.weights = method.server.step(federation.weights, update)
+    record.server = method.server.report()
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     record.train_loss = float(np.mean(finite_losses)) if finite_losses else None
     return record

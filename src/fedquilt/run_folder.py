@@ -139,6 +139,13 @@ class RunFolder:
             return self.path / "condensed.safetensors"
         return self.path / "synthetic" / f"round_{rounds:04d}.safetensors"
 
+    def room_for_synthetic(self, rounds: int | None = None) -> Path:
+        """Return where the synthetic set goes, its folder made."""
+        path = self.synthetic_path(rounds)
+        with storage_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        return path
+
     def drop_images(self, count: int) -> None:
         """Remove images, and their pictures, of rounds after the first `count`, and torn files.
 

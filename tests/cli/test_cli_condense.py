@@ -230,7 +230,7 @@ def test_baselines_are_computed_once(cli: Cli, here: Path, monkeypatch: pytest.M
     first = cli("condense", *flags(num_rounds=1), "--json", "--baselines", "coreset").json()
     folder = only_folder(here / "results")
     before = contents(folder)
-    monkeypatch.setattr("fedquilt.condense.baselines.run_baseline", pytest.fail)
+    monkeypatch.setattr("fedquilt.fednum.baselines.run_baseline", pytest.fail)
     again = cli("condense", "--resume", folder, "--json", "--baselines", "coreset").json()
     assert again["table"] == first["table"]
     assert contents(folder) == before

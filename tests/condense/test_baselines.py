@@ -15,11 +15,11 @@ import fedquilt
 from fedquilt.assemble import Problem, build_federation, build_problem, problem_from
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.baselines import BASELINES, BaselineResult, run_baseline
-from fedquilt.condense.baselines import federated as feddm_module
-from fedquilt.condense.baselines.central import coreset, dm_images
-from fedquilt.condense.baselines.common import held_by_class, own_model
-from fedquilt.condense.baselines.federated import (
+from fedquilt.fednum.baselines import BASELINES, BaselineResult, run_baseline
+from fedquilt.fednum.baselines import federated as feddm_module
+from fedquilt.fednum.baselines.central import coreset, dm_images
+from fedquilt.fednum.baselines.common import held_by_class, own_model
+from fedquilt.fednum.baselines.federated import (
     BATCH_SIZE,
     COHORT,
     LEARNING_RATE,

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.baselines.common import RealImages, match_real, real_view
+from fedquilt.fednum.baselines.common import RealImages, match_real, real_view
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.models import ConvNet

@@ -1,11 +1,12 @@
 """From the clients' updates to the next global model."""
 
-from fedquilt.aggregation.accumulators import Accumulator, Concatenation, RunningMean
+from fedquilt.aggregation.accumulators import Accumulator, Concatenation, Place, RunningMean
 from fedquilt.aggregation.server import ServerOptimizer, ServerStep, make_server_optimizer
 
 __all__ = [
     "Accumulator",
     "Concatenation",
+    "Place",
     "RunningMean",
     "ServerOptimizer",
     "ServerStep",

@@ -18,6 +18,7 @@ rounds, real to the last step, each with a ledger of its own:
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import tempfile
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble import Problem, build_federation, build_method, problem_from
 from fedquilt.assemble_account import open_account
 from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
@@ -40,7 +41,8 @@ from fedquilt.audit.watch import known_entropy, one_thread, swapped
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common import checks
 from fedquilt.config import RunConfig, build_config
-from fedquilt.learning import Engine, Task
+from fedquilt.learning import Task
+from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
@@ -214,30 +216,31 @@ def _scores(
     empty = _without(problem, _CANARY)
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
         place = Path(folder)
-        engines = [build_engine(config, world) for world in (empty, problem)]
-        worlds = list(zip((empty, problem), engines, strict=True))
+        methods = [build_method(config, world) for world in (empty, problem)]
+        worlds = list(zip((empty, problem), methods, strict=True))
         known = []
-        for world, engine in worlds:
+        for world, method in worlds:
             with known_entropy(config.seed):
-                known.append(_release(config, world, engine, place))
+                known.append(_release(config, world, method, place))
         direction = (known[1] - known[0]) / (known[1] - known[0]).norm()
         scores = [
-            [float(_release(config, world, engine, place) @ direction) for _ in range(trials)]
-            for world, engine in worlds
+            [float(_release(config, world, method, place) @ direction) for _ in range(trials)]
+            for world, method in worlds
         ]
-        for engine in engines:
-            engine.close()
+        for method in methods:
+            method.close()
     return np.array(scores[0]), np.array(scores[1])
 
 
-def _release(config: RunConfig, problem: Problem, engine: Engine, place: Path) -> torch.Tensor:
+def _release(config: RunConfig, problem: Problem, method: Method, place: Path) -> torch.Tensor:
     """Run one real round on a new ledger and return the sum it released."""
     path = place / "ledger.sqlite"
     path.unlink(missing_ok=True)
     account = open_account(config, problem, path, "canary")
     try:
-        federation = build_federation(config, problem, account, engine)
-        federation.server = server = Witness(federation.server)
+        own = copy.copy(method)
+        own.server = server = Witness(method.server)
+        federation = build_federation(config, problem, account, own)
         world = World(federation, server, account, None, 1.0)
         world.run(0)
         released = comparisons.released_sum(world)

@@ -187,20 +187,21 @@ def _divisor(world: World) -> torch.Tensor:
     if not isinstance(mechanism, Certified):
         rate = world.federation.learning_rate_at(record.round)
         return torch.full_like(shares, len(record.cohort) / rate)
-    if world.federation.slicing is None:
+    if not world.federation.method.holds_parts:
         return torch.full_like(shares, mechanism.settings.divisor)
     return torch.clamp(mechanism.settings.divisor * shares, min=1.0)
 
 
 def _shares(world: World) -> torch.Tensor:
     """Return the share of the public cohort that holds each coordinate, by counting them."""
-    slicing, record = world.federation.slicing, world.record
-    held = torch.zeros(world.federation.total().total.numel(), dtype=torch.float64)
+    method, record = world.federation.method, world.record
+    held = torch.zeros(method.new_sum().total.numel(), dtype=torch.float64)
     for client in record.cohort:
-        if slicing is None:
+        place: Any = method.place(client, record.round)
+        if place is None:
             held += 1.0
         else:
-            held[slicing.place(client, record.round).index()] += 1.0
+            held[place.index()] += 1.0
     return held / max(1, len(record.cohort))
 
 

@@ -94,7 +94,7 @@ def _comparisons(
 ) -> Iterator[Comparison]:
     """Run the worlds of a case side by side and yield every comparison."""
     base, silent, neighbours = make_worlds(case, seed, folder, stack)
-    mechanism, size = base.federation.mechanism, base.federation.total().total.numel()
+    mechanism = base.federation.mechanism
     bands = mechanism.noise.bands if isinstance(mechanism, Certified) else 1
     known = known_noise(seed)
     expected = ExpectedNoise(known, bands)
@@ -107,7 +107,7 @@ def _comparisons(
         yield from comparisons.compare_noise(base, silent, expected)
         yield from comparisons.compare_bit_noise(base, silent, known)
         if case.norms:
-            sent = prescribed(case, seed, base.federation.slicing, size)
+            sent = prescribed(case, seed, base.federation.method)
             yield from comparisons.compare_bits(silent, sent)
         for neighbour in neighbours:
             where = f"client {neighbour.victim}, round {index}"

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble import Problem, build_federation, build_method, problem_from
 from fedquilt.assemble_account import open_account
 from fedquilt.audit.bounds import epsilon_of_normals, one_run_epsilon
 from fedquilt.audit.canary import EPSILONS, ERROR, CanaryFinding, clip_taken_away, distance
@@ -180,8 +180,10 @@ def _trained(
         account = open_account(config, problem, Path(folder) / "ledger.sqlite", "canaries")
         try:
             length = _LENGTH * config.clip_norm
-            engine = CanaryEngine(build_engine(config, problem), directions, inside, length)
-            federation = build_federation(config, problem, account, engine)
+            method = build_method(config, problem)
+            engine = CanaryEngine(method.engine, directions, inside, length)
+            method.engine = engine
+            federation = build_federation(config, problem, account, method)
             first = federation.weights.clone()
             for index in range(config.num_rounds):
                 run_round(federation, index)

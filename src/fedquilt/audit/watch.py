@@ -39,6 +39,7 @@ from fedquilt import experiment
 from fedquilt.audit import comparisons
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.observer import Observer
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
 from fedquilt.round import Federation, RoundRecord
@@ -58,7 +59,7 @@ Values = dict[str, Any]
 """Public values by name."""
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that notes whatever it is told."""
 
     def __init__(self) -> None:
@@ -297,7 +298,8 @@ class _Watch:
         if self._world is None:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")
-            federation.server = server = Witness(federation.server)
+            server = Witness(federation.method.server)
+            federation.method.server = server
             self._world = World(federation, server, federation.account, None, 1.0)
         self._world.run(round_index)
         self._rounds.append(_note(self._world))
@@ -305,7 +307,7 @@ class _Watch:
             before = self._base[round_index]
             federation.weights = before.weights.clone()
             federation.mechanism.load_state(before.mechanism)
-            federation.server.load_state(before.server, federation.weights.device)
+            federation.method.server.load_state(before.server, federation.weights.device)
         return self._world.record
 
 
@@ -324,7 +326,7 @@ def _note(world: World) -> WatchedRound:
         shown=world.public(),
         weights=federation.weights.clone(),
         mechanism=_copied(federation.mechanism.state()),
-        server=_copied(federation.server.state()),
+        server=_copied(federation.method.server.state()),
     )
 
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import ServerOptimizer, ServerStep
-from fedquilt.assemble import Problem, build_engine, build_federation, problem_from
+from fedquilt.assemble import Problem, build_federation, build_method, problem_from
 from fedquilt.assemble_account import open_account
 from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.condense.method import make_condensing
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.learning import ClientUpdate, Engine, Task
+from fedquilt.learning import ClientUpdate, Task
+from fedquilt.method import Method
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
@@ -33,7 +33,6 @@ from fedquilt.privacy.quap_mechanisms import LayerNoise
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record import as_line, split_private
 from fedquilt.round import Federation, RoundRecord, run_round
-from fedquilt.slices.methods import Slicing
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -181,14 +180,13 @@ def prescribed_update(case: Case, seed: int, size: int, client: int, index: int)
     return vector.to(torch.float32 if 1e-30 < length <= 1e30 or length == 0 else torch.float64)
 
 
-def prescribed(
-    case: Case, seed: int, slicing: Slicing | None, size: int
-) -> Callable[[int, int], torch.Tensor]:
+def prescribed(case: Case, seed: int, method: Method) -> Callable[[int, int], torch.Tensor]:
     """Return the update of each client in each round, of the size of what it holds."""
+    size = method.new_sum().total.numel()
 
     def update(client: int, index: int) -> torch.Tensor:
-        held = size if slicing is None else slicing.place(client, index).size
-        return prescribed_update(case, seed, held, client, index)
+        place: Any = method.place(client, index)
+        return prescribed_update(case, seed, size if place is None else place.size, client, index)
 
     return update
 
@@ -205,17 +203,20 @@ def make_worlds(
     known = known_noise(seed)
 
     def world(name: str, victim: int | None, noise: NoiseSource) -> World:
-        its_problem = _of_its_own(config, problem, None if case.norms else victim)
+        its_problem = _of_its_own(problem, None if case.norms else victim)
         account = _account(config, its_problem, folder / name, stack)
         mechanism = _copied(pattern.mechanism, first, account)
         _give_noise(mechanism, noise)
-        server = Witness(_server(case, its_problem))
+        method = build_method(config, its_problem)
+        server = Witness(_server(case, method))
+        if case.norms:
+            method.engine = Prescribed(prescribed(case, seed, method), victim)
+        method.server = server
         federation = dataclasses.replace(
             pattern,
             tracker=copy.deepcopy(pattern.tracker),
-            engine=_engine(case, seed, config, its_problem, victim),
+            method=method,
             mechanism=mechanism,
-            server=server,
             weights=pattern.weights.clone(),
             account=account,
         )
@@ -259,15 +260,12 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
     return problem_from(config, model, (inputs, labels), (inputs, labels), list(parts))
 
 
-def _of_its_own(config: RunConfig, problem: Problem, victim: int | None) -> Problem:
+def _of_its_own(problem: Problem, victim: int | None) -> Problem:
     """Return the problem in which the victim holds no sample, with parts of its own."""
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
     task = Task(problem.task.inputs, problem.task.targets, held)
-    condensing = None
-    if isinstance(config, CondenseConfig):
-        condensing = make_condensing(config, problem.flat.module, task, problem.num_classes)
-    return dataclasses.replace(problem, task=task, condensing=condensing)
+    return dataclasses.replace(problem, task=task)
 
 
 def _account(
@@ -291,22 +289,11 @@ def _give_noise(mechanism: Mechanism, noise: NoiseSource) -> None:
         mechanism.noise = noise
 
 
-def _engine(
-    case: Case, seed: int, config: RunConfig, problem: Problem, victim: int | None
-) -> Engine:
-    if not case.norms:
-        return build_engine(config, problem)
-    size = problem.flat.vector.numel()
-    if problem.condensing is not None:
-        size = problem.condensing.gather().total.numel()
-    return Prescribed(prescribed(case, seed, problem.slicing, size), victim)
-
-
-def _server(case: Case, problem: Problem) -> ServerStep:
-    """Return the server's plain step, or a condensation's where clients send real statistics."""
-    if problem.condensing is None:
+def _server(case: Case, method: Method) -> ServerStep:
+    """Return the server's plain step, or the method's where clients send no updates."""
+    if method.clients_train:
         return ServerOptimizer("sgd", 1.0)
-    return Still("sgd", 1.0) if case.norms else problem.condensing.server
+    return Still("sgd", 1.0) if case.norms else method.server
 
 
 def _keep(

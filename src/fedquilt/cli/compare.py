@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt.assemble import build_problem
+from fedquilt.assemble import build_method, build_problem
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
@@ -40,7 +40,9 @@ def compare(
         base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
     ]
     for mode in dict.fromkeys(one.mode for one in configs):
-        build_problem(base.replace(mode=mode))  # a mistake in the last mode is found at once
+        build_method(
+            *build_problem(base.replace(mode=mode))
+        ).close()  # a mistake in the last mode is found at once
     stem = f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     with storage_errors(base.output_dir):
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,10 @@ from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.condense.baselines import BASELINES, baseline_row, condensation_row
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.condense import ALIASES, NOT_FOR_CONDENSE
 from fedquilt.experiment import resume_run, run_config
+from fedquilt.fednum.baselines import BASELINES, baseline_row, condensation_row
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder, finite
 

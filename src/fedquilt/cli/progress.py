@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from fedquilt.common.observer import Observer
 from fedquilt.config import CondenseConfig, RunConfig
 
 
@@ -41,7 +42,7 @@ def interruptible(command: str = "run") -> Iterator[RunPointer]:
         raise typer.Exit(130) from None
 
 
-class Watcher:
+class Watcher(Observer):
     """An observer of one run.
 
     Parameters

@@ -7,11 +7,16 @@
 line and `fedquilt.run` reach the same code through a configuration.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import Embeds, LayerEmbedding
-from fedquilt.condense.fednum_client import FedNumClient
-from fedquilt.condense.fednum_server import FedNumServer
 from fedquilt.condense.synthetic import SyntheticSet
+
+if TYPE_CHECKING:
+    from fedquilt.fednum import FedNumClient, FedNumServer
 
 __all__ = [
     "Augmentation",
@@ -21,3 +26,12 @@ __all__ = [
     "LayerEmbedding",
     "SyntheticSet",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the FedNum document's classes, which stand above this package, by its name."""
+    if name not in ("FedNumClient", "FedNumServer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fedquilt import fednum
+
+    return getattr(fednum, name)

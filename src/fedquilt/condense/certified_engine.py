@@ -28,11 +28,11 @@ from fedquilt.condense.certified_statistics import (
     refine,
     residual_table,
 )
-from fedquilt.condense.engine import Progress
 from fedquilt.condense.server import load_like
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer
 from fedquilt.learning import ClientUpdate, Task
+from fedquilt.method import Progress
 from fedquilt.models.features import draw, precompute
 
 _FLOAT_BYTES = 4

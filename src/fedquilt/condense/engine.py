@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,9 +16,7 @@ from fedquilt.condense.augment import Augmentation, Transform
 from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
 from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
 from fedquilt.learning import ClientUpdate, FlatModel, Task
-
-Progress = Callable[[str, float], None]
-"""Told what is being done within a round, and which part of it is done."""
+from fedquilt.method import Progress
 
 
 class RoundModels:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +20,13 @@ from fedquilt.condense.certified_statistics import GrowingSettings, Released
 from fedquilt.condense.embeds import FeatureModels
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
-from fedquilt.condense.server import CondensingServer
+from fedquilt.condense.server import CondensingServer, freed_memory_kept
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.data import DATASETS
-from fedquilt.learning import Task
+from fedquilt.data import DATASETS, ImageDataset, save_condensed
+from fedquilt.learning import Engine, Task
+from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
 
@@ -46,25 +49,105 @@ RELEASED = ("class statistics", "synthetic images", "the model trained on them")
 """What a condensation lets others see."""
 
 
-@dataclass(frozen=True, eq=False)
-class Condensing:
-    """The parts that stand in for training: what clients do, what the server does.
+class StatisticsSource(Engine, Protocol):
+    """An engine whose clients send statistics: how many bytes, and whom it tells."""
 
-    `gather` makes what a round's vectors are put into; `released` names what leaves the
-    clients, and `notes` go into the statement.
-    """
-
-    engine: StatisticsEngine | CertifiedEngine
-    server: CondensingServer | GrowingServer
-    gather: Callable[[], Accumulator]
-    released: tuple[str, ...]
-    notes: tuple[str, ...]
+    bytes_up: int
+    bytes_down: int
+    progress: Progress | None
 
 
-def make_condensing(
+class Condensation(Method):
+    """Clients send class statistics; the server grows images and trains the model on them."""
+
+    clients_train = False
+
+    def __init__(
+        self,
+        config: CondenseConfig,
+        engine: StatisticsSource,
+        server: CondensingServer | GrowingServer,
+        new_sum: Callable[[], Accumulator],
+        notes: Sequence[str],
+        *,
+        channels: int,
+        num_classes: int,
+    ) -> None:
+        super().__init__(engine, server, released=RELEASED, notes=notes)
+        self.engine: StatisticsSource = engine
+        self.server: CondensingServer | GrowingServer = server
+        self.evaluates_slowly = True
+        self._config = config
+        self._new_sum = new_sum
+        self._channels, self._num_classes = channels, num_classes
+
+    def new_sum(self) -> Accumulator:
+        """Return tables laid end to end, or a sum of bounded ones."""
+        return self._new_sum()
+
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Let the model know all images.
+
+        It is trained in the rounds that are evaluated; where nobody came to such a round,
+        or the run ended before one, that is made up for.
+        """
+        return self.server.train_if_stale(weights)
+
+    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+        """Write the images after so many rounds; None: the final ones."""
+        # On the way all images are kept: those of one round must fit those of another.
+        grown = self._as_dataset(self.server.synthetic if rounds is not None else None)
+        path = files.room_for_synthetic(rounds)
+        mean, std = normalisation(self._config, self._channels)
+        about: dict[str, str | int | float] = {
+            "dataset": self._config.dataset,
+            "mode": self._config.mode,
+            "seed": self._config.seed,
+            "rounds": self._config.num_rounds if rounds is None else rounds,
+        }
+        save_condensed(path, grown, mean=mean, std=std, about=about)
+        return path
+
+    def synthetic(self) -> ImageDataset:
+        """Return the images of the classes that somebody has sent, as they stand."""
+        return self._as_dataset(None)
+
+    def _as_dataset(self, synthetic: SyntheticSet | None) -> ImageDataset:
+        images = self.server.grown() if synthetic is None else synthetic
+        return ImageDataset(
+            images.images.detach().cpu().clone(),
+            images.labels.cpu(),
+            f"{self._config.dataset}-condensed",
+            self._num_classes,
+        )
+
+    def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return how many images there are and what they cost."""
+        seconds = [line["seconds"] for line in lines]
+        record = {
+            "ipc": self._config.ipc,
+            "images": len(self.synthetic()),
+            "bytes_up": sum(line.get("bytes_up", 0) for line in lines),
+            "bytes_down": sum(line.get("bytes_down", 0) for line in lines),
+            "classes_not_sent": self.server.not_sent(),
+            "seconds": None if None in seconds else sum(seconds),
+        }
+        return {"condensation": record}
+
+    def report_to(self, progress: Progress) -> None:
+        """Tell what clients and server are doing."""
+        self.engine.progress = progress
+        self.server.progress = progress
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Let freed memory stay with the process while images are matched."""
+        return freed_memory_kept()
+
+
+def make_condensation(
     config: CondenseConfig, model: nn.Module, task: Task, num_classes: int
-) -> Condensing:
-    """Build engine and server for data and a model; raise where they do not fit."""
+) -> Condensation:
+    """Build the method for data and a model; raise where they do not fit."""
     if task.inputs.ndim != 4:
         raise InvalidValueError(
             f"inputs of shape {tuple(task.inputs.shape[1:])} must be images "
@@ -74,12 +157,12 @@ def make_condensing(
     trainer = Trainer(model, task.public().inputs, training_of(config), augmentation, config.seed)
     if config.mode == "certified":
         return _make_bounded(config, task, trainer, num_classes)
-    return _make_grouped(config, model, task, trainer)
+    return _make_grouped(config, model, task, trainer, num_classes)
 
 
 def _make_grouped(
-    config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer
-) -> Condensing:
+    config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer, num_classes: int
+) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
     classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
     lens = make_lens(config, model, task.public().inputs, trainer.augmentation, classes)
@@ -103,14 +186,21 @@ def _make_grouped(
         seed=config.seed,
     )
     device = task.inputs.device
-    released = RELEASED
     notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
-    return Condensing(engine, server, lambda: Concatenation(device), released, tuple(notes))
+    return Condensation(
+        config,
+        engine,
+        server,
+        lambda: Concatenation(device),
+        notes,
+        channels=task.inputs.shape[1],
+        num_classes=num_classes,
+    )
 
 
 def _make_bounded(
     config: CondenseConfig, task: Task, trainer: Trainer, num_classes: int
-) -> Condensing:
+) -> Condensation:
     """Build the certified form: bounded tables through a public front, images grown from them."""
     if num_classes < 2:
         raise InvalidValueError(
@@ -145,7 +235,15 @@ def _make_bounded(
         *_choice_notes(config),
     )
     size = released.means_total.numel()
-    return Condensing(engine, server, lambda: RunningMean(size, device), RELEASED, notes)
+    return Condensation(
+        config,
+        engine,
+        server,
+        lambda: RunningMean(size, device),
+        notes,
+        channels=shape[0],
+        num_classes=num_classes,
+    )
 
 
 def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from torch.nn import functional
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.engine import Progress
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.learning import FlatModel
+from fedquilt.method import Progress
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The seed documents' dictionaries (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...) are
 here too, under the names the documents give them.
 """
 
-from fedquilt.config.condense import CondenseConfig
+from fedquilt.config.condense import CondenseConfig, package_names
 from fedquilt.config.documents import (
     EXPECTED_MILESTONES,
     HYPERPARAMETERS,
@@ -31,6 +31,7 @@ __all__ = [
     "build_config",
     "check_keys",
     "option_fields",
+    "package_names",
     "read_config_file",
     "write_config_file",
 ]

@@ -253,6 +253,11 @@ def _numbers(
     return numbers * count
 
 
+def package_names(kind: type[RunConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a kind of configuration under the package's own names."""
+    return with_package_names(settings) if issubclass(kind, CondenseConfig) else dict(settings)
+
+
 def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the document's words replaced by the package's."""
     renamed: dict[str, Any] = {}

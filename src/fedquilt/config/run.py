@@ -25,10 +25,10 @@ ADJACENCIES = ("zero_out", "replace_one")
 PARTITIONS = ("dirichlet", "iid", "shards", "writer")
 SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
-ENGINES = ("auto", "sequential", "batched", "processes")
+ENGINES = ("auto", "sequential", "batched", "processes", "custom")
 DEVICES = ("auto", "cpu", "cuda")
 METHODS = (
-    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
+    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl", "custom"),
     *("smallest", "largest"),
 )
 SLICED_MODES = ("fedavg", "certified")

@@ -30,7 +30,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state
+from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state, seeded_layers
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
 # A batch size up to this is a program's width whoever is in it; a larger one, which
@@ -127,13 +127,17 @@ class BatchedEngine:
         widths = [program_width(size, self.settings.batch_size) for size in sizes]
         for width in sorted(set(widths)):
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            sorted_rows = self._shapes.rows_are_alike(rows, width)
-            table = BatchTable(self.task, group, self.settings, round_index, sorted_rows)
-            deltas, losses = self._train_group(start, table, rows, width, learning_rate)
-            for row, client in enumerate(table.clients):
-                size = len(self.task.clients[client])
-                loss = losses[row] if size else math.nan
-                done[client] = ClientUpdate(client, deltas[row], size, loss)
+            alike = self._shapes.rows_are_alike(rows, width)
+            # Under a secret coin a client's row would follow who else was kept: one by one.
+            together = group if alike or not self.settings.group_rows else []
+            alone = [] if together else [[client] for client in group]
+            for some, count in [(together, rows)] if together else [(one, 1) for one in alone]:
+                table = BatchTable(self.task, some, self.settings, round_index, alike)
+                deltas, losses = self._train_group(start, table, count, width, learning_rate)
+                for row, client in enumerate(table.clients):
+                    size = len(self.task.clients[client])
+                    loss = losses[row] if size else math.nan
+                    done[client] = ClientUpdate(client, deltas[row], size, loss)
         for client in members:
             yield done.pop(client)
 
@@ -146,6 +150,17 @@ class BatchedEngine:
         learning_rate: float,
     ) -> tuple[torch.Tensor, list[float]]:
         """Run all steps of a group; nothing waits for the device until the end."""
+        with seeded_layers(start.device, self.settings.seed):
+            return self._train_rows(start, table, rows, width, learning_rate)
+
+    def _train_rows(
+        self,
+        start: torch.Tensor,
+        table: BatchTable,
+        rows: int,
+        width: int,
+        learning_rate: float,
+    ) -> tuple[torch.Tensor, list[float]]:
         stack, count = self._stack, len(table.clients)
         stack.reset()
         weights = stack.spread(start, rows)
@@ -166,8 +181,11 @@ class BatchedEngine:
             )
             losses = (stack.losses(leaves, batch) * step.shares).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-            _move(leaves, gradients, anchors, learning_rate, pull, step.active)
-            loss_sum[: step.active].addcmul_(losses.detach()[: step.active], step.sizes)
+            _move(leaves, gradients, anchors, learning_rate, pull, step)
+            seen = losses.detach()[: step.active] * step.sizes
+            if step.moving is not None:
+                seen = torch.where(step.moving, seen, 0.0)
+            loss_sum[: step.active] += seen
         deltas = stack.gather([tensor[:count] for tensor in weights], start)
         return deltas, (loss_sum / table.seen.to(start.device)).tolist()
 
@@ -201,13 +219,16 @@ def _move(
     anchors: list[torch.Tensor],
     learning_rate: float,
     pull: float,
-    active: int,
+    step: Step,
 ) -> None:
     """Take one step in place: w <- w + pull * (w_start - w) - lr * gradient.
 
-    Only the first `active` rows move; the others fill the program up.
+    Only clients that have samples in this step move; the other rows fill the program up.
     """
-    some = slice(active)
+    some = slice(step.active)
+    if step.moving is not None:
+        _move_some(leaves, gradients, anchors, learning_rate, pull, step)
+        return
     if anchors:
         for leaf, anchor in zip(leaves, anchors, strict=True):
             leaf[some].lerp_(anchor, pull)
@@ -215,10 +236,30 @@ def _move(
     torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
+def _move_some(
+    leaves: list[torch.Tensor],
+    gradients: tuple[torch.Tensor | None, ...],
+    anchors: list[torch.Tensor],
+    learning_rate: float,
+    pull: float,
+    step: Step,
+) -> None:
+    """Take the step where finished clients stand between those still training."""
+    assert step.moving is not None
+    for number, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        old = leaf[: step.active]
+        new = old.lerp(anchors[number], pull) if anchors else old
+        if gradient is not None:
+            new = torch.add(new, gradient[: step.active], alpha=-learning_rate)
+        moving = step.moving.view(-1, *(1,) * (old.dim() - 1))
+        old.copy_(torch.where(moving, new, old))
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step of a program: rows beyond `active` and samples of share 0 only fill it up.
 
+    `moving` [active] says who has samples in this step, None where all of them have;
     `shares` is 1/(batch size) for a sample of the batch; `sizes` [active] are the sizes of
     the batches, `bits` what the random layers draw from.
     """
@@ -227,6 +268,7 @@ class Step:
     samples: torch.Tensor
     shares: torch.Tensor
     sizes: torch.Tensor
+    moving: torch.Tensor | None
     bits: list[torch.Tensor]
     hidden: torch.Tensor | None
 
@@ -283,7 +325,8 @@ class BatchTable:
         sizes = np.pad(self._sizes[steps], missing)[..., None]
         place = np.pad(self._begins[steps], missing)[..., None]
         place = place + np.minimum(np.arange(columns), np.maximum(sizes - 1, 0))
-        samples = self._shuffled[np.minimum(place, len(self._shuffled) - 1)]
+        # Rows without samples point at one sample, never at what another client holds next.
+        samples = self._shuffled[np.where(sizes > 0, place, len(self._shuffled) - 1)]
         there = torch.from_numpy(samples).to(device)
         lengths = torch.from_numpy(sizes).to(device)
         inside = torch.arange(columns, device=device) < lengths
@@ -297,6 +340,7 @@ class BatchTable:
         keys = [torch.from_numpy(draw_keys(seeds, number, draw)).to(device) for draw in draws]
         bits = stack.bits(keys, columns)
         hidden = self._hidden(rows)
+        trains = torch.from_numpy(sizes[..., 0] > 0).to(device)
         for t, (count, width) in enumerate(shapes):
             active = self.active[first + t]
             yield Step(
@@ -304,6 +348,7 @@ class BatchTable:
                 there[t, :count, :width],
                 shares[t, :count, :width],
                 lengths[t, :active, 0].float(),
+                None if self.sorted_rows else trains[t, :active],
                 [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )

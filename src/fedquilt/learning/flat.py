@@ -92,7 +92,10 @@ class FlatModel:
         own = (s for s in self.segments if not s.is_buffer)
         for segment, parameter in zip(own, self.parameters, strict=True):
             view = self._view(segment)
-            if parameter.dtype == view.dtype and parameter.data_ptr() != view.data_ptr():
+            at_home = parameter.data_ptr() == view.data_ptr()
+            if parameter.dtype == view.dtype and not (
+                at_home and parameter.stride() == view.stride()
+            ):
                 parameter.data = view
 
     def _adopt(self, tensors: list[torch.Tensor]) -> None:

@@ -16,10 +16,11 @@ from torch.nn import functional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
-from fedquilt.learning.engine import ClientUpdate, LocalSettings, Loss, LossOf, Task
+from fedquilt.learning.engine import LocalSettings, Loss, LossOf, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 
 _TRIAL_STEPS = 3
+_OTHER_BATCH = 7
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
@@ -95,17 +96,26 @@ def _batches(
 
 
 def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
-    """Return the draws of a model whose layers draw random numbers, None where none does."""
+    """Return the draws of a model whose layers draw random numbers, None where none does.
+
+    None too for a model that draws again in its backward pass (`torch.utils.checkpoint`):
+    there torch itself sees to it that both passes draw alike.
+    """
     before = flat.read().clone()
     draws = ClientDraws()
     draws.begin(bits_of(0, 0))
     flat.restore()
     flat.module.train()
-    with torch.no_grad(), seeded_layers(public.inputs.device, 0), draws:
-        flat.module(public.inputs)
+    with seeded_layers(public.inputs.device, 0), draws:
+        outputs = flat.module(public.inputs)
+        drawn = list(draws.shapes)
+        if outputs.requires_grad:
+            torch.autograd.grad(outputs.sum(), flat.parameters, allow_unused=True)
+        again = len(draws.shapes) > len(drawn)
+    draws.shapes = drawn
     flat.restore()
     flat.write(before)
-    return draws if draws.shapes else None
+    return draws if drawn and not again else None
 
 
 def refuse_hidden_state(
@@ -115,30 +125,36 @@ def refuse_hidden_state(
     draws: ClientDraws | None,
     loss_of: LossOf = lambda client, round_index: cross_entropy,
 ) -> None:
-    """Refuse a model that does not train alike twice in a row from the same state.
+    """Refuse a model that does not train alike after it has trained somebody else.
 
     What `FlatModel.restore` cannot see, a global variable or an object of another
-    library, would carry one client's data over to the next.
+    library, would carry one client's data over to the next.  This is a trial: three
+    steps, five other ones, the same three again.
     """
     before = flat.read().clone()
-    index = torch.arange(2, device=public.inputs.device)
-    how = LocalSettings(_TRIAL_STEPS, 2, settings.fedprox_mu, settings.seed)
-    trained = []
-    for _ in range(2):
+
+    def train(samples: torch.Tensor, batch_size: int, epochs: int) -> torch.Tensor:
+        how = LocalSettings(epochs, batch_size, settings.fedprox_mu, settings.seed)
+        index = torch.arange(len(samples), device=samples.device)
+        targets = public.targets[:1].expand(len(samples), *public.targets.shape[1:])
         loss = loss_of(0, 0)
-        train_client(flat, before, public.inputs, public.targets, index, 0.1, how, 0, loss, draws)
-        trained.append(flat.read().clone())
+        train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
+        return flat.read().clone()
+
+    opaque = flat.remember().opaque
+    first = train(public.inputs, 2, _TRIAL_STEPS)
+    train(public_inputs(public.inputs, 5 * _OTHER_BATCH, seed=5), _OTHER_BATCH, 1)
+    second = train(public.inputs, 2, _TRIAL_STEPS)
     flat.restore()
     flat.write(before)
     # Sums of a GPU may come in another order each time; state that moves shows more.
     slack = 1e-3 if public.inputs.device.type == "cuda" else 0.0
-    first, second = trained
-    if not torch.allclose(first, second, rtol=slack, atol=slack, equal_nan=True):
-        hidden = flat.remember().opaque
-        what = ", ".join(hidden) if hidden else "a global variable, or one of a function"
+    alike = torch.allclose(first, second, rtol=slack, atol=slack, equal_nan=True)
+    if opaque or not alike:
+        what = ", ".join(opaque) if opaque else "a global variable, or one of another library"
         raise InvalidValueError(
             "the model must train alike from the same state, whoever was trained before; it does "
-            f"not: its forward pass changes something that cannot be put back ({what}). "
+            f"not: its forward pass may change something that cannot be put back ({what}). "
             "Keep such state in tensors, numbers or lists of the module"
         )
 

@@ -13,9 +13,11 @@ few thousand random numbers.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
@@ -158,10 +160,15 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
             return "its output for a sample depends on the other samples of the batch"
         plain = _plain_gradients(stack)
         stack.reset()
+        before = _generator_states()
         try:
             stacked, _ = _trial_step(stack)
+        except _MovesWeightsError:
+            return "its forward pass changes its own weights"
         except Exception as error:
             return f"torch.func.vmap cannot run it ({_first_line(error)})"
+        if _generator_states() != before:
+            return "it draws from the generators of Python or NumPy, which all clients would share"
     moved = stack.state.moved()
     if moved:
         return f"a forward pass changes {', '.join(moved)}"
@@ -169,6 +176,14 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
         if one is not None and many is None:
             return f"torch.func.functional_call does not reach its parameter {name}"
     return None
+
+
+class _MovesWeightsError(Exception):
+    """The stacked weights changed in a forward pass: rows that only fill up would move."""
+
+
+def _generator_states() -> str:
+    return repr((random.getstate(), np.random.get_state()))
 
 
 def _first_line(error: Exception) -> str:
@@ -218,6 +233,9 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
     batch = Batch(torch.stack([inputs] * 2), torch.stack([targets] * 2), stack.trial_bits(2, 2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = stack.losses(weights, batch).sum()
+    start = stack.spread(stack.flat.vector, 2)
+    if not all(torch.equal(one, other) for one, other in zip(weights, start, strict=True)):
+        raise _MovesWeightsError
     return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
 
 
@@ -316,7 +334,9 @@ class ProgramShapes:
             inputs[order, :width], targets[order, :width], [part[order, :width] for part in bits]
         )
         stack.reset()
-        losses = stack.losses(leaves, batch) * shares.to(device)[order, :width]
+        with seeded_layers(device, 0):  # a trial must not use up what training draws
+            losses = stack.losses(leaves, batch)
+        losses = losses * shares.to(device)[order, :width]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         return fingerprint([losses.detach().sum(1), *(g for g in gradients if g is not None)])
 

@@ -4,16 +4,18 @@ One working model trains all clients of an engine.  Its trainable parameters are
 anew for each of them; everything else that a forward pass can move must be put back as
 well, bit by bit, or one client's data would reach the next client's update: frozen
 parameters (a momentum teacher), buffers, tensors and numbers in plain attributes, lists
-of them, generators.
+of them, iterators, generators, what hooks hold on to, attributes of the module's class.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +25,13 @@ from torch import nn
 
 # Values that cannot change; whoever holds them is put back, and that is enough.
 _FIXED = (
-    *(int, float, complex, str, bytes, type(None), type, range, slice),
+    *(int, float, complex, str, bytes, type(None), range, slice),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, np.generic, np.dtype),
-    *(FunctionType, BuiltinFunctionType, ModuleType),
+    *(BuiltinFunctionType, ModuleType),
 )
+_CONTAINERS = (dict, list, deque, set, tuple, frozenset)
+# Seen through by `_take`; anything else without attributes keeps its state to itself.
+_SEEN = (torch.Tensor, np.ndarray, FunctionType, MethodType, functools.partial, type)
 
 
 class _Part(NamedTuple):
@@ -50,7 +55,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, written: Iterable[torch.Tensor] = ()) -> None:
         self.opaque: list[str] = []
-        """The names of things whose state cannot be seen, so not put back either."""
+        """The names of things whose state can neither be seen nor put back."""
         self._written = {id(tensor) for tensor in written}
         self._known: dict[int, Any] = {}
         self._parts: list[_Part] = []
@@ -75,25 +80,55 @@ class ModuleState:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._written:
                 self._parts.append(_tensor(name, value))
+            self._take(value.__dict__, name)
         elif isinstance(value, np.ndarray):
             self._parts.append(_array(name, value))
-        elif isinstance(value, dict):
-            self._parts.append(_mapping(name, value))
-            for key, item in list(value.items()):
-                self._take(item, _below(name, key))
-        elif isinstance(value, list | deque):
-            self._parts.append(_sequence(name, value))
-            for place, item in enumerate(list(value)):
-                self._take(item, _below(name, place))
-        elif isinstance(value, set):
-            self._parts.append(_set(name, value))
-        elif isinstance(value, tuple | frozenset):
-            for place, item in enumerate(value):
-                self._take(item, _below(name, place))
+        elif isinstance(value, _CONTAINERS):
+            self._take_container(value, name)
         elif isinstance(value, MethodType):
             self._take(value.__self__, name)
+        elif isinstance(value, functools.partial):
+            self._take((value.func, value.args, value.keywords), name)
+        elif isinstance(value, FunctionType):
+            self._take_function(value, name)
+        elif isinstance(value, type):
+            self._take_class(value, name)
         else:
             self._take_object(value, name)
+
+    def _take_container(self, value: Any, name: str) -> None:
+        if isinstance(value, dict):
+            items = list(value.items())
+        else:
+            items = list(enumerate(value))
+        if isinstance(value, dict):
+            self._parts.append(_mapping(name, value))
+        elif isinstance(value, list | deque):
+            self._parts.append(_sequence(name, value))
+        elif isinstance(value, set):
+            self._parts.append(_set(name, value))
+        else:  # what stands in a tuple cannot be exchanged
+            self.opaque += [_below(name, key) for key, item in items if _is_opaque(item)]
+        for key, item in items:
+            self._take(item, _below(name, key))
+
+    def _take_function(self, function: FunctionType, name: str) -> None:
+        """Take what a function holds on to: its closure and its defaults."""
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that nothing was put into yet
+                self._parts.append(_cell(name, cell))
+                self._take(cell.cell_contents, name)
+        self._take((function.__defaults__, function.__kwdefaults__, function.__dict__), name)
+
+    def _take_class(self, kind: type, name: str) -> None:
+        """Take the attributes of a user's own class of modules."""
+        if not issubclass(kind, nn.Module) or kind.__module__.split(".")[0] == "torch":
+            return
+        own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+        self._parts.append(_class(name, kind, own))
+        for key, item in own.items():
+            if not isinstance(item, FunctionType | property | classmethod | staticmethod):
+                self._take(item, _below(name, key))
 
     def _take_object(self, value: Any, name: str) -> None:
         generator = _generator(name, value)
@@ -103,8 +138,16 @@ class ModuleState:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._take(attributes, name)
-        else:
-            self.opaque.append(name)
+        if isinstance(value, nn.Module):
+            for kind in type(value).__mro__:
+                self._take(kind, name)
+
+
+def _is_opaque(value: Any) -> bool:
+    """Tell whether a value may have a state that cannot be seen: an iterator, for example."""
+    if isinstance(value, _FIXED) or isinstance(value, _CONTAINERS) or isinstance(value, _SEEN):
+        return False
+    return not isinstance(getattr(value, "__dict__", None), dict) and not _draws(value)
 
 
 def _below(name: str, key: object) -> str:
@@ -114,13 +157,16 @@ def _below(name: str, key: object) -> str:
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> _Part:
-    saved, wants_gradient = tensor.detach().clone(), tensor.requires_grad
+    # `home` is the same memory: a forward pass may point the tensor at another one.
+    home, saved, wants_gradient = tensor.data, tensor.detach().clone(), tensor.requires_grad
 
     def moved() -> list[str]:
         same = tensor.shape == saved.shape and tensor.dtype == saved.dtype
         return [] if same and _same_bits(tensor.detach(), saved) else [name]
 
     def restore() -> None:
+        if tensor.data_ptr() != home.data_ptr() or tensor.stride() != home.stride():
+            tensor.data = home
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             tensor.data = saved.clone()
         else:
@@ -151,6 +197,7 @@ def _array(name: str, array: NDArray[Any]) -> _Part:
 
 def _mapping(name: str, mapping: dict[Any, Any]) -> _Part:
     saved = dict(mapping)
+    hidden = {key: copy.deepcopy(item) for key, item in mapping.items() if _is_opaque(item)}
 
     def moved() -> list[str]:
         keys = [*saved, *(key for key in mapping if key not in saved)]
@@ -161,17 +208,22 @@ def _mapping(name: str, mapping: dict[Any, Any]) -> _Part:
         ]
 
     def restore() -> None:
-        if len(mapping) != len(saved) or any(
-            mapping.get(key, _ABSENT) is not value for key, value in saved.items()
-        ):
+        same = len(mapping) == len(saved) and all(
+            ours == theirs and mapping[ours] is saved[theirs]
+            for ours, theirs in zip(mapping, saved, strict=True)
+        )
+        if not same:
             mapping.clear()
             mapping.update(saved)
+        for key, item in hidden.items():
+            mapping[key] = saved[key] = copy.deepcopy(item)
 
     return _Part(restore, moved)
 
 
 def _sequence(name: str, items: Any) -> _Part:
     saved = list(items)
+    hidden = {place: copy.deepcopy(x) for place, x in enumerate(saved) if _is_opaque(x)}
 
     def differs() -> bool:
         return len(items) != len(saved) or any(
@@ -179,11 +231,34 @@ def _sequence(name: str, items: Any) -> _Part:
         )
 
     def restore() -> None:
+        for place, item in hidden.items():
+            saved[place] = copy.deepcopy(item)
         if differs():
             items.clear()
             items.extend(saved)
 
     return _Part(restore, lambda: [name] if differs() else [])
+
+
+def _cell(name: str, cell: CellType) -> _Part:
+    saved = cell.cell_contents
+
+    def restore() -> None:
+        cell.cell_contents = saved
+
+    return _Part(restore, lambda: [] if cell.cell_contents is saved else [name])
+
+
+def _class(name: str, kind: type, own: dict[str, Any]) -> _Part:
+    def moved() -> list[str]:
+        return [_below(name, k) for k, v in own.items() if vars(kind).get(k, _ABSENT) is not v]
+
+    def restore() -> None:
+        for key, value in own.items():
+            if vars(kind).get(key, _ABSENT) is not value:
+                setattr(kind, key, value)
+
+    return _Part(restore, moved)
 
 
 def _set(name: str, items: set[Any]) -> _Part:
@@ -194,6 +269,11 @@ def _set(name: str, items: set[Any]) -> _Part:
         items.update(saved)
 
     return _Part(restore, lambda: [] if items == saved else [name])
+
+
+def _draws(value: Any) -> bool:
+    kinds = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+    return isinstance(value, kinds)
 
 
 def _generator(name: str, value: Any) -> _Part | None:

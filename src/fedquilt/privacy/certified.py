@@ -97,6 +97,8 @@ class Certified:
 
     needs_whole_cohort = False
     claims = True
+    sensitivity = 1.0
+    """The norm of what `bound_vector` returns, in units of the limit it is given."""
     public_facts = "who joined when, clip bounds, charges, cohort sizes"
 
     def __init__(
@@ -193,16 +195,29 @@ class Certified:
         return self.bound
 
     def clip(self, contribution: Contribution) -> Contribution:
-        """Bound the whole vector by the client's own clip, once."""
+        """Bound the whole vector by the client's own clip, once.
+
+        With a rule of a subclass's own, `bound_vector` is asked for at most c_i /
+        sensitivity, so that what it declares keeps to c_i; what is longer all the same is
+        shortened, and the charge holds whatever the rule does.
+        """
         length = norm(contribution.vector)
         if self.quantile is not None:
             self.quantile.add(length)
         limit = self._clips[contribution.client]
+        self._clipped += int(length > limit)
+        vector = contribution.vector
+        if type(self).bound_vector is not Certified.bound_vector:
+            vector = self.bound_vector(vector, limit / self.sensitivity)
+            length = norm(vector) if is_finite(vector) else math.inf
         if length > limit or (self.settings.normalise and length > _NOTHING):
-            self._clipped += int(length > limit)
-            scaled = contribution.vector * (limit / length * _SHAVE)
+            scaled = shortened(vector, length, limit)
             return Contribution(contribution.client, scaled, 1.0, contribution.finite)
-        return contribution
+        return Contribution(contribution.client, vector, 1.0, contribution.finite)
+
+    def bound_vector(self, vector: torch.Tensor, limit: float) -> torch.Tensor:
+        """Bound an update in a way of a subclass's own, to at most `sensitivity` * limit."""
+        return vector
 
     def noise_client(self, contribution: Contribution) -> Contribution:
         """Noise comes once, on the sum."""
@@ -301,6 +316,13 @@ class Certified:
         self._last_join = np.array(state["last_join"], dtype=np.int64)
         if self.quantile is not None:
             self.quantile.load_state(state)
+
+
+def shortened(vector: torch.Tensor, length: float, limit: float) -> torch.Tensor:
+    """Return a vector of at most the limit in the same direction; nothing if it has none."""
+    if not math.isfinite(length):
+        return torch.zeros_like(vector)
+    return vector * (limit / length * _SHAVE)
 
 
 def coverage_divisor(divisor: float, coverage: torch.Tensor) -> torch.Tensor:

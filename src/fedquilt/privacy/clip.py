@@ -69,9 +69,10 @@ def clip(vector: Vector, bound: float) -> Vector:
     factor = bound / length
     if isinstance(vector, torch.Tensor):
         kind = vector.dtype if vector.is_floating_point() else torch.get_default_dtype()
-        return vector * (factor * _shrink(torch.finfo(kind).eps))
+        # In float64: a factor below the smallest normal float32 would be rounded by far more.
+        return (vector.double() * (factor * _shrink(torch.finfo(kind).eps))).to(kind)
     exact = vector.dtype if vector.dtype.kind == "f" else np.dtype(np.float64)
-    scaled = vector * np.float64(factor * _shrink(float(np.finfo(exact).eps)))
+    scaled = vector.astype(np.float64) * np.float64(factor * _shrink(float(np.finfo(exact).eps)))
     return scaled.astype(exact, copy=False)
 
 

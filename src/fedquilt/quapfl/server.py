@@ -23,7 +23,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, build_config
 from fedquilt.config.documents import settings_from_seed
-from fedquilt.experiment import train_rounds
+from fedquilt.experiment import Experiment
 from fedquilt.learning import ClientUpdate, evaluate
 from fedquilt.population import Availability, ParticipationTracker, propensities
 from fedquilt.population.participation import checked_ids
@@ -83,8 +83,8 @@ class QuAPFLServer:
             settings, model, train_dataset, test_dataset, client_indices
         )
         self._federation = build_federation(self._run_config, self._problem)
-        self._engine = self._federation.engine
-        self._optimizer = self._federation.server
+        self._engine = self._federation.method.engine
+        self._optimizer = self._federation.method.server
         self._selector = self._make_selector()
         self._training = False
         self.tracker = self._federation.tracker
@@ -120,16 +120,16 @@ class QuAPFLServer:
         """Run all rounds from the model's present weights and return the history."""
         self._take_weights()
         self._plug_in()
-        lines: list[dict[str, Any]] = []
+        experiment = Experiment(
+            self._run_config, self._problem, self._federation, observer=self._observe
+        )
         self._training = True
         try:
-            train_rounds(
-                self._run_config, self._problem, self._federation, lines, observer=self._observe
-            )
+            experiment.run()
         finally:
             self._training = False
             self._store_weights()
-            self.history = build_history(lines)
+            self.history = build_history(experiment.lines)
         return self.history
 
     def _plug_in(self) -> None:
@@ -142,9 +142,9 @@ class QuAPFLServer:
             federation.mechanism.clip_is_public = type(self.clipper) is FixedClipper
         federation.select = self._cohort
         if kind.local_training is not QuAPFLServer.local_training:
-            federation.engine = _OwnTraining(self)
+            federation.method.engine = _OwnTraining(self)
         if kind.update_global_model is not QuAPFLServer.update_global_model:
-            federation.server = _OwnUpdate(self)
+            federation.method.server = _OwnUpdate(self)
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test data."""

@@ -253,10 +253,8 @@ class Slicing:
 
 def make_slicing(
     config: RunConfig, flat: FlatModel, sample: torch.Tensor, num_clients: int
-) -> Slicing | None:
-    """Return the slices that a configuration asks for, None where everybody holds everything."""
-    if config.method in ("full", "smallest"):
-        return None
+) -> Slicing:
+    """Return the slices that a configuration asks for."""
     if config.engine == "processes":
         raise InvalidValueError(
             f"engine='processes' must be 'auto', 'sequential' or 'batched' with "

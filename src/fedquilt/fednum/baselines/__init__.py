@@ -19,11 +19,11 @@ from typing import Any
 from fedquilt.assemble import Problem, build_problem
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.condense.baselines.central import run_coreset, run_dm
-from fedquilt.condense.baselines.common import BaselineResult, Progress
-from fedquilt.condense.baselines.federated import run_fedavg, run_feddm
-from fedquilt.condense.engine import StatisticsEngine
 from fedquilt.config import CondenseConfig, build_config
+from fedquilt.fednum.baselines.central import run_coreset, run_dm
+from fedquilt.fednum.baselines.common import BaselineResult
+from fedquilt.fednum.baselines.federated import run_fedavg, run_feddm
+from fedquilt.method import Progress
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 
@@ -61,16 +61,9 @@ def run_baseline(
     """
     checks.choice("baseline", name, BASELINES)
     checks.integer("budget_bytes", budget_bytes, at_least=0)
-    if not isinstance(config, CondenseConfig) or problem.condensing is None:
+    if not isinstance(config, CondenseConfig):
         raise InvalidValueError(
             f"method={config.method!r} must be 'condense': baselines stand beside a condensation"
-        )
-    engine = problem.condensing.engine
-    last = engine.lens if isinstance(engine, StatisticsEngine) else engine
-    done = last.round_index + 1
-    if done:
-        raise InvalidValueError(
-            f"problem has run for {done} rounds and must be new: build it again for a baseline"
         )
     return BASELINES[name](config, problem, budget_bytes, progress)
 

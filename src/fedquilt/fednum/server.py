@@ -1,19 +1,16 @@
-"""FedNumServer: the documents' interface to a condensation.
+"""FedNumServer: the FedNum document's interface to a condensation.
 
-The server of the FedNum document, a thin object over the round that everything uses.
-
-What it joins (the round, the server step, the run's folder) stands above this package
-and is imported where it is used: `import fedquilt.condense` loads none of it.
+A thin object over the training loop that everything uses (`fedquilt.experiment`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +19,9 @@ from torch import nn
 
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
-from fedquilt.condense.fednum_arguments import (
+from fedquilt.config import RunConfig
+from fedquilt.experiment import Experiment
+from fedquilt.fednum.arguments import (
     Client,
     ImageInfo,
     all_classes,
@@ -36,12 +35,13 @@ from fedquilt.condense.fednum_arguments import (
     make_config,
     write_settings,
 )
-
-if TYPE_CHECKING:
-    from fedquilt.population import Cohort
-    from fedquilt.privacy.statement import Statement
-    from fedquilt.round import Federation
-    from fedquilt.run_folder import RunFolder
+from fedquilt.fednum.engine import cohort_of, make_fednum
+from fedquilt.learning import FlatModel, evaluate
+from fedquilt.population import Cohort, ParticipationTracker
+from fedquilt.privacy.mechanism import NoPrivacy
+from fedquilt.privacy.statement import Statement
+from fedquilt.round import Federation, RoundRecord
+from fedquilt.run_folder import RunFolder, storage_errors
 
 __all__ = ["Client", "FedNumServer"]
 
@@ -77,6 +77,50 @@ def log_round(
         logger.warning("client %r sent NaN or infinity and was left out", clients[place].cid)
 
 
+class _Subject:
+    """The server's model, evaluated on its test batches."""
+
+    def __init__(self, server: FedNumServer, flat: FlatModel) -> None:
+        self.flat = flat
+        self._server = server
+
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model, on the CPU."""
+        return copy.deepcopy(self.flat.module).cpu()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return accuracy and loss; nothing without test batches."""
+        if self._server.test_loader is None:
+            return {}
+        accuracy, loss = self._server.evaluate()
+        return {"test_accuracy": accuracy, "test_loss": loss}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what the images are."""
+        info = self._server.info
+        return {"input_shape": list(info.shape), "num_classes": info.num_classes}
+
+
+class _Rounds(Experiment):
+    """The training loop, in which a round that fails leaves everything as it was."""
+
+    def run_round(self, round_index: int) -> RoundRecord:
+        """Run one round, or go back to before it."""
+        federation = self.federation
+        weights = federation.weights.clone()
+        state = {key: np.array(value) for key, value in federation.state().items()}
+        try:
+            return super().run_round(round_index)
+        except BaseException:
+            federation.weights = weights
+            federation.load_state(state)
+            raise
+
+    def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
+        assert self.folder is not None
+        check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
+
+
 class FedNumServer:
     """FedNum with the document's interface.
 
@@ -99,7 +143,7 @@ class FedNumServer:
     rho
         Distance of models with `feature_model="perturbed"`.
     dataset_info
-        See `fedquilt.condense.fednum_client.ImageInfo`.
+        See `fedquilt.fednum.client.ImageInfo`.
     test_loader
         Gives batches (images, labels), as often as it is asked; None: no evaluation.
     init_method
@@ -177,60 +221,65 @@ class FedNumServer:
             embed_layer=embed_layer,
             seed=seed,
         )
-        self._lines: list[dict[str, Any]] = []
         self._folder_path = None if output_dir is None else Path(output_dir)
-        self._federation = self._build()
-        self._fingerprint = fingerprint(self.clients, self._federation.weights)
+        self._flat = self._checked_model()
+        self._experiment = self._build()
 
-    def _build(self) -> Federation:
-        """Put the parts of the round together."""
-        from fedquilt.aggregation import Concatenation
-        from fedquilt.condense.fednum_engine import make_parts, notes_on
-        from fedquilt.condense.method import RELEASED
-        from fedquilt.learning import FlatModel
-        from fedquilt.population import ParticipationTracker
-        from fedquilt.privacy.mechanism import NoPrivacy
-        from fedquilt.round import Federation
-
-        config, clients, model = self.config, self.clients, self.global_model
+    def _checked_model(self) -> FlatModel:
         sample = torch.zeros(2, *self.info.shape, device=self.device)
-        self._flat = FlatModel(model, sample)
-        check_outputs(self._flat.module, sample, self.info)
-        engine, server = make_parts(config, model, sample, clients, self.all_classes)
-        self.synthetic = server.synthetic
-        return Federation(
+        flat = FlatModel(self.global_model, sample)
+        check_outputs(flat.module, sample, self.info)
+        return flat
+
+    def _build(self) -> _Rounds:
+        """Put the parts of the round together."""
+        config, clients = self.config, self.clients
+        sample = torch.zeros(2, *self.info.shape, device=self.device)
+        method = make_fednum(
+            config, self.global_model, sample, clients, self.all_classes, self.info.num_classes
+        )
+        self.synthetic = method.server.synthetic
+        federation = Federation(
             select=self._cohort,
             tracker=ParticipationTracker(len(clients)),
-            engine=engine,
-            mechanism=NoPrivacy(RELEASED, config.delta, notes_on(clients, config.init_method)),
-            server=server,
+            method=method,
+            mechanism=NoPrivacy(method.released, config.delta, method.notes),
             learning_rate_at=lambda round_index: config.model_lr,
             weights=self._flat.read().clone(),
-            gather=lambda: Concatenation(self.device),
         )
+        return _Rounds(
+            config,
+            _Subject(self, self._flat),
+            federation,
+            observer=self._observe,
+            kept_state={"fingerprint": fingerprint(clients, federation.weights)},
+        )
+
+    def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
+        """Tell the log of a round, and let the caller's model have its weights."""
+        log_round(self.logger, line, self.clients, config.num_rounds)
+        self._store_weights()
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """What happened in each round so far."""
-        return [entry_of(line, self.clients) for line in self._lines]
+        return [entry_of(line, self.clients) for line in self._experiment.lines]
 
     @property
     def statement(self) -> Statement:
         """What may be claimed about the clients after the rounds so far."""
-        counts = self._federation.tracker.participation_count
-        return self._federation.mechanism.statement(counts, None)
+        federation = self._experiment.federation
+        return federation.mechanism.statement(federation.tracker.participation_count, None)
 
     def select_clients(self) -> list[Client]:
         """Return the clients of the next round: everybody, or as many as join_ratio says."""
         count = len(self.clients)
         limit = self.config.cohort_limit(count)
-        source = generator(self.config.seed, "select", len(self._lines))
+        source = generator(self.config.seed, "select", len(self._experiment.lines))
         return [self.clients[i] for i in np.sort(source.choice(count, limit, replace=False))]
 
     def _cohort(self, round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
         """Ask `select_clients`, which a subclass may override."""
-        from fedquilt.condense.fednum_engine import cohort_of
-
         return cohort_of(self.select_clients(), self.clients)
 
     def fit(self) -> nn.Module:
@@ -238,27 +287,27 @@ class FedNumServer:
 
         An exception within a round leaves everything as it was before that round.
         """
+        experiment = self._experiment
         with contextlib.ExitStack() as stack:
-            path = self._folder_path
-            folder = None if path is None else self._open_folder(path, stack)
-            while len(self._lines) < self.config.num_rounds:
-                line = self._one_round()
-                self._lines.append(line)
-                log_round(self.logger, line, self.clients, self.config.num_rounds)
-                if folder is not None:
-                    folder.append_round(line)
-                    self._save(folder)
-            if folder is not None and folder.read_result() is None:
-                folder.write_result(self._result())
+            stack.enter_context(experiment.method.running())
+            if self._folder_path is not None:
+                experiment.folder = self._open_folder(self._folder_path, stack)
+                experiment.saves_every_round = True
+                self._restore(experiment.folder)
+            try:
+                experiment.run()
+                if experiment.folder is not None and experiment.folder.read_result() is None:
+                    experiment.finish()
+            finally:
+                experiment.folder = None
+                self._store_weights()
         return self.global_model
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test batches."""
-        from fedquilt.learning import evaluate
-
         if self.test_loader is None:
             raise InvalidValueError("test_loader=None must be a loader to evaluate with")
-        self._flat.write(self._federation.weights)
+        self._flat.write(self._experiment.federation.weights)
         sums, size = np.zeros(2), 0
         for images, labels in self.test_loader:
             batch = images.to(self.device, torch.float32), labels.to(self.device)
@@ -266,38 +315,12 @@ class FedNumServer:
             size += len(labels)
         return float(sums[0] / size), float(sums[1] / size)
 
-    def _one_round(self) -> dict[str, Any]:
-        """Run the next round and evaluate where it is due; return its line."""
-        from fedquilt.record import as_line
-        from fedquilt.round import run_round
-
-        federation, index = self._federation, len(self._lines)
-        weights = federation.weights.clone()
-        state = {key: np.array(value) for key, value in federation.state().items()}
-        began = time.perf_counter()
-        try:
-            record = run_round(federation, index)
-            line = as_line(record, time.perf_counter() - began)
-            last = index + 1 == self.config.num_rounds
-            due = (index + 1) % self.config.eval_every == 0 or last
-            if due and self.test_loader is not None:
-                line["test_accuracy"], line["test_loss"] = self.evaluate()
-                line["participation_stats"] = federation.tracker.get_statistics()
-        except BaseException:
-            federation.weights = weights
-            federation.load_state(state)
-            raise
-        self._store_weights()
-        return line
-
     def _store_weights(self) -> None:
-        self._flat.write(self._federation.weights)
+        self._flat.write(self._experiment.federation.weights)
         self.global_model.load_state_dict(self._flat.module.state_dict())
 
     def _open_folder(self, path: Path, stack: contextlib.ExitStack) -> RunFolder:
-        """Make the run's folder, or go to where the run in it stopped; lock it for the stack."""
-        from fedquilt.run_folder import RunFolder, storage_errors
-
+        """Make the run's folder, or open the one that is there; lock it for the stack."""
         if not (path / "config.toml").exists():
             with storage_errors(path):
                 write_settings(path, self.config)
@@ -305,36 +328,12 @@ class FedNumServer:
         check_settings(path, folder.read_config(), self.config)
         folder.acquire()
         stack.callback(folder.close)
-        self._pick_up(folder)
         return folder
 
-    def _save(self, folder: RunFolder) -> None:
-        state = self._federation.state() | {"fingerprint": self._fingerprint}
-        state["weights"] = self._federation.weights.cpu().numpy()
-        folder.save_checkpoint(len(self._lines), self._flat.module.state_dict(), state)
-
-    def _pick_up(self, folder: RunFolder) -> None:
+    def _restore(self, folder: RunFolder) -> None:
         """Go to the last round that is finished in the folder."""
-        saved = folder.load_checkpoint()
-        if saved is None and self._lines:
+        experiment = self._experiment
+        if experiment.lines and folder.load_checkpoint() is None:
             raise RunFolderError(f"output_dir={str(folder.path)!r} has lost its checkpoint")
-        if saved is not None:
-            state = saved.state
-            check_fingerprint(folder.path, state, self._fingerprint)
-            self._federation.weights = torch.from_numpy(state["weights"]).to(self.device)
-            self._federation.load_state(state)
-        self._lines = folder.read_rounds(0 if saved is None else saved.rounds)
+        experiment.restore()
         self._store_weights()
-
-    def _result(self) -> dict[str, Any]:
-        """Return the content of result.json, as of any other run."""
-        from fedquilt.record import build_result
-
-        counts = self._federation.tracker.participation_count
-        result = build_result(self.config, self._lines, self.statement, counts)
-        result["stopped"] = None
-        result["metadata"] |= {
-            "input_shape": list(self.info.shape),
-            "num_classes": self.info.num_classes,
-        }
-        return result

@@ -17,8 +17,8 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import embedding_model, frozen_copy
-from fedquilt.condense.fednum_arguments import ImageInfo, checked_device
 from fedquilt.condense.statistics import BATCH, Groups, StatisticsTable, group_means, make_groups
+from fedquilt.fednum.arguments import ImageInfo, checked_device
 
 __all__ = ["FedNumClient", "ImageInfo", "checked_device", "table_of"]
 

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.aggregation import Concatenation
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.engine import RoundModels, joined
-from fedquilt.condense.fednum_arguments import Client
-from fedquilt.condense.fednum_client import FedNumClient, table_of
 from fedquilt.condense.method import (
+    Condensation,
     groups_per_step,
     init_notes,
     make_lens,
@@ -29,7 +29,10 @@ from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer
 from fedquilt.config import CondenseConfig
+from fedquilt.fednum.arguments import Client
+from fedquilt.fednum.client import FedNumClient, table_of
 from fedquilt.learning import ClientUpdate
+from fedquilt.method import Progress
 from fedquilt.population import Cohort
 
 
@@ -61,6 +64,7 @@ class ClientEngine:
         self._device = device
         self.bytes_up = 0
         self.bytes_down = 0
+        self.progress: Progress | None = None
         if self._augmented:
             _check_augmentable(clients, augmentation)
 
@@ -119,14 +123,15 @@ def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
     return Cohort(places, places)
 
 
-def make_parts(
+def make_fednum(
     config: CondenseConfig,
     model: nn.Module,
     sample: torch.Tensor,
     clients: Sequence[Client],
     classes: tuple[int, ...],
-) -> tuple[ClientEngine, CondensingServer]:
-    """Build engine and server; `sample` has the shape and the device of the images."""
+    num_classes: int,
+) -> Condensation:
+    """Build the method; `sample` has the shape and the device of the images."""
     augmentation = Augmentation(config.augmentation)
     lens = make_lens(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, lens, augmentation, sample.device)
@@ -143,7 +148,15 @@ def make_parts(
         restarts=config.feature_model == "random_pool",
         seed=config.seed,
     )
-    return engine, server
+    return Condensation(
+        config,
+        engine,
+        server,
+        lambda: Concatenation(sample.device),
+        notes_on(clients, config.init_method),
+        channels=sample.shape[1],
+        num_classes=num_classes,
+    )
 
 
 def first_images_of(

@@ -8,9 +8,12 @@ from torch import nn
 
 from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.condense.baselines.common import (
+from fedquilt.condense.embeds import embedding_model, reinitialised
+from fedquilt.condense.method import first_images
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.config import CondenseConfig
+from fedquilt.fednum.baselines.common import (
     BaselineResult,
-    Progress,
     RealImages,
     accuracy_of_images,
     augmentation,
@@ -21,11 +24,8 @@ from fedquilt.condense.baselines.common import (
     real_sample,
     told,
 )
-from fedquilt.condense.embeds import embedding_model, reinitialised
-from fedquilt.condense.method import first_images
-from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.config import CondenseConfig
 from fedquilt.learning import Task
+from fedquilt.method import Progress
 
 BATCH_REAL = 256
 

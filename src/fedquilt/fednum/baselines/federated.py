@@ -13,11 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.assemble import Problem, build_engine, build_federation, build_selector
+from fedquilt.assemble import Problem, build_federation, build_selector
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.condense.baselines.common import (
+from fedquilt.condense.embeds import embedding_model, perturbed
+from fedquilt.condense.method import training_of
+from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.training import TrainingSettings
+from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.experiment import Experiment
+from fedquilt.fednum.baselines.common import (
     BaselineResult,
-    Progress,
     RealImages,
     augmentation,
     by_class,
@@ -31,13 +36,8 @@ from fedquilt.condense.baselines.common import (
     told,
     train,
 )
-from fedquilt.condense.embeds import embedding_model, perturbed
-from fedquilt.condense.method import training_of
-from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import TrainingSettings
-from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.experiment import train_rounds
 from fedquilt.learning import FlatModel, evaluate
+from fedquilt.method import Progress
 
 COHORT = 10
 LOCAL_EPOCHS = 1
@@ -106,7 +106,6 @@ def _train(
         problem,
         flat=own_model(problem),
         selector=build_selector(averaging, len(problem.task.clients)),
-        condensing=None,
     )
     teller = told(progress, "averaging", averaging.num_rounds)
 
@@ -114,13 +113,11 @@ def _train(
         if teller is not None:
             teller(line["round"] + 1)
 
-    lines: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        engine = build_engine(averaging, problem)
-        stack.callback(engine.close)
-        federation = build_federation(averaging, problem, engine=engine)
-        train_rounds(averaging, problem, federation, lines, observer=observe)
-    return lines
+    federation = build_federation(averaging, problem)
+    with contextlib.closing(federation.method):
+        experiment = Experiment(averaging, problem, federation, observer=observe)
+        experiment.run()
+    return experiment.lines
 
 
 @dataclasses.dataclass(frozen=True)

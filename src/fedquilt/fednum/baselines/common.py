@@ -32,7 +32,6 @@ from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
-from fedquilt.condense.engine import Progress as Progress
 from fedquilt.condense.matching import Matcher, MatchingSettings, View
 from fedquilt.condense.method import augmentation_of, training_of
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
@@ -40,6 +39,7 @@ from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
+from fedquilt.method import Progress
 
 FLOAT_BYTES = 4
 

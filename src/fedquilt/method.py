@@ -1,0 +1,191 @@
+"""What clients do in a round, and what the server makes of it: one `Method` a run.
+
+The round (`round.py`) is the same for everybody: select, reserve, clip, noise, settle.
+Methods differ in what a client computes, where its vector belongs, and what the release
+is used for:
+
+| method | a client sends | the server |
+|---|---|---|
+| `WholeModel` | the update of the whole model | moves the model by it |
+| `fedquilt.slices.Slices` | the update of the slice it holds | moves every part by its holders |
+| `fedquilt.condense.Condensation` | class statistics | grows images, trains the model on them |
+
+A method of your own is a subclass; `docs/extending.md` has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, make_server_optimizer
+from fedquilt.config import RunConfig
+from fedquilt.data import ImageDataset
+from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
+
+Progress = Callable[[str, float], None]
+"""Told what is being done within a round, and which part of it is done."""
+
+
+class Files(Protocol):
+    """Where a method may keep files of its own in the run's folder."""
+
+    def room_for_synthetic(self, rounds: int | None = None) -> Path:
+        """Return the file of a made data set after so many rounds; None: the final one."""
+
+
+@dataclass(frozen=True, eq=False)
+class MethodParts:
+    """What a method is made from.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The run's settings.
+    flat : FlatModel
+        The model that travels.
+    task : Task
+        All samples, and who holds which.  Public choices must not look at them:
+        `task.public()` has made-up ones.
+    num_classes : int
+        How many scores the model gives.
+    secret_cohort : bool
+        A secret coin decides who takes part, so nothing may follow the cohort's size.
+    engine : Engine, optional
+        A user's own.
+    """
+
+    config: RunConfig
+    flat: FlatModel
+    task: Task
+    num_classes: int
+    secret_cohort: bool = False
+    engine: Engine | None = None
+
+    @property
+    def local_settings(self) -> LocalSettings:
+        """How clients train."""
+        config = self.config
+        # Under a secret coin the shape of a program must not tell how many it kept.
+        rows = config.cohort_limit(len(self.task.clients)) if self.secret_cohort else None
+        return LocalSettings(
+            config.local_epochs, config.batch_size, config.fedprox_mu, config.seed, rows
+        )
+
+    def make_engine(self) -> Engine:
+        """Return the engine that the configuration names, or the user's own."""
+        if self.engine is not None:
+            return self.engine
+        return make_engine(self.config.engine, self.flat.module, self.task, self.local_settings)
+
+    def make_server(self) -> ServerStep:
+        """Return the server optimiser that the configuration names."""
+        config = self.config
+        return make_server_optimizer(
+            config.server_optimizer, config.server_lr, config.server_momentum
+        )
+
+
+class Method(ABC):
+    """Steps 3 and 8 of the round, and what a run keeps and says beyond its model.
+
+    Parameters
+    ----------
+    engine : Engine
+        Step 3: who trains or measures, and how.
+    server : ServerStep
+        Step 8: what the server makes of the release.
+    released : sequence of str
+        The names of what leaves the clients, for the statement.
+    frozen : sequence of str
+        The names of what never changes and never leaves.
+    notes : sequence of str
+        What else the statement must say.
+    """
+
+    clients_train = True
+    """Whether clients train the model, so that what training moves travels."""
+    holds_parts = False
+    """Whether a client's vector may belong to a part of the whole one."""
+    evaluates_slowly = False
+    """Whether bringing the model up to date takes long: what was paid for is kept before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: ServerStep,
+        *,
+        released: Sequence[str],
+        frozen: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.engine = engine
+        self.server = server
+        self.released = tuple(released)
+        self.frozen = tuple(frozen)
+        self.notes = tuple(notes)
+
+    @abstractmethod
+    def new_sum(self) -> Accumulator:
+        """Return an empty accumulator for the vectors of a round."""
+
+    def place(self, client: int, round_index: int) -> Place | None:
+        """Return where a client's vector belongs in the whole one; None: it is the whole."""
+        return None
+
+    def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor | None:
+        """Return the share of clients that hold each coordinate; None: all hold all."""
+        return None
+
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Bring the model up to date with the releases; return it and what there is to say."""
+        return weights, {}
+
+    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+        """Write what the method keeps after so many rounds (None: at the end); return where."""
+        return None
+
+    def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what result.json says beyond what every run says."""
+        return {}
+
+    def synthetic(self) -> ImageDataset | None:
+        """Return the data set that the method has made, None where it makes none."""
+        return None
+
+    def report_to(self, progress: Progress) -> None:  # noqa: B027 (most have nothing to tell)
+        """Tell `progress` what happens within a round, where that takes long."""
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which all rounds run."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        self.engine.close()
+
+
+class WholeModel(Method):
+    """Everybody trains the whole model (McMahan et al. 2017)."""
+
+    def __init__(self, parts: MethodParts, engine: Engine | None = None) -> None:
+        flat = parts.flat
+        super().__init__(
+            parts.make_engine() if engine is None else engine,
+            parts.make_server(),
+            released=flat.names,
+            frozen=flat.frozen_names,
+        )
+        self._size, self._device = flat.vector.numel(), flat.vector.device
+
+    def new_sum(self) -> Accumulator:
+        """Return a sum as long as the model."""
+        return RunningMean(self._size, self._device)

@@ -1,0 +1,62 @@
+"""Clients that train slices of the model, as a `Method` of the round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.aggregation import Place
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.method import MethodParts, WholeModel
+from fedquilt.slices.engine import SlicedEngine
+from fedquilt.slices.methods import Slicing, cost_of_everybody, cost_table, make_slicing
+
+
+class Slices(WholeModel):
+    """Each client trains the slice it can hold; a part moves by those who hold it."""
+
+    holds_parts = True
+
+    def __init__(self, parts: MethodParts) -> None:
+        config = parts.config
+        if parts.engine is not None:
+            raise InvalidValueError(
+                f"engine must be a name with method={config.method!r}, which makes an engine for "
+                "every slice"
+            )
+        sample = parts.task.public().inputs
+        self.slicing: Slicing = make_slicing(config, parts.flat, sample, len(parts.task.clients))
+        super().__init__(
+            parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
+        )
+
+    def place(self, client: int, round_index: int) -> Place:
+        """Return where a client's slice lies in the whole vector."""
+        return self.slicing.place(client, round_index)
+
+    def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
+        """Return the share of clients that hold each coordinate."""
+        return self.slicing.coverage(clients, round_index)
+
+    def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what a client of each width sends, receives and computes."""
+        return {"slices": cost_table(self.slicing)}
+
+
+class Smallest(WholeModel):
+    """Everybody trains the model that even the weakest client can hold."""
+
+    def __init__(self, parts: MethodParts, width: str) -> None:
+        super().__init__(parts)
+        self._parts, self._width = parts, width
+
+    def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what each client sends, receives and computes."""
+        flat, task = self._parts.flat, self._parts.task
+        sample, count = task.public().inputs[:1], len(task.clients)
+        method = self._parts.config.method
+        costs = cost_of_everybody(method, self._width, count, flat.vector, flat.module, sample)
+        return {"slices": costs}
