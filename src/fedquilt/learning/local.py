@@ -16,7 +16,14 @@ from torch.nn import functional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
-from fedquilt.learning.engine import LocalSettings, Loss, LossOf, Task, public_inputs
+from fedquilt.learning.engine import (
+    ClientUpdate,
+    LocalSettings,
+    Loss,
+    LossOf,
+    Task,
+    public_inputs,
+)
 from fedquilt.learning.flat import FlatModel
 
 _TRIAL_STEPS = 3

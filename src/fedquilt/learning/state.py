@@ -97,10 +97,7 @@ class ModuleState:
             self._take_object(value, name)
 
     def _take_container(self, value: Any, name: str) -> None:
-        if isinstance(value, dict):
-            items = list(value.items())
-        else:
-            items = list(enumerate(value))
+        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         if isinstance(value, dict):
             self._parts.append(_mapping(name, value))
         elif isinstance(value, list | deque):
@@ -145,7 +142,7 @@ class ModuleState:
 
 def _is_opaque(value: Any) -> bool:
     """Tell whether a value may have a state that cannot be seen: an iterator, for example."""
-    if isinstance(value, _FIXED) or isinstance(value, _CONTAINERS) or isinstance(value, _SEEN):
+    if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)):
         return False
     return not isinstance(getattr(value, "__dict__", None), dict) and not _draws(value)
 
