@@ -15,6 +15,10 @@ import fedquilt
 from fedquilt.assemble import Problem, build_federation, build_problem, problem_from
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.training import TrainingSettings, train_on
+from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.data import load_dataset
+from fedquilt.errors import InvalidValueError
 from fedquilt.fednum.baselines import BASELINES, BaselineResult, run_baseline
 from fedquilt.fednum.baselines import federated as feddm_module
 from fedquilt.fednum.baselines.central import coreset, dm_images
@@ -28,10 +32,6 @@ from fedquilt.fednum.baselines.federated import (
     make_plan,
     same_steps,
 )
-from fedquilt.condense.training import TrainingSettings, train_on
-from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.data import load_dataset
-from fedquilt.errors import InvalidValueError
 from fedquilt.learning import evaluate
 from fedquilt.models import ConvNet
 from fedquilt.round import run_round

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
 from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.local import SequentialEngine
+from fedquilt.learning.local import SequentialEngine, client_seed, seeded_layers
+from fedquilt.learning.stack import ProgramShapes
 
 HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)
 SIZES = (20, 5, 9, 17, 1, 30)
@@ -58,8 +62,23 @@ class Dropping(nn.Module):
         return self.fc(x + 0.1 * torch.randn_like(x) * torch.rand_like(x))
 
 
+def warming_up():  # type: ignore[no-untyped-def]
+    """Return a hook whose state is in its closure, and shows late."""
+    seen, calls = torch.zeros(10), 0
+
+    def hook(module, inputs, output):  # type: ignore[no-untyped-def]
+        nonlocal calls, seen
+        calls += 1
+        seen = seen + output.detach().mean(0)
+        return output - seen if calls > 20 else output
+
+    return hook
+
+
 class Stateful(nn.Module):
     """A model with something that its forward pass moves, in a given way."""
+
+    shared: ClassVar[list[float]] = []
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -72,6 +91,10 @@ class Stateful(nn.Module):
         self.calls = 0
         self.notes: list[float] = []
         self.source = random.Random(0)
+        self.turns = itertools.cycle(range(3))
+        self.target = nn.Linear(64, 10).requires_grad_(False)
+        if how == "hook":
+            self.fc.register_forward_hook(warming_up())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.fc(x.flatten(1))
@@ -96,12 +119,22 @@ class Stateful(nn.Module):
             return out * (1 + sum(self.notes))
         if self.how == "counter":
             return out * self.calls
+        if self.how == "iterator":
+            return out * (1 + next(self.turns))
+        if self.how == "class":
+            if len(x) > 2:
+                Stateful.shared.append(float(mean[0]))
+            return out * (1 + sum(Stateful.shared))
+        if self.how == "aliased target":
+            if self.calls % 3 == 0:
+                self.target.weight.data = self.fc.weight.data
+            return out - self.target(x.flatten(1)).detach()
         return out * (1 + self.source.random() + random.random() + np.random.rand())
 
 
 STATES = (
     *("frozen parameter", "attribute", "late buffer", "buffer with gradients"),
-    *("list", "counter", "generators"),
+    *("list", "counter", "generators", "iterator", "class", "aliased target", "hook"),
 )
 
 
@@ -175,24 +208,104 @@ def test_batched_refuses_state_that_a_forward_pass_moves() -> None:
             BatchedEngine(make(Stateful, how), task_of(), HOW)
 
 
+SEEN = [0.0]
+
+
 class Worldly(nn.Module):
     """Keeps its state where no module can see it."""
-
-    seen = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Worldly.seen += 0.01
-        return self.fc(x.flatten(1)) * (1 + Worldly.seen)
+        SEEN[0] += 0.01
+        return self.fc(x.flatten(1)) * (1 + SEEN[0])
 
 
 @pytest.mark.parametrize("engine", ["sequential", "batched", "processes"])
 def test_state_that_cannot_be_put_back_is_refused(engine: str) -> None:
     with pytest.raises(InvalidValueError, match=r"cannot be put back .a global|depends on"):
         make_engine(engine, make(Worldly), task_of(), HOW)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_batched_refuses_generators_that_clients_would_share(draw) -> None:  # type: ignore[no-untyped-def]
+    class Skipping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flatten(1)) * (1 + draw())
+
+    with pytest.raises(InvalidValueError, match=r"generators of Python or NumPy|depends on"):
+        BatchedEngine(Skipping(64, 10), task_of(), HOW)
+
+
+def test_batched_refuses_a_forward_pass_that_changes_weights() -> None:
+    class Bounded(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.05, 0.05)
+            return super().forward(x.flatten(1))
+
+    with pytest.raises(InvalidValueError, match=r"changes its own weights|vmap cannot run it"):
+        BatchedEngine(Bounded(64, 10), task_of(), HOW)
+
+
+@pytest.mark.parametrize("mu", [0.0, 1.0])
+def test_rows_that_are_not_alike_do_not_move_one_another(mu: float, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Where a row's place matters, clients stay in the cohort's order, finished ones between."""
+    monkeypatch.setattr(ProgramShapes, "rows_are_alike", lambda self, rows, columns: False)
+    model, how = make(Dropping), LocalSettings(2, 5, mu, 3)
+    reference = updates(BatchedEngine(model, task_of(), how), model)
+    sequential = updates(SequentialEngine(model, task_of(), how), model)
+    for client, update in reference.items():
+        assert torch.allclose(update, sequential[client], atol=1e-5)
+    nan = float("nan")
+    for size, value in ((0, None), (150, None), (150, nan), (10, nan), (150, 3e38)):
+        task = task_of((*SIZES[:5], size), victim=5, value=value)
+        changed = updates(BatchedEngine(model, task, how), model)
+        for client in range(5):
+            assert torch.equal(changed[client], reference[client]), (size, value, client)
+
+
+def test_a_secret_coin_moves_no_row_where_places_matter(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(ProgramShapes, "rows_are_alike", lambda self, rows, columns: False)
+    model, rows = make(Dropping), LocalSettings(2, 8, 0.0, 3, group_rows=6)
+    whole = updates(BatchedEngine(model, task_of(), rows), model)
+    some = updates(BatchedEngine(model, task_of(), rows), model, (1, 3, 4))
+    for client, update in some.items():
+        assert torch.equal(update, whole[client])
+
+
+class Recomputing(nn.Module):
+    """Runs its dropout again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._part, x, use_reentrant=False)
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.fc(x.flatten(1)), 0.5, self.training)
+
+
+def test_checkpointed_layers_draw_the_same_in_both_passes() -> None:
+    model, one = make(Recomputing), LocalSettings(1, 30, 0.0, 3)
+    plain = updates(make_engine("sequential", model, task_of(), one), model)[5]
+    # A gradient with the forward pass's mask is zero exactly where the outputs were dropped:
+    # every sample's row of the bias gradient is then (p - y) * mask, whose mean is the update.
+    assert torch.isfinite(plain).all()
+    flat = FlatModel(model)
+    task, seed = task_of(), client_seed(one, 0, 5)
+    with seeded_layers(torch.device("cpu"), seed):
+        order = torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+        batch = task.index(5)[order]
+        kept = functional.dropout(torch.ones(30, 10), 0.5, True)
+    outputs = flat.module.fc(task.inputs[batch].flatten(1)) * kept
+    loss = functional.cross_entropy(outputs, task.targets[batch])
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, flat.parameters)])
+    assert torch.allclose(plain, -0.3 * wanted, atol=1e-6)
 
 
 class Noisy(nn.Module):

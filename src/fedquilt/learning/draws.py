@@ -30,6 +30,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Bits = Callable[[int, torch.Size, torch.device], torch.Tensor]
 """Returns the int32 bits of a draw of the running step: (number of the draw, shape, device)."""
@@ -107,6 +108,19 @@ class ClientDraws(TorchFunctionMode):
             drawn = known(self, *args, **(kwargs or {}))
             if drawn is not None:
                 return drawn
+        return func(*args, **(kwargs or {}))
+
+
+class RandomCalls(TorchDispatchMode):
+    """Counts the calls within it that draw from torch's own generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a random call; run every call as it is."""
+        self.count += int(torch.Tag.nondeterministic_seeded in func.tags)
         return func(*args, **(kwargs or {}))
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
-from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
+from fedquilt.learning.draws import ClientDraws, RandomCalls, bits_of, own_draws
 from fedquilt.learning.engine import (
     ClientUpdate,
     LocalSettings,
@@ -113,16 +113,16 @@ def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
     draws.begin(bits_of(0, 0))
     flat.restore()
     flat.module.train()
-    with seeded_layers(public.inputs.device, 0), draws:
-        outputs = flat.module(public.inputs)
-        drawn = list(draws.shapes)
-        if outputs.requires_grad:
-            torch.autograd.grad(outputs.sum(), flat.parameters, allow_unused=True)
-        again = len(draws.shapes) > len(drawn)
-    draws.shapes = drawn
+    again = RandomCalls()
+    with seeded_layers(public.inputs.device, 0):
+        with draws:
+            outputs = flat.module(public.inputs)
+        if draws.shapes and outputs.requires_grad:
+            with again:
+                torch.autograd.grad(outputs.sum(), flat.parameters, allow_unused=True)
     flat.restore()
     flat.write(before)
-    return draws if drawn and not again else None
+    return draws if draws.shapes and not again.count else None
 
 
 def refuse_hidden_state(
@@ -292,4 +292,5 @@ class SequentialEngine:
         return masked
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Put back what training has moved outside the model, such as attributes of its class."""
+        self._flat.restore()

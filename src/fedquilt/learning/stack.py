@@ -55,6 +55,7 @@ class ModelStack:
         self.public = task.public()
         self.flat = FlatModel(model, self.public.inputs)
         self.state = self.flat.remember()
+        self._first = self.flat.read().clone()
         self.mask: ClassMask | None = task.class_mask
         self.draws = find_draws(self.flat, self.public)
         self.draw_shapes = [] if self.draws is None else list(self.draws.shapes)
@@ -72,8 +73,9 @@ class ModelStack:
         return outputs
 
     def reset(self) -> None:
-        """Put the module back as it was, ready to train."""
+        """Put the module back as it was, weights too, ready to train."""
         self.flat.restore()
+        self.flat.write(self._first)
         self.flat.module.train()
 
     def losses(self, weights: list[torch.Tensor], batch: Batch) -> torch.Tensor:

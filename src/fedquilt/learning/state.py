@@ -15,7 +15,14 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +36,7 @@ _FIXED = (
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, np.generic, np.dtype),
     *(BuiltinFunctionType, ModuleType),
 )
-_CONTAINERS = (dict, list, deque, set, tuple, frozenset)
+_CONTAINERS = (dict, list, deque, set, tuple, frozenset, MappingProxyType)
 # Seen through by `_take`; anything else without attributes keeps its state to itself.
 _SEEN = (torch.Tensor, np.ndarray, FunctionType, MethodType, functools.partial, type)
 
@@ -97,7 +104,8 @@ class ModuleState:
             self._take_object(value, name)
 
     def _take_container(self, value: Any, name: str) -> None:
-        items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        keyed = isinstance(value, dict | MappingProxyType)
+        items = list(value.items()) if keyed else list(enumerate(value))
         if isinstance(value, dict):
             self._parts.append(_mapping(name, value))
         elif isinstance(value, list | deque):
