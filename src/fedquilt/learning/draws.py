@@ -115,7 +115,7 @@ class RandomCalls(TorchDispatchMode):
     """Counts the calls within it that draw from torch's own generators."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

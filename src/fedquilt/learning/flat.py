@@ -224,14 +224,17 @@ def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
         return []
     probe = copy.deepcopy(model).train()
     before = {name: buffer.clone() for name, buffer in probe.named_buffers()}
+    state = ModuleState(probe)  # what hooks hold on to is not copied with the module
     with torch.enable_grad(), torch.random.fork_rng(devices=_cuda_devices(sample)):
         for _ in range(_PASSES):
             probe(sample)
-    return [
+    moving = [
         name
         for name, buffer in probe.named_buffers()
         if name not in before or not torch.equal(before[name], buffer)
     ]
+    state.restore()
+    return moving
 
 
 def _cuda_devices(sample: torch.Tensor) -> list[torch.device]:
