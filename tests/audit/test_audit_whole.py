@@ -70,7 +70,7 @@ def test_other_seeds() -> None:
 
 
 def test_every_engine_method_and_option_is_in_a_case() -> None:
-    from fedquilt.config.run import CLIPPINGS, ENGINES, METHODS, POLICIES
+    from fedquilt.config.choices import CLIPPINGS, ENGINES, METHODS, POLICIES
 
     cases = audit.whole_cases().values()
     assert {case.settings.get("engine", "auto") for case in cases} >= set(ENGINES)

@@ -51,7 +51,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> list[CondenseConfig]:
         seen.append(config)
         raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.cli.condense.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
     return seen
 
 

@@ -16,23 +16,19 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-
-MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
-POLICIES = ("adaptive", "cap", "worst_case", "paper")
-CLIPPINGS = ("fixed", "quantile")
-ON_SHORT = ("refuse", "sit_out")
-ADJACENCIES = ("zero_out", "replace_one")
-PARTITIONS = ("dirichlet", "iid", "shards", "writer")
-SELECTIONS = ("uniform", "weighted", "poisson")
-SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
-ENGINES = ("auto", "sequential", "batched", "processes")
-DEVICES = ("auto", "cpu", "cuda")
-METHODS = (
-    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
-    *("smallest", "largest"),
+from fedquilt.config.choices import (
+    ADJACENCIES,
+    CLIPPINGS,
+    DEVICES,
+    ENGINES,
+    METHODS,
+    ON_SHORT,
+    PARTITIONS,
+    POLICIES,
+    SELECTIONS,
+    SERVER_OPTIMIZERS,
 )
-SLICED_MODES = ("fedavg", "certified")
-
+from fedquilt.config.modes import MODE_TABLE, MODES, SLICED_MODES, Claim
 
 # Larger numbers are slips of the keyboard, and would overflow in float32 or in an index.
 LARGEST_NUMBER = 1e30
@@ -323,6 +319,23 @@ class RunConfig:
                 f"clients_per_round={value} must be <= num_clients={self.num_clients} "
                 "(write a decimal point for a fraction)"
             )
+
+    def is_bounded(self, *, covered: bool) -> bool:
+        """Tell whether each client's charge is known before every release.
+
+        The one answer to that question: such a run has a budget in a ledger and keeps raw
+        measurements private.  It claims a bound if, moreover, its noise is secret.
+
+        Parameters
+        ----------
+        covered
+            Whether the noise reaches every tensor that is released; only the mode
+            `fixed_dp` depends on it, and it gives up with reproducible noise.
+        """
+        claim = MODE_TABLE[self.mode].claim
+        if claim is Claim.IF_COVERED:
+            return covered and self.noise_seed is None
+        return claim is Claim.BOUND
 
     def patterns(self, name: str) -> tuple[str, ...]:
         """Return the comma-separated patterns of `noise_layers` or `trainable`, in order."""
