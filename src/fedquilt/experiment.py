@@ -50,6 +50,7 @@ from fedquilt.record import (
     build_result,
     load,
     load_tensors,
+    published,
     split_private,
 )
 from fedquilt.round import Federation, run_round
@@ -263,7 +264,7 @@ def train_rounds(
         record = run_round(federation, round_index)
         line = as_line(record, time.perf_counter() - began)
         private = None
-        if federation.mechanism.claims:
+        if federation.mechanism.is_bounded:
             line, private = split_private(line)
         done = round_index + 1
         last = done == config.num_rounds
@@ -315,7 +316,7 @@ def _evaluate_and_keep(
     """Measure the model and keep a condensation's images; return what was measured."""
     measured = measure(problem, federation)
     keep_images(config, problem, folder, done, observer)
-    return measured
+    return split_private(measured)[0] if federation.mechanism.is_bounded else measured
 
 
 def _reason_to_stop(config: RunConfig, federation: Federation, line: dict[str, Any]) -> str | None:
@@ -423,6 +424,7 @@ def _finish(
         notes = account_notes(result["ledger"], shared=shared, resumed=resumed)
         statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
         result["statement"] = statement.as_json()
+    result = published(result) if federation.mechanism.is_bounded else result
     if folder is not None:
         folder.write_result(result)
     path = None if folder is None else folder.path

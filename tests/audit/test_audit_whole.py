@@ -178,8 +178,7 @@ def test_an_update_that_is_not_finite_must_not_pass(monkeypatch: pytest.MonkeyPa
 def test_a_raw_measurement_in_the_folder_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    kept = tuple(key for key in history.PRIVATE if key != name)
-    monkeypatch.setattr(history, "PRIVATE", kept)
+    monkeypatch.setitem(history.ROUND_PUBLIC, name, "a slip")
     kinds = ("nothing", "NaN", "3e38", "replaced")
     found = problems("wide clip, batched", kinds)
     assert any(name in problem for problem in found), found
