@@ -26,14 +26,14 @@ EXTRAS = ("flower", "monitor", "gpu", "trackers")
 
 
 def imported(source: str) -> set[str]:
-    """Return the packages that a module imports, also by `_require("name", ...)`."""
+    """Return the packages that a module imports, also by a `require("name", ...)`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.add(node.module)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("_require"):
+        elif isinstance(node, ast.Call) and "require" in ast.unparse(node.func):
             names |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
     packages = {str(name).split(".")[0] for name in names}
     return packages - sys.stdlib_module_names - {"fedquilt"}

@@ -53,6 +53,7 @@ CERTIFIED_DEFAULTS: dict[str, Any] = {
     "augmentation": "none",
     "normalise_updates": True,
 }
+DEFAULTS_BY_MODE = {"fednum": FEDNUM_DEFAULTS, "certified": CERTIFIED_DEFAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,12 @@ class RunConfig:
         choices=SELECTIONS,
     )
 
-    mode: str = declare("quap_fl", _TRAINING, "The method.", choices=MODES)
+    mode: str = declare(
+        "quap_fl",
+        _TRAINING,
+        "; ".join(f"{name}: {MODE_TABLE[name].summary}" for name in MODES) + ".",
+        choices=MODES,
+    )
     model: str = declare(
         "auto",
         _TRAINING,
