@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
+REQUIRE = re.compile(r"(\w+\.)*_?require(_\w+)?")
 EXTRAS = ("flower", "monitor", "gpu", "trackers")
 
 
@@ -33,7 +34,7 @@ def imported(source: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.add(node.module)
-        elif isinstance(node, ast.Call) and "require" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and REQUIRE.fullmatch(ast.unparse(node.func)):
             names |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
     packages = {str(name).split(".")[0] for name in names}
     return packages - sys.stdlib_module_names - {"fedquilt"}
