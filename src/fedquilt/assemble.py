@@ -39,6 +39,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
+from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
 from fedquilt.method import Method, MethodParts, WholeModel
@@ -235,7 +236,7 @@ def problem_from(
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
-    train_set = as_dataset(train, finite=config.mode in ("fedavg", "fednum"))
+    train_set = as_dataset(train, finite=not MODE_TABLE[config.mode].noised)
     test_set = as_dataset(test)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):

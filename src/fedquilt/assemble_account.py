@@ -30,7 +30,7 @@ from typing import Any
 
 from fedquilt.assemble import Problem
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.config import RunConfig
+from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, Population, is_ledger, population_name
 from fedquilt.privacy.ledger.members import UNKNOWN
@@ -192,13 +192,11 @@ def check_not_rolled_back(account: RunAccount, head: str | None) -> None:
 
 
 def is_bounded(config: RunConfig, problem: Problem) -> bool:
-    """Tell whether charges are known in advance: certified, or fixed_dp over everything."""
-    if config.mode == "certified":
-        return True
-    if config.mode != "fixed_dp" or config.noise_seed is not None:
-        return False
+    """Ask the configuration, given what its noise covers of this model."""
+    if MODE_TABLE[config.mode].claim is not Claim.IF_COVERED:
+        return config.is_bounded(covered=True)
     covered = {segment.name for segment in problem.flat.matching(config.patterns("noise_layers"))}
-    return covered >= set(problem.flat.names)
+    return config.is_bounded(covered=covered >= set(problem.flat.names))
 
 
 def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tuple[str, ...]:

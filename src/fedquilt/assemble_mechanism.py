@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config.modes import MODE_TABLE
 from fedquilt.learning import FlatModel
 from fedquilt.method import Method
 from fedquilt.models.features import choice_note
@@ -33,18 +34,15 @@ from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Coverage
 
-_LAYERED = ("fixed_dp", "quap_fl")
-_PLAIN = ("fedavg", "fednum")
-
 
 def check_mode(config: RunConfig, flat: FlatModel) -> None:
     """Refuse a model that the mode cannot take, before anything is written."""
-    if config.mode not in _PLAIN and not isinstance(config, CondenseConfig):
+    if MODE_TABLE[config.mode].noised and not isinstance(config, CondenseConfig):
         refuse_buffers(flat, config.mode)
-    if config.mode in _LAYERED:
+    if MODE_TABLE[config.mode].by_layer:
         covered = flat.matching(config.patterns("noise_layers"))
         whole = len(covered) == len(flat.segments)
-        if config.mode == "fixed_dp" and whole and config.noise_seed is None:
+        if config.is_bounded(covered=whole):
             _check_fixed_cost(config)
 
 
@@ -102,7 +100,7 @@ def make_mechanism(
     A subclass of `Certified` takes its place in mode `certified`, with the same parts.
     """
     mode = parts.config.mode
-    if parts.method.clients_train and mode not in _PLAIN:
+    if parts.method.clients_train and MODE_TABLE[mode].noised:
         refuse_buffers(parts.flat, mode)  # else only the server trains
     if build is None:
         return MECHANISMS[mode](parts)

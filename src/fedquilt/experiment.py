@@ -50,6 +50,7 @@ from fedquilt.record import (
     build_result,
     load,
     load_tensors,
+    published,
     split_private,
 )
 from fedquilt.round import Federation, RoundRecord, run_round
@@ -160,7 +161,7 @@ class Experiment:
         record = self.run_round(len(self.lines))
         line = as_line(record, time.perf_counter() - began)
         private = None
-        if self.federation.mechanism.claims:
+        if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
         done = len(self.lines) + 1
         last = done == self.config.num_rounds
@@ -203,7 +204,7 @@ class Experiment:
         """Evaluate the model and keep what the method keeps; return what was measured."""
         measured = self.measure()
         self._keep(done)
-        return measured
+        return split_private(measured)[0] if self.federation.mechanism.is_bounded else measured
 
     def _bring_up_to_date(self) -> dict[str, float]:
         self.federation.weights, said = self.method.before_evaluation(self.federation.weights)
@@ -294,6 +295,8 @@ class Experiment:
             self._save(len(self.lines))
         if account is not None:
             statement = self._close_account(account, result, statement)
+        if federation.mechanism.is_bounded:
+            result = published(result)
         if self.folder is not None:
             self.folder.write_result(result)
         path = None if self.folder is None else self.folder.path

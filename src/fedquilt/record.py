@@ -1,4 +1,10 @@
-"""What a run leaves behind: its rounds, its history, its model, its statement."""
+"""What a run leaves behind: its rounds, its history, its model, its statement.
+
+In a run that is bounded (`Mechanism.is_bounded`) only what the lists below name is public:
+`ROUND_PUBLIC` for a line of rounds.jsonl and for what an observer is told, `RESULT_PUBLIC`
+for result.json, `CHECKPOINT_PUBLIC` for the checkpoint, the declared options for
+config.toml.  Whatever is not on a list stays private, so that forgetting is safe.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +39,38 @@ _PER_ROUND = {
 # What a condensing server says of its rounds.
 _SERVER = ("bytes_up", "bytes_down", "groups", "matching_loss", "epoch_avg_loss")
 
-# Statistics of the clients' data: public only where nothing is claimed.
-PRIVATE = (
+_JOINS = "participation, public by the adjacency of the claim"
+_OPTIONS = "decided before anybody trains"
+_RELEASED = "released, or computed from releases alone"
+_LOOKED = "the released model, looked at on data that no client holds"
+_CHARGES = "what the ledger says; charges depend on participation only"
+_SHAPES = "follows from the shape of what is sent, whatever is in it"
+_LINES = "what the public lines say"
+_OUTSIDE = "of the program or the clock, not of the data"
+
+# Keys of a round's line that anybody may see of a bounded run, and why.
+ROUND_PUBLIC: dict[str, str] = {
+    "schema_version": _OUTSIDE,
+    "round": _OUTSIDE,
+    "cohort": _JOINS,
+    "participation_stats": _JOINS,
+    "clip_value": "fixed in advance, or a private quantile whose cost is charged",
+    "epsilon": _OPTIONS,
+    "noise_std": "follows from options and charges",
+    "without_allowance": _CHARGES,
+    "test_accuracy": _LOOKED,
+    "test_loss": _LOOKED,
+    "validation_accuracy": _LOOKED,
+    # what a server reports
+    "bytes_up": _SHAPES,
+    "bytes_down": _SHAPES,
+    "matching_loss": _RELEASED,
+    "epoch_avg_loss": _RELEASED,
+}
+
+# Columns of every line: null where they are withheld.  Any other private key is left out,
+# because even its being there could tell something.
+WITHHELD = (
     "train_loss",
     "noise_norm",
     "signal_norm",
@@ -42,6 +78,92 @@ PRIVATE = (
     "non_finite",
     "seconds",  # how long clients take tells how much they hold
 )
+
+# Keys of result.json, `outer.inner` by name; what stands below a named one is public too.
+RESULT_PUBLIC: dict[str, str] = {
+    "schema_version": _OUTSIDE,
+    "mode": _OPTIONS,
+    "rounds": "the rounds that were run: options, allowances and the released model decide",
+    "stopped": "why there were no more: allowances, or the released model",
+    "metadata.dataset": _OPTIONS,
+    "metadata.seed": _OPTIONS,
+    "metadata.timestamp": _OUTSIDE,
+    "metadata.target_accuracy": _OPTIONS,
+    "metadata.final_accuracy": _LOOKED,
+    "metadata.final_loss": _LOOKED,
+    "metadata.hyperparameters": _OPTIONS,
+    "metadata.input_shape": _SHAPES,
+    "metadata.num_classes": "the model's, public knowledge",
+    "metadata.model_width": _OPTIONS,
+    "history.train_loss": _LINES,
+    "history.clip_values": _LINES,
+    "history.noise_levels": _LINES,
+    "history.noise_stats": _LINES,
+    "history.privacy_budgets": _LINES,
+    "history.client_participation": _LINES,
+    "history.evaluation_rounds": _LINES,
+    "history.test_accuracy": _LINES,
+    "history.test_loss": _LINES,
+    "history.participation_stats": _LINES,
+    "history.bytes_up": _LINES,
+    "history.bytes_down": _LINES,
+    "history.matching_loss": _LINES,
+    "history.epoch_avg_loss": _LINES,
+    "cohorts": _JOINS,
+    "joins": _JOINS,
+    "statement": "the claim itself",
+    "slices": "who holds which slice is chosen without looking at data",
+    "condensation.ipc": _OPTIONS,
+    "condensation.images": _OPTIONS,
+    "condensation.bytes_up": _LINES,
+    "condensation.bytes_down": _LINES,
+    "condensation.seconds": _LINES,
+    "condensation.classes_not_sent": "none: noise hides whether a class was sent",
+    "ledger.ledger": _OUTSIDE,
+    "ledger.population": "the name of the clients, or a digest of sample numbers",
+    "ledger.allowance": _OPTIONS,
+    "ledger.delta": _OPTIONS,
+    "ledger.adjacency": _OPTIONS,
+    "ledger.created": _CHARGES,
+    "ledger.enrolled": _CHARGES,
+    "ledger.run_id": _OUTSIDE,
+    "ledger.lifetime_epsilon_max": _CHARGES,
+    "ledger.head": "a hash over charges and releases",
+}
+
+# Names in the checkpoint: metadata, the model's tensors (`model/*`), state arrays.
+CHECKPOINT_PUBLIC: dict[str, str] = {
+    "schema_version": _OUTSIDE,
+    "rounds": _OUTSIDE,
+    "config": "a digest of config.toml",
+    "ledger_head": "a hash over charges and releases",
+    "model/*": _RELEASED,
+    "state/weights": _RELEASED,
+    "state/tracker.total_rounds": _JOINS,
+    "state/tracker.participation_count": _JOINS,
+    "state/tracker.ema_value": _JOINS,
+    "state/tracker.ema_round": _JOINS,
+    "state/mechanism.last_join": _JOINS,
+    "state/mechanism.quantile_bound": "a private quantile whose cost is charged",
+    "state/mechanism.nominal_epsilon": _JOINS,
+    "state/mechanism.squared_gdp": _CHARGES,
+    "state/mechanism.bound": _OPTIONS,
+    "state/account.spent": _CHARGES,
+    "state/server.first": _RELEASED,
+    "state/server.second": _RELEASED,
+    "state/server.images": _RELEASED,
+    "state/server.means_total": _RELEASED,
+    "state/server.head": _RELEASED,
+    "state/server.seen": "rounds so far",
+    "state/server.behind": "rounds so far",
+}
+
+# Files of a bounded run for its owner only, mode 0600.
+OWNER_FILES: dict[str, str] = {
+    "private.jsonl": "raw measurements",
+    "ledger.json": "a digest of what clients hold",
+    "baselines.json": "computed from raw data",
+}
 
 
 def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
@@ -64,9 +186,30 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
 
 
 def split_private(line: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a line into what may be published and what may not."""
-    public = {key: None if key in PRIVATE else value for key, value in line.items()}
-    return public, {key: line[key] for key in PRIVATE}
+    """Part a line into what is on the list of public keys and all the rest."""
+    private = {key: value for key, value in line.items() if key not in ROUND_PUBLIC}
+    public = {
+        key: None if key in private else value
+        for key, value in line.items()
+        if key not in private or key in WITHHELD
+    }
+    return public, private
+
+
+def published(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a bounded run's result is on the list of public keys."""
+    return _listed(result, "")
+
+
+def _listed(record: dict[str, Any], outer: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in record.items():
+        name = outer + key
+        if name in RESULT_PUBLIC:
+            kept[key] = value
+        elif isinstance(value, dict) and any(k.startswith(f"{name}.") for k in RESULT_PUBLIC):
+            kept[key] = _listed(value, f"{name}.")
+    return kept
 
 
 def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:

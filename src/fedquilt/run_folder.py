@@ -32,14 +32,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.config import RunConfig, build_config, write_config_file
+
+if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
+    import torch
+    from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
 
@@ -211,7 +211,9 @@ class RunFolder:
         ledger_head: str = "",
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds."""
+        import numpy as np
         import safetensors.torch
+        import torch
 
         tensors = {f"model/{name}": _portable(tensor) for name, tensor in model.items()}
         tensors |= {f"state/{key}": torch.from_numpy(np.array(v)) for key, v in state.items()}
@@ -227,25 +229,13 @@ class RunFolder:
 
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet."""
-        import safetensors
-
-        path = self.path / "checkpoint.safetensors"
-        if not path.exists():
-            return None
-        try:
-            with safetensors.safe_open(path, framework="pt") as stream:
-                metadata = stream.metadata() or {}
-                _check_schema({"schema_version": int(metadata["schema_version"])}, path)
-                tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-                rounds = int(metadata["rounds"])
-                if metadata["config"] != self._config_digest():
-                    raise RunFolderError(f"{path} is the checkpoint of another run")
-        except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
-            if isinstance(error, RunFolderError):
-                raise
-            raise RunFolderError(f"{path} is not a checkpoint of fedquilt: {error}") from error
+        with self._opened_checkpoint("pt") as opened:
+            if opened is None:
+                return None
+            stream, metadata = opened
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
         return Checkpoint(
-            rounds,
+            int(metadata["rounds"]),
             {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")},
             {
                 k.removeprefix("state/"): v.numpy()
@@ -254,6 +244,33 @@ class RunFolder:
             },
             metadata.get("ledger_head", ""),
         )
+
+    def checkpoint_head(self) -> str:
+        """Return the ledger's head that the checkpoint has kept, "" when there is none."""
+        with self._opened_checkpoint("np") as opened:
+            return "" if opened is None else str(opened[1].get("ledger_head", ""))
+
+    @contextlib.contextmanager
+    def _opened_checkpoint(self, framework: str) -> Iterator[tuple[Any, dict[str, str]] | None]:
+        """Yield the checkpoint's file and its metadata, checked; None when there is none."""
+        import safetensors
+
+        path = self.path / "checkpoint.safetensors"
+        if not path.exists():
+            yield None
+            return
+        try:
+            with safetensors.safe_open(path, framework=framework) as stream:
+                metadata = stream.metadata() or {}
+                _check_schema({"schema_version": int(metadata["schema_version"])}, path)
+                int(metadata["rounds"])
+                if metadata["config"] != self._config_digest():
+                    raise RunFolderError(f"{path} is the checkpoint of another run")
+                yield stream, metadata
+        except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
+            if isinstance(error, RunFolderError):
+                raise
+            raise RunFolderError(f"{path} is not a checkpoint of fedquilt: {error}") from error
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
@@ -269,7 +286,7 @@ class RunFolder:
         asked = self.wanted_baselines() if wanted is None else wanted
         content = {"schema_version": SCHEMA_VERSION, "wanted": asked, "rows": finite(rows)}
         # Beside a claim they are the owner's alone: they come from raw data.
-        mode = 0o600 if self.read_config().mode == "certified" else 0o666
+        mode = 0o600 if self.read_config().is_bounded(covered=True) else 0o666
         with storage_errors(self.path):
             self._replace("baselines.json", json.dumps(content, indent=1).encode(), mode)
 
@@ -381,6 +398,8 @@ def _sync_folder(path: Path) -> None:
 
 def _portable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
+    import torch
+
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

@@ -70,7 +70,7 @@ def test_other_seeds() -> None:
 
 
 def test_every_engine_method_and_option_is_in_a_case() -> None:
-    from fedquilt.config.run import CLIPPINGS, ENGINES, METHODS, POLICIES
+    from fedquilt.config.choices import CLIPPINGS, ENGINES, METHODS, POLICIES
 
     cases = audit.whole_cases().values()
     assert {case.settings.get("engine", "auto") for case in cases} >= set(ENGINES)
@@ -178,8 +178,7 @@ def test_an_update_that_is_not_finite_must_not_pass(monkeypatch: pytest.MonkeyPa
 def test_a_raw_measurement_in_the_folder_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    kept = tuple(key for key in history.PRIVATE if key != name)
-    monkeypatch.setattr(history, "PRIVATE", kept)
+    monkeypatch.setitem(history.ROUND_PUBLIC, name, "a slip")
     kinds = ("nothing", "NaN", "3e38", "replaced")
     found = problems("wide clip, batched", kinds)
     assert any(name in problem for problem in found), found

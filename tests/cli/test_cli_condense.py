@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fedquilt import load
-from fedquilt.cli import condense as command
 from fedquilt.config import CondenseConfig, build_config
 from fedquilt.data import load_condensed
 from fedquilt.experiment import run_config
@@ -51,7 +50,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> list[CondenseConfig]:
         seen.append(config)
         raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.cli.condense.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
     return seen
 
 
@@ -274,7 +273,10 @@ def test_spoilt_baselines_are_named(
     assert "condensed.safetensors must be a whole" in cli("condense", "--resume", folder).words
 
 
-@pytest.mark.parametrize("place", ["draw_pictures", "baseline_row"])
+@pytest.mark.parametrize(
+    "place",
+    ["fedquilt.cli.condense.draw_pictures", "fedquilt.condense.baselines.baseline_row"],
+)
 def test_ctrl_c_after_the_rounds_says_where_the_run_is(
     cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -282,7 +284,7 @@ def test_ctrl_c_after_the_rounds_says_where_the_run_is(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(command, place, interrupt)
+        patched.setattr(place, interrupt)
         said = cli("condense", *flags(num_rounds=1), "--quiet")
     assert said.code == 130
     folder = only_folder(here / "results")

@@ -16,7 +16,7 @@ import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.cli.progress import Watcher
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
-from fedquilt.config.run import METHODS
+from fedquilt.config.choices import METHODS
 from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
@@ -35,7 +35,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         seen.append(config)
         raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.cli.run.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
     return seen
 
 

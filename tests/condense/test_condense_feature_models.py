@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.condense.embeds import KINDS, FeatureModels, perturbed, reinitialised
+from fedquilt.condense.embeds import FeatureModels, perturbed, reinitialised
+from fedquilt.config.choices import FEATURE_MODELS
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.convolutional import ConvNet
 from fedquilt.models.images import MNISTModel
@@ -32,7 +33,7 @@ def make(kind: str, seed: int = 0, count: int = 1) -> FeatureModels:
     return FeatureModels(kind, count, seed=seed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEATURE_MODELS)
 def test_same_seed_same_weights(kind: str) -> None:
     """Whatever happened to torch's generator in between, client and server agree."""
     client = make(kind).build(make_net(), 3, 0)
@@ -60,14 +61,14 @@ def test_global_is_a_copy_of_the_model() -> None:
     assert all(a is not b for a, b in zip(seen.parameters(), net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEATURE_MODELS)
 def test_frozen_and_in_evaluation_mode(kind: str) -> None:
     seen = make(kind).build(MNISTModel().train(), 0, 0)
     assert not any(p.requires_grad for p in seen.parameters())
     assert not any(module.training for module in seen.modules())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEATURE_MODELS)
 def test_original_and_global_generator_are_untouched(kind: str) -> None:
     net = make_net().train()
     before, state = flat(net).clone(), torch.get_rng_state()

@@ -11,7 +11,8 @@ from scipy.optimize import linprog
 from scipy.special import softmax
 from scipy.stats import entropy, wasserstein_distance
 
-from fedquilt.condense.matching import COMPUTATIONS, LOGIT_LOSSES, logit_distance, matching_loss
+from fedquilt.condense.matching import logit_distance, matching_loss
+from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
 from fedquilt.errors import InvalidValueError
 
 Array = NDArray[np.float64]
@@ -126,7 +127,7 @@ def padded(groups: list[list[oracle.Group]], junk: float) -> tuple[torch.Tensor,
     return features, logits, weights
 
 
-@pytest.mark.parametrize("computation", COMPUTATIONS)
+@pytest.mark.parametrize("computation", LOSS_COMPUTATIONS)
 @pytest.mark.parametrize("kind", LOGIT_LOSSES)
 def test_matching_loss_is_that_of_each_class_alone(kind: str, computation: str) -> None:
     """Whatever stands in a place of weight 0, the losses are those of the ragged groups."""

@@ -12,8 +12,6 @@ from condense_oracle import Descent, Group, Network
 
 from fedquilt.condense.embeds import frozen_copy
 from fedquilt.condense.matching import (
-    COMPUTATIONS,
-    LOGIT_LOSSES,
     Matcher,
     MatchingSettings,
     View,
@@ -22,6 +20,7 @@ from fedquilt.condense.matching import (
 )
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
 from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
 from fedquilt.models.convolutional import ConvNet
 
 CLASSES = (1, 4, 7, 9)
@@ -181,7 +180,7 @@ def test_group_means_are_those_of_numpy(channels: int, batch_size: int, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("computation", COMPUTATIONS)
+@pytest.mark.parametrize("computation", LOSS_COMPUTATIONS)
 @pytest.mark.parametrize("kind", LOGIT_LOSSES)
 def test_loss_and_pixel_gradient_are_those_of_numpy(
     kind: str, computation: str, channels: int, dtype: torch.dtype
@@ -255,7 +254,7 @@ def test_batched_step_is_a_loop_over_classes() -> None:
 def test_both_computations_have_one_gradient_for_squares(kind: str) -> None:
     """Their losses differ by the variance of the groups, which no image changes."""
     images, losses = [], []
-    for computation in COMPUTATIONS:
+    for computation in LOSS_COMPUTATIONS:
         case = make_case(3, 2, torch.float64)
         settings = MatchingSettings(3, 0.3, 0.5, kind, computation)
         view = case.view(average=computation == "avg-loss")
@@ -279,7 +278,7 @@ def test_both_computations_have_one_gradient_for_squares(kind: str) -> None:
 def test_gradients_differ_where_the_loss_is_not_a_square() -> None:
     """Otherwise the choice of the computation would have been lost on the way."""
     images = []
-    for computation in COMPUTATIONS:
+    for computation in LOSS_COMPUTATIONS:
         case = make_case(3, 2, torch.float64)
         settings = MatchingSettings(1, 0.3, 0.5, "wasserstein", computation)
         match(case.synthetic, [case.view(average=False)], settings, np.random.default_rng(0))
@@ -300,7 +299,7 @@ def test_two_views_share_one_velocity() -> None:
     close(case.synthetic.images, stacked(descent.images))
 
 
-@pytest.mark.parametrize("computation", COMPUTATIONS)
+@pytest.mark.parametrize("computation", LOSS_COMPUTATIONS)
 def test_images_without_logits_in_the_table_are_those_of_numpy(computation: str) -> None:
     """Where logits are not matched, a table that never held them serves as well."""
     case = make_case(1, 3, torch.float32)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.condense.matching import COMPUTATIONS, matching_loss
+from fedquilt.condense.matching import matching_loss
 from fedquilt.condense.statistics import ClassTargets, Drawn, StatisticsTable
+from fedquilt.config.choices import LOSS_COMPUTATIONS
 from fedquilt.errors import InvalidValueError
 
 LABELS = torch.tensor([8, 2, 8, 8, 5, 2, 8, 8])  # two, one and five groups, mixed
@@ -97,7 +98,7 @@ def test_equal_generators_draw_alike_and_all_groups_need_none() -> None:
     assert source.bit_generator.state == before
 
 
-@pytest.mark.parametrize("computation", COMPUTATIONS)
+@pytest.mark.parametrize("computation", LOSS_COMPUTATIONS)
 @pytest.mark.parametrize("average", [True, False])
 def test_a_broken_group_spoils_its_own_class_alone(average: bool, computation: str) -> None:
     """Places of weight 0 must not carry the NaN of one class into another."""

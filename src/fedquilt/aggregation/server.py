@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
+from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
-DEFAULT_LR = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01}
 
 
 class ServerStep(Protocol):
@@ -48,7 +48,7 @@ class ServerOptimizer:
     """Apply mean updates to the flat global vector; state is kept in float64."""
 
     def __init__(self, name: str, lr: float, momentum: float = 0.9) -> None:
-        self.name = checks.choice("server_optimizer", name, DEFAULT_LR)
+        self.name = checks.choice("server_optimizer", name, SERVER_OPTIMIZERS)
         self.lr = checks.number("server_lr", lr, above=0)
         self.momentum = checks.number("server_momentum", momentum, at_least=0, below=1)
         self._first: torch.Tensor | None = None
@@ -95,5 +95,5 @@ class ServerOptimizer:
 
 def make_server_optimizer(name: str, lr: float | None, momentum: float) -> ServerOptimizer:
     """Return the optimiser of a name, with its usual learning rate when none is given."""
-    checks.choice("server_optimizer", name, DEFAULT_LR)
-    return ServerOptimizer(name, DEFAULT_LR[name] if lr is None else lr, momentum)
+    checks.choice("server_optimizer", name, SERVER_OPTIMIZERS)
+    return ServerOptimizer(name, SERVER_LEARNING_RATES[name] if lr is None else lr, momentum)

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedquilt.audit.neighbours import CLIENTS, KINDS, SHORT
 from fedquilt.config import RunConfig
+from fedquilt.config.choices import METHODS, OWN_LOSS_METHODS
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ _COIN: dict[str, Any] = {
     "num_rounds": 4,
 }
 _TIERS = "1,1/2,1/4"
-_SLICED = ("heterofl", "fedrolex", "dropout", "mfl", "smallest", "largest")
-_OWN_LOSS = ("fjord", "depthfl")  # only the sequential engine trains these
+_SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS))
 _STATELESS = ("dropout layer", "dropout call", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
@@ -157,7 +157,7 @@ def _method_cases() -> dict[str, WholeCase]:
     cases["fedrolex, frozen parameter, sequential"] = WholeCase(
         {"method": "fedrolex", "tiers": "1", "engine": "sequential"}, "frozen parameter"
     )
-    for method in _OWN_LOSS:
+    for method in OWN_LOSS_METHODS:
         model = "exits" if method == "depthfl" else "dropout layer"
         settings = {"method": method, "tiers": "1,1/2", "engine": "sequential"}
         cases[f"{method}, {model}, sequential"] = WholeCase(settings, model)

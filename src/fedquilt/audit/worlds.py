@@ -69,7 +69,7 @@ class World:
         """Return what anybody may see of the newest round and no noise protects."""
         mechanism, population = self.federation.mechanism, self.account.population
         line = as_line(self.record, self.seconds)
-        shown = split_private(line)[0] if mechanism.claims else line
+        shown = split_private(line)[0] if mechanism.is_bounded else line
         shown = {key: value for key, value in shown.items() if key not in _FROM_RELEASE}
         states = {**self.federation.tracker.state(), **mechanism.state()}
         states.pop("quantile_bound", None)  # a release: its move is measured, not forbidden

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedquilt.assemble import build_method, build_problem
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
-from fedquilt.experiment import run_config
-from fedquilt.record import RunResult
-from fedquilt.run_folder import finite, make_fresh, storage_errors
+
+if TYPE_CHECKING:
+    from fedquilt.record import RunResult
 
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
 SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
@@ -35,6 +34,9 @@ def compare(
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Train the same federation in several modes and lay the results side by side."""
+    from fedquilt.assemble import build_method, build_problem
+    from fedquilt.run_folder import make_fresh, storage_errors
+
     base = build_config(settings, preset=preset, file=config)
     configs = [
         base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
@@ -55,12 +57,15 @@ def compare(
 
 
 def _one(config: RunConfig, shown: bool) -> RunResult:
+    from fedquilt.experiment import run_config
+
     with watch(f"{config.mode}, seed {config.seed}", shown) as observer:
         return run_config(config, observer)
 
 
 def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
+    from fedquilt.run_folder import finite
 
     runs = [one.result for one in finished]
     rows = comparison_table(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,11 +15,11 @@ from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, build_config
+from fedquilt.config.choices import BASELINES
 from fedquilt.config.condense import ALIASES, NOT_FOR_CONDENSE
-from fedquilt.experiment import resume_run, run_config
-from fedquilt.fednum.baselines import BASELINES, baseline_row, condensation_row
-from fedquilt.record import RunResult
-from fedquilt.run_folder import RunFolder, finite
+
+if TYPE_CHECKING:
+    from fedquilt.record import RunResult
 
 BASELINE_OPTION = typer.Option(
     "--baselines",
@@ -40,6 +40,10 @@ def condense(
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Grow a synthetic data set on the server from class statistics of the clients."""
+    from fedquilt.experiment import resume_run, run_config
+    from fedquilt.fednum.baselines import baseline_row, condensation_row
+    from fedquilt.run_folder import RunFolder, finite
+
     shown = not quiet and not as_json
     if resume is not None:
         stands_alone(resume, settings, config)
@@ -75,6 +79,8 @@ def condense(
 
 
 def _config_of(resume: str) -> RunConfig:
+    from fedquilt.run_folder import RunFolder
+
     config = RunFolder.open(resume).read_config()
     if not isinstance(config, CondenseConfig):
         raise InvalidValueError(
@@ -91,11 +97,11 @@ def _label(config: RunConfig) -> str:
 def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
     """Return the baselines that are asked for.
 
-    Beside a certified run there are none unless asked for: they read the clients'
+    Beside a run that is bounded there are none unless asked for: they read the clients'
     data, and their accuracies are covered by no claim.
     """
     if text is None:
-        return [] if config.mode == "certified" else list(_USUAL)
+        return [] if config.is_bounded(covered=True) else list(_USUAL)
     if text == "none":
         return []
     if text == "all":
@@ -131,6 +137,7 @@ def draw_pictures(finished: RunResult) -> list[Path]:
     """Draw what is missing: a grid for each evaluation and the final set, strip, animation."""
     from fedquilt.data import condensed_info, load_condensed
     from fedquilt.report import animate_condensed, draw_condensed_strip
+    from fedquilt.run_folder import RunFolder
 
     if finished.folder is None:
         return []
@@ -158,6 +165,7 @@ def draw_pictures(finished: RunResult) -> list[Path]:
 
 def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]) -> None:
     from fedquilt.report import condensation_table
+    from fedquilt.run_folder import RunFolder
 
     print(condensation_table(rows))
     if finished.result["stopped"]:

@@ -134,8 +134,8 @@ def _kept_heads(path: str) -> list[str]:
     from fedquilt.run_folder import RunFolder
 
     folder = RunFolder.open(path)
-    checkpoint, result = folder.load_checkpoint(), folder.read_result() or {}
-    heads = [checkpoint.ledger_head if checkpoint else "", result.get("ledger", {}).get("head", "")]
+    result = folder.read_result() or {}
+    heads = [folder.checkpoint_head(), result.get("ledger", {}).get("head", "")]
     return [head for head in heads if head]
 
 

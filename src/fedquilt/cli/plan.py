@@ -44,7 +44,7 @@ def plan(
 ) -> None:
     """Say what a bound for every client takes, and what to change first if it is hopeless."""
     from fedquilt.common import checks
-    from fedquilt.config.run import ADJACENCIES
+    from fedquilt.config.choices import ADJACENCIES
     from fedquilt.privacy import feasibility as planning
 
     checks.choice("adjacency", adjacency, ADJACENCIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,8 +13,9 @@ from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, watch
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
-from fedquilt.experiment import resume_run, run_config
-from fedquilt.record import RunResult
+
+if TYPE_CHECKING:
+    from fedquilt.record import RunResult
 
 CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from a TOML file.")
 PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.")
@@ -56,6 +57,8 @@ def _run(
     shown: bool,
     tracker: str,
 ) -> RunResult:
+    from fedquilt.experiment import resume_run, run_config
+
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
         with watch(f"{merged.dataset} {merged.mode}", shown, tracker) as observer:
@@ -74,7 +77,10 @@ def stands_alone(resume: str, *given: object) -> None:
 
 
 def draw_history(finished: RunResult) -> Path | None:
-    """Draw training.png in the run's folder, unless it is there already."""
+    """Draw training.png in the run's folder, unless it is there already.
+
+    Its dashed lines stand at the run's own epsilon and target accuracy.
+    """
     from fedquilt.config import VISUALIZATION_CONFIG
     from fedquilt.report import plot_training_history
 
@@ -83,11 +89,13 @@ def draw_history(finished: RunResult) -> Path | None:
     path = finished.folder / "training.png"
     if not path.exists():
         metadata = finished.result["metadata"]
+        settings = metadata["hyperparameters"]
+        own = {key: settings[key] for key in ("epsilon", "target_accuracy")}
         plot_training_history(
             finished.result["history"],
             metadata["dataset"],
             metadata["seed"],
-            VISUALIZATION_CONFIG,
+            {**VISUALIZATION_CONFIG, **own},
             str(path),
         )
     return path

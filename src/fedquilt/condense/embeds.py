@@ -24,6 +24,7 @@ from torch import nn
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
+from fedquilt.config.choices import FEATURE_MODELS
 
 
 @runtime_checkable
@@ -117,7 +118,6 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 _SEED_BYTES = 8
-KINDS = ("global", "random_pool", "perturbed")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class FeatureModels:
     Parameters
     ----------
     kind
-        One of `KINDS`.
+        One of `FEATURE_MODELS`.
     count
         Models a round (`model_n`); "global" has one.
     rho
@@ -144,7 +144,7 @@ class FeatureModels:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks.choice("feature_model", self.kind, KINDS)
+        checks.choice("feature_model", self.kind, FEATURE_MODELS)
         checks.integer("model_n", self.count, at_least=1)
         checks.number("rho", self.rho, at_least=0)
         if self.kind == "global" and self.count != 1:

@@ -52,9 +52,7 @@ from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.statistics import ClassTargets, Drawn
 from fedquilt.condense.synthetic import SyntheticSet
-
-LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
-COMPUTATIONS = ("avg-loss", "loss-avg")
+from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
 
 
 def logit_distance(kind: str, z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -95,7 +93,7 @@ def matching_loss(
     weights : [P, S]
         Weight of each group; rows sum to 1, and a place without a group has 0.
     """
-    checks.choice("loss_computation", loss_computation, COMPUTATIONS)
+    checks.choice("loss_computation", loss_computation, LOSS_COMPUTATIONS)
     if loss_computation == "avg-loss":
         features = (weights[..., None] * features).sum(dim=1, keepdim=True)
         logits = (weights[..., None] * logits).sum(dim=1, keepdim=True)
@@ -121,7 +119,7 @@ class MatchingSettings:
         checks.number("image_lr", self.image_lr, above=0)
         checks.number("image_momentum", self.momentum, at_least=0, below=1)
         checks.choice("logit_loss_type", self.logit_loss_type, LOGIT_LOSSES)
-        checks.choice("loss_computation", self.loss_computation, COMPUTATIONS)
+        checks.choice("loss_computation", self.loss_computation, LOSS_COMPUTATIONS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,8 +74,8 @@ class Condensation(Method):
         num_classes: int,
     ) -> None:
         super().__init__(engine, server, released=RELEASED, notes=notes)
-        self.engine: StatisticsSource = engine
-        self.server: CondensingServer | GrowingServer = server
+        self.source = engine
+        self.images = server
         self.evaluates_slowly = True
         self._config = config
         self._new_sum = new_sum
@@ -91,12 +91,12 @@ class Condensation(Method):
         It is trained in the rounds that are evaluated; where nobody came to such a round,
         or the run ended before one, that is made up for.
         """
-        return self.server.train_if_stale(weights)
+        return self.images.train_if_stale(weights)
 
     def keep(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""
         # On the way all images are kept: those of one round must fit those of another.
-        grown = self._as_dataset(self.server.synthetic if rounds is not None else None)
+        grown = self._as_dataset(self.images.synthetic if rounds is not None else None)
         path = files.room_for_synthetic(rounds)
         mean, std = normalisation(self._config, self._channels)
         about: dict[str, str | int | float] = {
@@ -113,7 +113,7 @@ class Condensation(Method):
         return self._as_dataset(None)
 
     def _as_dataset(self, synthetic: SyntheticSet | None) -> ImageDataset:
-        images = self.server.grown() if synthetic is None else synthetic
+        images = self.images.grown() if synthetic is None else synthetic
         return ImageDataset(
             images.images.detach().cpu().clone(),
             images.labels.cpu(),
@@ -129,15 +129,15 @@ class Condensation(Method):
             "images": len(self.synthetic()),
             "bytes_up": sum(line.get("bytes_up", 0) for line in lines),
             "bytes_down": sum(line.get("bytes_down", 0) for line in lines),
-            "classes_not_sent": self.server.not_sent(),
+            "classes_not_sent": self.images.not_sent(),
             "seconds": None if None in seconds else sum(seconds),
         }
         return {"condensation": record}
 
     def report_to(self, progress: Progress) -> None:
         """Tell what clients and server are doing."""
-        self.engine.progress = progress
-        self.server.progress = progress
+        self.source.progress = progress
+        self.images.progress = progress
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Let freed memory stay with the process while images are matched."""
@@ -155,7 +155,7 @@ def make_condensation(
         )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))
     trainer = Trainer(model, task.public().inputs, training_of(config), augmentation, config.seed)
-    if config.mode == "certified":
+    if config.is_bounded(covered=True):
         return _make_bounded(config, task, trainer, num_classes)
     return _make_grouped(config, model, task, trainer, num_classes)
 

@@ -15,18 +15,22 @@ from fedquilt.config.documents import (
     VISUALIZATION_CONFIG,
 )
 from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
-from fedquilt.config.run import MODES, RunConfig, option_fields
+from fedquilt.config.modes import MODE_TABLE, MODES, Claim, Mode
+from fedquilt.config.run import RunConfig, option_fields
 
 __all__ = [
     "EXPECTED_MILESTONES",
     "HYPERPARAMETERS",
     "MODES",
+    "MODE_TABLE",
     "OUTPUT_CONFIG",
     "PRESETS",
     "PRIVACY_CONFIG",
     "TARGET_ACCURACY",
     "VISUALIZATION_CONFIG",
+    "Claim",
     "CondenseConfig",
+    "Mode",
     "RunConfig",
     "build_config",
     "check_keys",

@@ -13,14 +13,15 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import (
+    FEATURE_MODELS,
+    FRONTS,
+    INIT_METHODS,
+    LOGIT_LOSSES,
+    LOSS_COMPUTATIONS,
+)
+from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
-
-CONDENSE_MODES = ("fednum", "certified")
-FEATURE_MODELS = ("random_pool", "global", "perturbed")
-FRONTS = ("hog-linear", "scatter-linear")
-INIT_METHODS = ("random", "real_sample")
-LOGIT_LOSSES = ("auto", "l2", "kl", "wasserstein", "wasserstein_sorted", "none")
-LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
 
 # The document's word on the left, the package's on the right.
 ALIASES = {
@@ -52,6 +53,7 @@ CERTIFIED_DEFAULTS: dict[str, Any] = {
     "augmentation": "none",
     "normalise_updates": True,
 }
+DEFAULTS_BY_MODE = {"fednum": FEDNUM_DEFAULTS, "certified": CERTIFIED_DEFAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class CondenseConfig(RunConfig):
         "auto",
         _MATCHING,
         "Distance of mean logits; auto: none for random_pool, else l2.",
-        choices=LOGIT_LOSSES,
+        choices=("auto", *LOGIT_LOSSES),
     )
     loss_computation: str = declare(
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS

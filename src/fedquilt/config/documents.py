@@ -13,6 +13,8 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import AVAILABILITIES
+from fedquilt.config.modes import DOCUMENT_MODES
 
 HYPERPARAMETERS: dict[str, Any] = {
     "num_clients": 100,
@@ -141,7 +143,6 @@ _OTHER = (
     "initial_clip",
 )
 _STRATEGIES = ("layer_wise", "full", "none")
-_MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client")
 
 
 def settings_from_seed(
@@ -167,12 +168,12 @@ def settings_from_seed(
     settings["availability"] = checks.choice(
         "participation_distribution",
         merged["participation_distribution"],
-        ("beta", "uniform", "always"),
+        AVAILABILITIES,
     )
     settings |= _mode(given, parameter_names)
     known = {*_SAME, *_RENAMED, *_OTHER}
     settings |= {key: value for key, value in given.items() if key not in known}
-    checks.choice("mode", settings["mode"], _MODES)
+    checks.choice("mode", settings["mode"], DOCUMENT_MODES)
     return settings
 
 

@@ -17,8 +17,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config.condense import (
     ALIASES,
-    CERTIFIED_DEFAULTS,
-    FEDNUM_DEFAULTS,
+    DEFAULTS_BY_MODE,
     CondenseConfig,
     with_package_names,
 )
@@ -63,7 +62,8 @@ def _build(
     merged.update(settings)
     check_keys(merged, "configuration", kind)
     if kind is CondenseConfig:
-        usual = CERTIFIED_DEFAULTS if merged.get("mode") == "certified" else FEDNUM_DEFAULTS
+        mode = merged.get("mode", CondenseConfig.mode)
+        usual = DEFAULTS_BY_MODE.get(mode, {}) if isinstance(mode, str) else {}
         if merged.get("dataset") == "custom" or merged.get("partition") == "writer":
             usual = {key: value for key, value in usual.items() if key != "num_clients"}
         merged = {**usual, **merged}

@@ -16,23 +16,22 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-
-MODES = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
-POLICIES = ("adaptive", "cap", "worst_case", "paper")
-CLIPPINGS = ("fixed", "quantile")
-ON_SHORT = ("refuse", "sit_out")
-ADJACENCIES = ("zero_out", "replace_one")
-PARTITIONS = ("dirichlet", "iid", "shards", "writer")
-SELECTIONS = ("uniform", "weighted", "poisson")
-SERVER_OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
-ENGINES = ("auto", "sequential", "batched", "processes", "custom")
-DEVICES = ("auto", "cpu", "cuda")
-METHODS = (
-    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl", "custom"),
-    *("smallest", "largest"),
+from fedquilt.config.choices import (
+    ADJACENCIES,
+    CLIPPINGS,
+    DEVICES,
+    ENGINES,
+    METHODS,
+    ON_SHORT,
+    PARTITIONS,
+    POLICIES,
+    SELECTIONS,
+    SERVER_OPTIMIZERS,
 )
-SLICED_MODES = ("fedavg", "certified")
+from fedquilt.config.modes import MODE_TABLE, MODES, SLICED_MODES, Claim
 
+OWN = "custom"
+"""Stands for a part that somebody brought as an object, from Python."""
 
 # Larger numbers are slips of the keyboard, and would overflow in float32 or in an index.
 LARGEST_NUMBER = 1e30
@@ -91,7 +90,12 @@ class RunConfig:
         choices=SELECTIONS,
     )
 
-    mode: str = declare("quap_fl", _TRAINING, "The method.", choices=MODES)
+    mode: str = declare(
+        "quap_fl",
+        _TRAINING,
+        "; ".join(f"{name}: {MODE_TABLE[name].summary}" for name in MODES) + ".",
+        choices=MODES,
+    )
     model: str = declare(
         "auto",
         _TRAINING,
@@ -129,6 +133,7 @@ class RunConfig:
         "Which part of the model a client trains; all but full need the mode fedavg, "
         "which is then the default, or certified.",
         choices=METHODS,
+        own=True,
     )
     tiers: str = declare(
         "1,1/2,1/4,1/8",
@@ -250,7 +255,7 @@ class RunConfig:
     )
     seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
     device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
-    engine: str = declare("auto", _RUN, "How clients are trained.", choices=ENGINES)
+    engine: str = declare("auto", _RUN, "How clients are trained.", choices=ENGINES, own=True)
     output_dir: str = declare("./results", _RUN, "Folder that receives the run's folder.")
 
     def __post_init__(self) -> None:
@@ -324,6 +329,23 @@ class RunConfig:
                 "(write a decimal point for a fraction)"
             )
 
+    def is_bounded(self, *, covered: bool) -> bool:
+        """Tell whether each client's charge is known before every release.
+
+        The one answer to that question: such a run has a budget in a ledger and keeps raw
+        measurements private.  It claims a bound if, moreover, its noise is secret.
+
+        Parameters
+        ----------
+        covered
+            Whether the noise reaches every tensor that is released; only the mode
+            `fixed_dp` depends on it, and it gives up with reproducible noise.
+        """
+        claim = MODE_TABLE[self.mode].claim
+        if claim is Claim.IF_COVERED:
+            return covered and self.noise_seed is None
+        return claim is Claim.BOUND
+
     def patterns(self, name: str) -> tuple[str, ...]:
         """Return the comma-separated patterns of `noise_layers` or `trainable`, in order."""
         return tuple(part.strip() for part in getattr(self, name).split(",") if part.strip())
@@ -384,6 +406,8 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
     if "float" in kinds:
         real = checks.number(name, value, **rule)
         return checks.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
+    if rule.get("own") and value == OWN:
+        return value
     if "choices" in rule:
         return checks.choice(name, value, rule["choices"])
     if not isinstance(value, str) or not value or not _is_text(value):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import PARTITIONS
 from fedquilt.data.dataset import (
     IndexArray,
     as_labels,
@@ -119,7 +120,7 @@ def _share_sizes(log_shares: npt.NDArray[np.float64], count: int) -> npt.NDArray
     return sizes
 
 
-SPLITS: Final = ("dirichlet", "iid", "shards", "writer")
+SPLITS: Final = PARTITIONS
 """The kinds of split that `split_clients` knows."""
 
 

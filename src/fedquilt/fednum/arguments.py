@@ -24,8 +24,8 @@ from torch import nn
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.matching import LOGIT_LOSSES
 from fedquilt.config import CondenseConfig, RunConfig, write_config_file
+from fedquilt.config.choices import LOGIT_LOSSES
 
 
 @dataclass(frozen=True)

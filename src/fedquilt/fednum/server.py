@@ -238,7 +238,7 @@ class FedNumServer:
         method = make_fednum(
             config, self.global_model, sample, clients, self.all_classes, self.info.num_classes
         )
-        self.synthetic = method.server.synthetic
+        self.synthetic = method.images.synthetic
         federation = Federation(
             select=self._cohort,
             tracker=ParticipationTracker(len(clients)),

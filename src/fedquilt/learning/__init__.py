@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import ENGINES
 from fedquilt.learning.engine import (
     ClassMask,
     ClientUpdate,
@@ -71,6 +72,5 @@ def make_engine(
         from fedquilt.learning.processes import ProcessEngine
 
         return ProcessEngine(model, task, settings)
-    raise InvalidValueError(
-        f"engine={name!r} must be 'auto', 'sequential', 'batched' or 'processes'"
-    )
+    # Whoever comes here has named none of these.
+    raise InvalidValueError(f"engine={name!r} must be one of {', '.join(map(repr, ENGINES))}")

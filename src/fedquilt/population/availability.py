@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.config.choices import AVAILABILITIES
 
 BETA_A, BETA_B = 2.0, 5.0
 UNIFORM_PROBABILITY = BETA_A / (BETA_A + BETA_B)
-KINDS = ("beta", "uniform", "always")
 
 
 def propensities(
@@ -59,10 +59,9 @@ class Availability:
             return cls(num_clients, np.full(num_clients, UNIFORM_PROBABILITY))
         if kind.endswith(".csv"):
             return cls(num_clients, trace=load_trace(kind, num_clients))
-        hint = checks.did_you_mean(kind, KINDS)
-        raise InvalidValueError(
-            f"availability={kind!r} must be 'beta', 'uniform', 'always' or a FILE.csv{hint}"
-        )
+        hint = checks.did_you_mean(kind, AVAILABILITIES)
+        named = ", ".join(map(repr, AVAILABILITIES))
+        raise InvalidValueError(f"availability={kind!r} must be {named} or a FILE.csv{hint}")
 
     @property
     def expected_rate(self) -> float:

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
+from fedquilt.config.choices import SELECTIONS
 from fedquilt.population.availability import Availability
-
-RULES = ("uniform", "weighted", "poisson")
 
 
 def select_cohort(
@@ -86,7 +85,7 @@ class CohortSelector:
                 "no other rule is an independent coin"
             )
         self.availability = availability
-        self.rule = checks.choice("selection", rule, RULES)
+        self.rule = checks.choice("selection", rule, SELECTIONS)
         self.limit = limit
         self.seed = seed
         self.secret = secret

@@ -68,8 +68,19 @@ class Mechanism(Protocol):
     """The rules of one mode for steps 1 and 4 to 7 of a round."""
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether every charge is known before its release; raw measurements stay private.
+
+        The same answer as `RunConfig.is_bounded` gave before the run began, and as
+        `RunAccount.is_bounded` gives where there is a ledger.
+        """
+
+    @property
     def claims(self) -> bool:
-        """Whether the mode may claim a bound, so that raw measurements stay private."""
+        """Whether a bound may be claimed: charges are known, and the noise is secret.
+
+        At the end of the run it is what `Statement.is_bounded` says.
+        """
 
     @property
     def needs_whole_cohort(self) -> bool:
@@ -149,6 +160,11 @@ def is_finite(vector: torch.Tensor) -> bool:
 
 class Unbounded:
     """What mechanisms without a bound say when they are asked about budgets."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """No finite charge would be true."""
+        return False
 
     @property
     def claims(self) -> bool:

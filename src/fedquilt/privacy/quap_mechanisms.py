@@ -244,6 +244,11 @@ class LayerNoise(QuapMechanism):
     """
 
     @property
+    def is_bounded(self) -> bool:
+        """Charges are known in advance wherever a bound may be claimed."""
+        return self.claims
+
+    @property
     def claims(self) -> bool:
         """A bound may be claimed when nothing escapes a clip chosen in advance."""
         return not self._excuses()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fedquilt.common.bounds import format_bound
+
+if TYPE_CHECKING:
+    import torch
 
 ADJACENCIES = {
     "zero-out": "its data against nothing in their place",
@@ -189,6 +190,8 @@ class Coverage:
 
     def take(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the covered coordinates: a view for one range, else a copy."""
+        import torch
+
         parts = [vector[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

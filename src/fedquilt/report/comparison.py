@@ -11,14 +11,12 @@ import numpy as np
 
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.series import ROUND, Array, aligned, as_number, column
 from fedquilt.report.style import (
-    BLUE,
-    GREEN,
+    COLORS,
     GREY,
-    ORANGE,
     PALETTE,
-    PURPLE,
     accuracy_limits,
     drawing,
     figure_path,
@@ -34,7 +32,6 @@ from fedquilt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MODE_ORDER = ("fedavg", "fixed_dp", "quap_fl", "quap_fl_client", "certified")
 NO_GUARANTEE = "no guarantee (ε = ∞)"
 
 Run = Mapping[str, Any]
@@ -69,8 +66,8 @@ def runs_by_mode(runs: Sequence[Run]) -> dict[str, list[Run]]:
         raise InvalidValueError(
             f"runs of different data sets cannot be compared: {', '.join(datasets)}"
         )
-    known = [mode for mode in MODE_ORDER if mode in groups]
-    return {mode: groups[mode] for mode in [*known, *(m for m in groups if m not in MODE_ORDER)]}
+    known = [mode for mode in MODE_TABLE if mode in groups]
+    return {mode: groups[mode] for mode in [*known, *(m for m in groups if m not in MODE_TABLE)]}
 
 
 def _check_run(index: int, run: object) -> None:
@@ -173,13 +170,6 @@ def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-_COLORS = {
-    "fedavg": GREY,
-    "fixed_dp": ORANGE,
-    "quap_fl": BLUE,
-    "quap_fl_client": PURPLE,
-    "certified": GREEN,
-}
 _LABEL_INCHES = 0.2
 _LEAST_BANDS = 3
 # Dotted, because a solid rule from a lone point would read as data.
@@ -217,7 +207,9 @@ def plot_comparison(
 
 
 def _color(mode: str) -> str:
-    return _COLORS.get(mode, PALETTE[sum(map(ord, mode)) % len(PALETTE)])
+    if mode in MODE_TABLE:
+        return COLORS[MODE_TABLE[mode].color]
+    return PALETTE[sum(map(ord, mode)) % len(PALETTE)]
 
 
 def _draw_curves(axes: Axes, groups: Mapping[str, Sequence[Run]]) -> None:

@@ -31,8 +31,17 @@ if TYPE_CHECKING:
 FORMATS = ("png", "pdf", "svg")
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
 ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#666666"
-PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+COLORS = {
+    "blue": BLUE,
+    "vermilion": VERMILION,
+    "green": GREEN,
+    "purple": PURPLE,
+    "orange": ORANGE,
+    "sky": SKY,
+    "grey": GREY,
+}
 """Colours that stay apart for colour-blind readers (after Okabe and Ito)."""
+PALETTE = tuple(COLORS.values())
 
 _LAYOUT: dict[Any, Any] = {
     "figure.constrained_layout.w_pad": 0.1,

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
+from fedquilt.config.choices import OWN_LOSS_METHODS
 from fedquilt.learning import FlatModel
 from fedquilt.slices.depth import Blocks, DepthSlicer
 from fedquilt.slices.model_slice import ModelSlice, SliceMap
@@ -101,9 +102,6 @@ def _with_means(method: str, tiers: list[dict[str, Any]]) -> dict[str, Any]:
 _REMEMBERED = 512
 # MFL takes turns through its structures; more than these would not come round in a run.
 _STRUCTURES = 64
-
-OWN_LOSS = ("fjord", "depthfl")
-"""Methods whose local loss only the sequential engine can train."""
 
 Cut = Selection | Blocks
 """What a client holds: a rule for every axis, or blocks."""
@@ -260,7 +258,7 @@ def make_slicing(
             f"engine='processes' must be 'auto', 'sequential' or 'batched' with "
             f"method={config.method!r}: every width would start processes of its own"
         )
-    if config.engine == "batched" and config.method in OWN_LOSS:
+    if config.engine == "batched" and config.method in OWN_LOSS_METHODS:
         raise InvalidValueError(
             f"engine='batched' must be 'auto' or 'sequential' with method={config.method!r}, "
             "whose clients have a loss of their own"

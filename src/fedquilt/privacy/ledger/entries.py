@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
@@ -237,9 +238,6 @@ def check_charges(charges_mu2: npt.ArrayLike, count: int) -> FloatArray:
 
 MAX_CLIENTS = 100_000_000
 """More clients than this would not fit one SQLite value."""
-
-ADJACENCIES = ("zero_out", "replace_one")
-"""What two neighbouring worlds differ in: a client's data against nothing, or other data."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any, Self
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
 from fedquilt.privacy.ledger.balances import Balances, ClientRow
-from fedquilt.privacy.ledger.entries import ADJACENCIES, MAX_CLIENTS, PopulationInfo
+from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.errors import LedgerConflictError
 from fedquilt.privacy.ledger.files import SCHEMA_VERSION
 from fedquilt.privacy.ledger.members import check_ids

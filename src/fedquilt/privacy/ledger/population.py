@@ -11,6 +11,7 @@ import numpy as np
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import ON_SHORT
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import (
     Balances,
@@ -176,7 +177,7 @@ class Population:
         is refused from then on.
         """
         name = check_name("run_id", run_id)
-        checks.choice("on_short", on_short, ("refuse", "sit_out"))
+        checks.choice("on_short", on_short, ON_SHORT)
         if epsilon is not None:
             epsilon = checks.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)

@@ -1,0 +1,45 @@
+"""What each closed option may be, declared once.
+
+The command line, the checks of a configuration, the leaves that build the parts and the
+audit read these lists; the modes have a table of their own (`fedquilt.config.modes`).
+"""
+
+from __future__ import annotations
+
+# Data and population
+PARTITIONS = ("dirichlet", "iid", "shards", "writer")
+AVAILABILITIES = ("beta", "uniform", "always")
+SELECTIONS = ("uniform", "weighted", "poisson")
+
+# Training
+SERVER_LEARNING_RATES = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01}
+"""The server's optimisers, each with its usual learning rate."""
+SERVER_OPTIMIZERS = tuple(SERVER_LEARNING_RATES)
+ENGINES = ("auto", "sequential", "batched", "processes")
+DEVICES = ("auto", "cpu", "cuda")
+
+# Slices
+METHODS = (
+    *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
+    *("smallest", "largest"),
+)
+WHOLE_METHODS = ("full", "smallest")
+"""Methods in which all clients train one and the same model."""
+OWN_LOSS_METHODS = ("fjord", "depthfl")
+"""Methods whose local loss only the sequential engine can train."""
+
+# Privacy and the ledger
+POLICIES = ("adaptive", "cap", "worst_case", "paper")
+CLIPPINGS = ("fixed", "quantile")
+ADJACENCIES = ("zero_out", "replace_one")
+"""What two neighbouring worlds differ in: a client's data against nothing, or other data."""
+ON_SHORT = ("refuse", "sit_out")
+
+# Condensation
+FEATURE_MODELS = ("random_pool", "global", "perturbed")
+FRONTS = ("hog-linear", "scatter-linear")
+INIT_METHODS = ("random", "real_sample")
+LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
+LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
+BASELINES = ("coreset", "dm", "feddm", "fedavg")
+"""What a condensation is compared with."""

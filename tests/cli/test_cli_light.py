@@ -1,0 +1,67 @@
+"""What needs no torch does not load it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedquilt.experiment import run_config
+from run_processes import environment
+from run_samples import tiny
+
+SCRIPT = """
+import sys
+import fedquilt
+heavy = ("torch", "scipy", "sklearn", "matplotlib", "dp_accounting", "wandb")
+assert not [name for name in (*heavy, "numpy") if name in sys.modules], "import fedquilt"
+from fedquilt.cli import main
+sys.argv = ["fedquilt", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+loaded = [name for name in heavy if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished certified run, with a ledger of its own."""
+    place = tmp_path_factory.mktemp("light")
+    config = tiny(mode="certified", noise_seed=None, output_dir=str(place))
+    done = run_config(config).folder
+    assert done is not None
+    return done
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["run", "--help"],
+        ["condense", "--help"],
+        ["ledger", "show", "RUN"],
+        ["ledger", "export", "RUN"],
+        ["ledger", "verify", "RUN"],
+        ["statement", "RUN"],
+        ["statement", "RUN", "--json"],
+        ["plan", "--parameters", "100"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_is_loaded(arguments: list[str], folder: Path) -> None:
+    said = [str(folder) if word == "RUN" else word for word in arguments]
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *said],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout

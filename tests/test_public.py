@@ -1,0 +1,191 @@
+"""What is public is on a list: every key of every public file of a run is held against it."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+from fedquilt import experiment
+from fedquilt.aggregation import ServerOptimizer
+from fedquilt.config import build_config, option_fields
+from fedquilt.experiment import RunResult, run_config
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.record import (
+    CHECKPOINT_PUBLIC,
+    OWNER_FILES,
+    RESULT_PUBLIC,
+    ROUND_PUBLIC,
+    WITHHELD,
+    published,
+    split_private,
+)
+from run_samples import TINY
+
+SECRET = {**TINY, "noise_seed": None, "mode": "certified"}
+CONDENSED = {
+    "method": "condense",
+    "dataset": "digits",
+    "num_clients": 3,
+    "num_rounds": 2,
+    "eval_every": 1,
+    "ipc": 1,
+    "model_epochs": 1,
+}
+COIN = {"selection": "poisson", "amplification": True, "policy": "worst_case"}
+GROWN = {**CONDENSED, "mode": "certified", "mean_rounds": 1, "drawings": 20, "epsilon": 6.0}
+BOUNDED: dict[str, dict[str, Any]] = {
+    "certified": SECRET,
+    "rehearsal": {**SECRET, "noise_seed": 3},
+    "fixed_dp": {**SECRET, "mode": "fixed_dp", "noise_layers": "all"},
+    "quantile": {**SECRET, "clipping": "quantile", "noise_bands": 2},
+    "amplification": {**SECRET, **COIN},
+    "adam": {**SECRET, "server_optimizer": "adam", "participation_ema": 0.5},
+    "early stopping": {**SECRET, "early_stopping": True, "target_accuracy": 0.01},
+    "shared ledger": {**SECRET, "ledger": "shared.sqlite"},
+    "heterofl": {**SECRET, "method": "heterofl", "model": "mlp"},
+    "fedrolex": {**SECRET, "method": "fedrolex", "model": "mlp"},
+    "depthfl": {**SECRET, "method": "depthfl", "model": "exits", "tiers": "1,1/2"},
+    "condensation": GROWN,
+    "condensation by a coin": {**GROWN, **COIN, "num_clients": 20, "clients_per_round": 5},
+}
+OPEN: dict[str, dict[str, Any]] = {
+    "fedavg": {**TINY, "mode": "fedavg"},
+    "fixed_dp": {**TINY, "mode": "fixed_dp"},
+    "quap_fl": {**TINY, "mode": "quap_fl"},
+    "quap_fl_client": {**TINY, "mode": "quap_fl_client"},
+    "fednum": {**CONDENSED, "model": "convnet-32", "dc_iterations": 2, "model_n": 1},
+}
+# What only runs without a bound say.
+OPEN_ROUND = {*WITHHELD, "groups"}
+OPEN_RESULT = {"history.groups"}
+OPEN_CHECKPOINT = {
+    *("state/mechanism.clipper.clip_value", "state/mechanism.clipper.clip_history"),
+    "state/server.sent",
+}
+UNKEYED = {".lock", "ledger.sqlite", "condensed.safetensors", "synthetic", "shared.sqlite"}
+
+
+def ran(settings: dict[str, Any], place: Path, told: list[Any] | None = None) -> RunResult:
+    """Run in a folder of its own; `told` collects the lines that an observer gets."""
+    own = {"ledger": str(place / settings["ledger"])} if "ledger" in settings else {}
+    config = build_config({**settings, **own, "output_dir": str(place / "results")})
+    return run_config(config, None if told is None else lambda _, line: told.append(dict(line)))
+
+
+def folder_of(done: RunResult) -> Path:
+    assert done.folder is not None
+    return done.folder
+
+
+def lines_of(folder: Path, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def names_of(record: dict[str, Any], outer: str = "") -> set[str]:
+    """Return the keys of a result, outer.inner, down to those that a list names."""
+    names = set()
+    for key, value in record.items():
+        name = outer + key
+        inner = isinstance(value, dict) and any(k.startswith(f"{name}.") for k in RESULT_PUBLIC)
+        names |= names_of(value, f"{name}.") if inner else {name}
+    return names
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Return the names in the checkpoint, the model's tensors as one."""
+    with safetensors.safe_open(folder / "checkpoint.safetensors", framework="np") as stream:
+        names = {"model/*" if name.startswith("model/") else name for name in stream.keys()}  # noqa: SIM118
+        return names | set(stream.metadata() or {})
+
+
+def held_against_the_lists(done: RunResult, *, bounded: bool) -> None:
+    folder = folder_of(done)
+    more = (set(), set(), set()) if bounded else (OPEN_ROUND, OPEN_RESULT, OPEN_CHECKPOINT)
+    for line in lines_of(folder):
+        shown = {key for key, value in line.items() if value is not None or key not in WITHHELD}
+        assert shown <= set(ROUND_PUBLIC) | more[0]
+    result = json.loads((folder / "result.json").read_text())
+    assert names_of(result) <= set(RESULT_PUBLIC) | more[1]
+    assert checkpoint_names(folder) <= set(CHECKPOINT_PUBLIC) | more[2]
+    options = option_fields(type(build_config(done.result["metadata"]["hyperparameters"])))
+    config = tomllib.loads((folder / "config.toml").read_text())
+    assert set(config) <= {"schema_version", *options}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_bounded_run_shows_what_is_listed(name: str, tmp_path: Path) -> None:
+    told: list[Any] = []
+    done = ran(BOUNDED[name], tmp_path, told)
+    held_against_the_lists(done, bounded=True)
+    assert told
+    for line in told:
+        assert {key for key, value in line.items() if value is not None} <= set(ROUND_PUBLIC)
+    assert published(done.result) == done.result
+    folder = folder_of(done)
+    known = {"config.toml", "rounds.jsonl", "result.json", "checkpoint.safetensors", *UNKEYED}
+    found = {path.name for path in folder.iterdir()}
+    assert found <= {*known, *OWNER_FILES}
+    assert {"private.jsonl", "ledger.json"} <= found
+    for private in found & set(OWNER_FILES):
+        assert stat.S_IMODE((folder / private).stat().st_mode) == 0o600
+    for line in lines_of(folder, "private.jsonl"):
+        assert set(line) == {"schema_version", "round", *WITHHELD}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_a_run_without_a_bound_adds_what_is_named_here(name: str, tmp_path: Path) -> None:
+    done = ran(OPEN[name], tmp_path)
+    held_against_the_lists(done, bounded=False)
+    assert not (folder_of(done) / "private.jsonl").exists()
+
+
+def test_a_made_up_measurement_stays_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the server's report, from an evaluation, from the end of a run."""
+    monkeypatch.setattr(ServerOptimizer, "report", lambda self: {"mean_update_norm": 3.2})
+    adding(monkeypatch, experiment, "measure", {"largest_loss": 7.25})
+    adding(monkeypatch, experiment, "build_result", {"norms": [4.125]})
+    adding(monkeypatch, RunAccount, "summary", {"samples": 8.5})
+    told: list[Any] = []
+    done = ran(SECRET, tmp_path, told)
+    folder = folder_of(done)
+    public = [path for path in folder.iterdir() if path.name not in OWNER_FILES]
+    everything = b"".join(path.read_bytes() for path in public) + json.dumps(told).encode()
+    everything += json.dumps(done.result).encode() + json.dumps(done.summary()).encode()
+    for word in (b"mean_update_norm", b"largest_loss", b"norms", b"samples"):
+        assert word not in everything
+    assert [line["mean_update_norm"] for line in lines_of(folder, "private.jsonl")] == [3.2] * 4
+    open_run = ran({**TINY, "mode": "fedavg"}, tmp_path / "open")
+    assert lines_of(folder_of(open_run))[0]["mean_update_norm"] == 3.2
+
+
+def adding(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, more: dict[str, Any]) -> None:
+    """Let a function that returns a dictionary return more."""
+    real: Callable[..., dict[str, Any]] = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **named: {**real(*given, **named), **more})
+
+
+def test_a_line_is_parted() -> None:
+    line = {"round": 0, "seconds": 0.5, "train_loss": 1.5, "mean_update_norm": 3.2, "cohort": [1]}
+    public, private = split_private(line)
+    assert public == {"round": 0, "seconds": None, "train_loss": None, "cohort": [1]}
+    assert private == {"seconds": 0.5, "train_loss": 1.5, "mean_update_norm": 3.2}
+
+
+def test_a_result_is_parted() -> None:
+    result = {"mode": "certified", "norms": 1, "metadata": {"seed": 1, "sizes": [3]}, "extra": {}}
+    assert published(result) == {"mode": "certified", "metadata": {"seed": 1}}
+
+
+def test_every_key_has_a_reason() -> None:
+    for listed in (ROUND_PUBLIC, RESULT_PUBLIC, CHECKPOINT_PUBLIC, OWNER_FILES):
+        assert all(listed.values())
+    assert not set(WITHHELD) & set(ROUND_PUBLIC)
