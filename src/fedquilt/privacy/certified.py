@@ -213,6 +213,8 @@ class Certified:
         if length > limit or (self.settings.normalise and length > _NOTHING):
             scaled = shortened(vector, length, limit)
             return Contribution(contribution.client, scaled, 1.0, contribution.finite)
+        if vector is contribution.vector:
+            return contribution
         return Contribution(contribution.client, vector, 1.0, contribution.finite)
 
     def bound_vector(self, vector: torch.Tensor, limit: float) -> torch.Tensor:
