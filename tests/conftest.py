@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import cli, here, no_figures  # noqa: F401
 from fedquilt.config import RunConfig
 from fedquilt.experiment import RunResult, run_config
 from run_processes import Nursery
