@@ -8,6 +8,7 @@ process of its own, with its own locks, signals and limits.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,12 @@ import fedquilt
 NOBODY = 65534
 _HERE = Path(__file__).resolve().parent
 _SOURCE = Path(fedquilt.__file__).resolve().parents[1]
+# What runs and condensations load on the way: loaded once here, not in every child.
+_LOADED = (
+    *("fedquilt.cli", "fedquilt.data", "fedquilt.models.features", "fedquilt.report"),
+    *("safetensors.torch", "sklearn.datasets", "torch._dynamo"),
+    *("scipy.special", "scipy.optimize", "dp_accounting", "PIL.Image", "PIL.ImageFont"),
+)
 
 
 def environment() -> dict[str, str]:
@@ -109,14 +116,9 @@ class Nursery:
 
 def serve() -> None:
     """Be the nursery: read jobs from standard input until it closes."""
-    import safetensors.torch  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    for name in _LOADED:
+        importlib.import_module(name)
     import torch
-
-    import fedquilt.cli
-    import fedquilt.data
-    import fedquilt.models
-    import fedquilt.report
 
     torch.set_num_threads(1)
     fedquilt.data.load_dataset("digits")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partitions import assert_partition
 
 from fedquilt.data import split_clients
 from fedquilt.data.split import SPLITS
@@ -15,11 +16,6 @@ from fedquilt.errors import InvalidValueError
 
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
-
-
-def assert_partition(clients, num_samples) -> None:
-    assert all(c.dtype == np.int64 and len(c) > 0 for c in clients)
-    assert np.array_equal(np.sort(np.concatenate(clients)), np.arange(num_samples))
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slicing_oracle import (
+from sliced_federation import (
     HIDDEN,
     SIZE,
     Array,
@@ -22,7 +22,7 @@ from slicing_oracle import (
     mean_over_holders,
     trained,
 )
-from slicing_samples import EPOCHS, RATE, SIZES, data, federation
+from slices_samples import EPOCHS, RATE, SIZES, data, federation
 
 from fedquilt.common.randomness import generator
 from fedquilt.experiment import resume_run, run_config, run_in_memory

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from condensing_samples import PARTS, WIDTH, Linear, condense, images_of, small
+from condense_samples import PARTS, WIDTH, Linear, condense, images_of, small
 from numpy.typing import NDArray
 from torch import nn
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from condensing_samples import certified, condense, images_of, small
+from condense_samples import certified, condense, images_of, small
 
 from fedquilt import experiment
 from fedquilt.condense.certified_engine import GrowingServer
@@ -24,7 +22,7 @@ from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.experiment import RunResult, load, resume_run, run_config
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.run_folder import RunFolder
-from run_processes import Ended, Nursery, environment
+from run_processes import Ended, Nursery
 from run_samples import (
     contents,
     only_folder,
@@ -104,36 +102,6 @@ def assert_equal_runs(folder: Path, whole: Path) -> None:
         assert path.read_bytes() == (whole / path.relative_to(folder)).read_bytes(), path
     torn = [path.name for path in folder.rglob(".*") if path.name.endswith(".tmp")]
     assert not [name for name in torn if not name.startswith(".condensed_")], torn
-
-
-class WarmNursery(Nursery):
-    """One whose children find loaded what a condensation loads on the way."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import {', '.join(_LOADED)}; run_processes.serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            cwd=folder,
-        )
-
-
-_LOADED = (
-    *("run_processes", "torch._dynamo", "scipy.special", "scipy.optimize", "dp_accounting"),
-    *("PIL.Image", "PIL.ImageFont", "fedquilt.models.features"),
-)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """A source of real processes."""
-    nursery = WarmNursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +328,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go_on(folder: Path, **changes: Any) -> RunResult:
     """Resume with nothing but what is given; the settings are in the folder."""
-    from condensing_samples import PARTS, Linear
+    from condense_samples import PARTS, Linear
 
     import fedquilt
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from slicing_oracle import CLASSES, HIDDEN, INPUTS
+from sliced_federation import CLASSES, HIDDEN, INPUTS
 from torch import nn
 
 from fedquilt.assemble import Problem, build_federation, problem_from

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slicing_oracle import CLASSES, cross_entropy, divergence, mean_over_holders, trained
-from slicing_samples import RATE, SIZES, data, federation, network, problem
+from sliced_federation import CLASSES, cross_entropy, divergence, mean_over_holders, trained
+from slices_samples import RATE, SIZES, data, federation, network, problem
 from torch import nn
 
 import fedquilt

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holders_oracle import Pairs, fill, held_index, mean_over_holders, snapshot, unions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subnet_oracle import Pairs, fill, held_index, mean_over_holders, same, snapshot, unions
 from torch import nn
 
 from fedquilt.errors import InvalidValueError
@@ -28,6 +28,7 @@ from fedquilt.nn import (
     SSMultiheadAttention,
 )
 from fedquilt.slices import slice_between
+from run_samples import same_tensors
 
 Make = Callable[..., nn.Module]
 
@@ -74,7 +75,7 @@ def test_extract_then_merge_of_untouched_slices_is_the_identity(
     for part in parts:
         part.reset_parameters_from_father_layer(whole)  # type: ignore[operator]
     aggregate_layer(whole, parts, [weight for _, _, weight in clients])
-    assert same(before, snapshot(whole))
+    assert same_tensors(before, snapshot(whole))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -150,9 +151,9 @@ def test_zero_weights_keep_everything() -> None:
     server, client = net("1"), net("1/2")
     before = snapshot(server)
     aggregate(server, [client, client], [0, 0])
-    assert same(before, snapshot(server))
+    assert same_tensors(before, snapshot(server))
     aggregate(server, [], [])
-    assert same(before, snapshot(server))
+    assert same_tensors(before, snapshot(server))
 
 
 def test_plain_layers_are_averaged_over_all_or_refused() -> None:
@@ -168,7 +169,7 @@ def test_plain_layers_are_averaged_over_all_or_refused() -> None:
         aggregate(server, clients, [1, 3], plain="refuse")
     with pytest.raises(InvalidValueError, match=r"5\.weight belong to none"):
         distribute(clients[0], server, plain="refuse")
-    assert same(before, snapshot(server))
+    assert same_tensors(before, snapshot(server))
     aggregate(net("1"), [net("1/4")], [1], plain="refuse")
 
 
@@ -211,7 +212,7 @@ def test_mismatched_trees_are_errors_that_change_nothing(client: nn.Module, reas
         aggregate(server, [fine, client], [1, 1])
     with pytest.raises(InvalidValueError, match=reason):
         distribute(client, server)
-    assert same(before, snapshot(server))
+    assert same_tensors(before, snapshot(server))
 
 
 @pytest.mark.parametrize(
@@ -284,4 +285,4 @@ def test_the_published_mistake_is_not_made() -> None:
     part = SSLinear(4, 8, out_features_ranges=[("0", "1/4"), ("3/4", "1")])
     part.reset_parameters_from_father_layer(whole)
     aggregate_layer(whole, [part], [3])
-    assert same(before, snapshot(whole))
+    assert same_tensors(before, snapshot(whole))

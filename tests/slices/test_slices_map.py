@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from subnet_models import ZOO, Residual, images
-from subnet_oracle import fill
+from holders_oracle import fill
+from sliceable_models import ZOO, Residual, images
 from torch import nn
 
 from fedquilt.errors import InvalidValueError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from subnet_oracle import fill, held_index
+from holders_oracle import fill, held_index
 from torch import nn
 
 from fedquilt.errors import InvalidValueError

@@ -9,21 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from condensing_samples import WIDTH, Linear, condense, images_of, small
+from condense_samples import WIDTH, Linear, condense, images_of, small
 from torch import nn
 
 import fedquilt
 from fedquilt.data import DATASETS, condensed_info, load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import RunResult, run_config, run_in_memory
-from run_samples import assert_same_run, only_folder, same_tensors
+from fedquilt.experiment import run_config, run_in_memory
+from run_samples import assert_same_run, folder_of, only_folder, same_tensors
 
 NUMBERS = 64 * WIDTH + WIDTH + 10 * WIDTH + 10  # parameters of `Linear`
-
-
-def folder_of(result: RunResult) -> Path:
-    assert result.folder is not None
-    return result.folder
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

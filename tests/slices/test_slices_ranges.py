@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from holders_oracle import Pairs, held_index, unions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subnet_oracle import Pairs, held_index, unions
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.nn import SSBatchNorm2d, SSConv2d, SSLinear

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slicing_samples import network, problem
+from slices_samples import network, problem
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.slices.tiers import client_widths

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subnet_models import Residual, images
+from sliceable_models import Residual, images
 from torch import nn
 from torch.nn import functional
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from subnet_oracle import fill, same, snapshot
+from holders_oracle import fill, snapshot
 from torch import nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.fed import extract, merge
 from fedquilt.nn import SSBatchNorm1d, SSLinear
+from run_samples import same_tensors
 
 
 def net(width: str) -> nn.Sequential:
@@ -71,7 +72,7 @@ class TestOnFlower:
         fill(source, 1)
         returned = extract(self.parameters(source), client, server)
         assert isinstance(returned, self.common.Parameters)
-        assert same(snapshot(server), snapshot(source))
+        assert same_tensors(snapshot(server), snapshot(source))
         arrays = self.arrays(returned)
         assert [a.dtype for a in arrays] == [t.numpy().dtype for t in client.state_dict().values()]
         for array, tensor in zip(arrays, client.state_dict().values(), strict=True):
@@ -91,7 +92,7 @@ class TestOnFlower:
         for array, tensor in zip(returned, server.state_dict().values(), strict=True):
             assert np.array_equal(array, tensor.numpy())
         for mine, its in zip(nets, trained, strict=True):
-            assert same(snapshot(mine), snapshot(its))
+            assert same_tensors(snapshot(mine), snapshot(its))
         assert server[1].weight.tolist()[:4] == [2, 2, 4, 4]
         assert torch.equal(server[1].weight[4:], before["1.weight"][4:])
         assert server[1].num_batches_tracked == 2
@@ -123,5 +124,5 @@ class TestOnFlower:
             merge([self.result(client, -1)], [client], server)
         with pytest.raises(InvalidValueError, match="statistics='refuse'"):
             merge([self.result(client, 1)], [client], server, statistics="refuse")
-        assert same(snapshot(server), states[0])
-        assert same(snapshot(client), states[1])
+        assert same_tensors(snapshot(server), states[0])
+        assert same_tensors(snapshot(client), states[1])

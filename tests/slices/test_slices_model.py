@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from subnet_models import ZOO, Attention, LeNet, Residual, Text, ViT, images, tokens
-from subnet_oracle import fill, same, snapshot
+from holders_oracle import fill, snapshot
+from sliceable_models import ZOO, Attention, LeNet, Residual, Text, ViT, images, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,6 +29,7 @@ from fedquilt.slices import (
     Window,
     slice_between,
 )
+from run_samples import same_tensors
 
 SELECTIONS: list[Selection] = [
     Prefix("1/2"),
@@ -113,7 +114,7 @@ def test_full_width_is_the_model_itself() -> None:
     model = Residual().eval()
     small = slice_model(model, 1).eval()
     assert torch.equal(small(images(3, 8)), model(images(3, 8)))
-    assert same(snapshot(small), snapshot(model))
+    assert same_tensors(snapshot(small), snapshot(model))
     assert slice_between(model, small).is_full
 
 
@@ -123,7 +124,7 @@ def test_the_model_is_neither_changed_nor_shared() -> None:
     before = snapshot(model)
     small = slice_model(model, "1/2")
     fill(small, 3)
-    assert same(before, snapshot(model))
+    assert same_tensors(before, snapshot(model))
     assert not dict(small.named_parameters())["fc.bias"].requires_grad
     assert dict(small.named_parameters())["conv.weight"].requires_grad
 
@@ -138,7 +139,7 @@ def test_extract_then_merge_of_untouched_slices_is_the_identity() -> None:
         fill(clients[0], 9)
         distribute(clients[0], model)
         aggregate(model, clients, [1, 5, 2, 7])
-        assert same(before, snapshot(model))
+        assert same_tensors(before, snapshot(model))
 
 
 def test_tied_tensors_stay_tied() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from condensing_samples import Linear, certified, certify, images_of, small
+from condense_samples import Linear, certified, certify, images_of, small
 from dp_accounting import get_epsilon_gaussian
 from numpy.typing import NDArray
 from torch import nn
@@ -31,6 +31,7 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 from fedquilt.privacy.mechanism import Contribution
 from fedquilt.round import run_round
+from run_samples import folder_of
 
 DELTA = 1e-5
 RAW = ("train_loss", "noise_norm", "signal_norm", "clipped_fraction", "non_finite", "seconds")
@@ -214,11 +215,6 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
     released = problem.condensing.engine.released
     assert torch.isfinite(released.head).all()
     assert released.means_seen == 2
-
-
-def folder_of(result: RunResult) -> Path:
-    assert result.folder is not None
-    return result.folder
 
 
 def epsilons_in(path: Path) -> list[float]:

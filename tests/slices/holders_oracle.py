@@ -64,8 +64,3 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of a model's state."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two states are equal, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from holders_oracle import mean_over_holders as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subnet_oracle import mean_over_holders as oracle
 
 from fedquilt.slices import Axis, TensorMap, mean_over_holders
 
