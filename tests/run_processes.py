@@ -8,6 +8,7 @@ process of its own, with its own locks, signals and limits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -29,7 +30,8 @@ _SOURCE = Path(fedquilt.__file__).resolve().parents[1]
 _LOADED = (
     *("fedquilt.cli", "fedquilt.data", "fedquilt.models.features", "fedquilt.report"),
     *("safetensors.torch", "sklearn.datasets", "torch._dynamo"),
-    *("scipy.special", "scipy.optimize", "dp_accounting", "PIL.Image", "PIL.ImageFont"),
+    *("scipy.special", "scipy.optimize", "dp_accounting", "tabulate"),
+    *("PIL.Image", "PIL.ImageFont", "matplotlib.font_manager"),
 )
 
 
@@ -120,7 +122,11 @@ def serve() -> None:
         importlib.import_module(name)
     import torch
 
+    from done_once import build_commands_once, read_digits_once
+
     torch.set_num_threads(1)
+    read_digits_once()
+    build_commands_once()
     fedquilt.data.load_dataset("digits")
     with contextlib.redirect_stderr(io.StringIO()):
         _command_line(["run", "--resume", "nowhere"])  # loads what parsing needs
@@ -200,8 +206,12 @@ def _prepare(
         Sleep so many seconds in every round.
     """
     import fedquilt.cli.run
+    import fedquilt.condense.method as condensation
     from fedquilt import experiment
 
+    # Images are refined in a few steps: what is tested is what happens around them.
+    few = functools.partial(condensation.GrowingSettings, steps=15)
+    condensation.GrowingSettings = few  # type: ignore[misc, assignment]
     experiment.CHECKPOINT_SECONDS = checkpoint_seconds
     if not figures:
         fedquilt.cli.run.draw_history = lambda finished: None

@@ -15,7 +15,13 @@ from scipy.stats import norm
 from torch import nn
 
 import fedquilt
-from certified_samples import SIZE, make_federation, make_problem, memory_folder
+from certified_samples import (
+    SIZE,
+    make_federation,
+    make_problem,
+    memory_folder,
+    refine_in_few_steps,
+)
 from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_in_memory
@@ -138,9 +144,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_charges_buy_half_of_what_they_bought(
-    charges: list[NDArray[np.float64]], way: str
+    charges: list[NDArray[np.float64]], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replace-one spends the same of the ledger, at twice the noise; clips stay."""
+    refine_in_few_steps(monkeypatch)
     noises, counts = [], []
     for adjacency in ("zero_out", "replace_one"):
         done = digits(adjacency=adjacency, **WAYS[way])

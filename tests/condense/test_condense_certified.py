@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import stat
 from pathlib import Path
@@ -16,11 +15,11 @@ from dp_accounting import get_epsilon_gaussian
 from numpy.typing import NDArray
 from torch import nn
 
-from certified_samples import memory_folder
+from certified_samples import memory_folder, refine_in_few_steps
 from fedquilt.assemble import Problem, build_federation, build_problem
 from fedquilt.assemble_account import open_account
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
-from fedquilt.condense.certified_statistics import KAPPA, GrowingSettings, Released
+from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensing
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
@@ -40,13 +39,6 @@ ALLOWED = {
     *("without_allowance", "bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"),
     *("test_accuracy", "test_loss", "participation_stats"),
 }
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refine images in a few steps where a test is about something else."""
-    few = functools.partial(GrowingSettings, steps=15)
-    monkeypatch.setattr("fedquilt.condense.method.GrowingSettings", few)
 
 
 def front() -> nn.Module:
@@ -229,7 +221,9 @@ def epsilons_in(path: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """A certified condensation with secret noise."""
-    return run_config(certified(output_dir=str(tmp_path_factory.mktemp("certified"))))
+    with pytest.MonkeyPatch.context() as patch:
+        refine_in_few_steps(patch)
+        return run_config(certified(output_dir=str(tmp_path_factory.mktemp("certified"))))
 
 
 def test_every_client_stays_within_epsilon(finished: RunResult) -> None:
@@ -417,6 +411,7 @@ def test_colour_images_begin_as_leaves() -> None:
     assert images_of(result).shape == (10, 3, 8, 8)
 
 
+@pytest.mark.usefixtures("quick")
 def test_batch_norm_may_be_trained_by_a_server_alone() -> None:
     """Its statistics are those of synthetic images: no release of their own."""
     done = certify(nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10)))

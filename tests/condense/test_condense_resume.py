@@ -194,6 +194,7 @@ def test_a_lost_round_with_secret_noise_is_paid_for_again(nursery: Nursery, tmp_
         assert ledger.verify().ok
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_interruption_while_images_grow_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_an_interruption_while_images_grow_costs_nothing(
     assert finished.statement.epsilon_max <= 6
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_interruption_before_the_last_checkpoint_leaves_no_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

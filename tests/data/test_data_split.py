@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partitions import assert_partition
 
+from examples import examples
 from fedquilt.data import split_clients
 from fedquilt.data.split import SPLITS
 from fedquilt.errors import InvalidValueError
@@ -18,7 +19,7 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     labels=st.lists(st.integers(0, 6), min_size=1, max_size=80),
     fraction=st.floats(0, 1),

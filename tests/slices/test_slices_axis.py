@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
@@ -19,7 +19,6 @@ def choices(draw: st.DrawFn, most: int = 12) -> tuple[int, list[int]]:
     return size, index
 
 
-@settings(deadline=None)
 @given(choices())
 def test_an_axis_is_its_list_of_positions(choice: tuple[int, list[int]]) -> None:
     size, index = choice
@@ -30,7 +29,6 @@ def test_an_axis_is_its_list_of_positions(choice: tuple[int, list[int]]) -> None
     assert Axis.from_runs(size, [(i, i + 1) for i in index]) == axis
 
 
-@settings(deadline=None)
 @given(choices(), st.integers(1, 4))
 def test_spread_and_stacked(choice: tuple[int, list[int]], times: int) -> None:
     size, index = choice
@@ -41,7 +39,6 @@ def test_spread_and_stacked(choice: tuple[int, list[int]], times: int) -> None:
     assert axis.stacked(times) == Axis.from_index(size * times, stacked)
 
 
-@settings(deadline=None)
 @given(choices(), choices())
 def test_joined(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
     axes = [Axis.from_index(*one), Axis.from_index(*other)]
@@ -49,7 +46,6 @@ def test_joined(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Non
     assert joined(axes) == Axis.from_index(one[0] + other[0], expected)
 
 
-@settings(deadline=None)
 @given(choices(), choices())
 def test_contains(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
     size = max(one[0], other[0])
@@ -60,7 +56,6 @@ def test_contains(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> N
         assert not set(other[1]) <= set(one[1])
 
 
-@settings(deadline=None)
 @given(choices(3), choices(4))
 def test_per_group_undoes_a_choice_of_groups_and_of_channels(
     groups: tuple[int, list[int]], inside: tuple[int, list[int]]

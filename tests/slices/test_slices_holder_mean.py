@@ -9,6 +9,7 @@ from holders_oracle import mean_over_holders as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.slices import Axis, TensorMap, mean_over_holders
 
 Client = tuple[list[list[int]], float]
@@ -51,7 +52,7 @@ def merge(
     return mean_over_holders(previous, groups)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60))
 @given(cohorts(), st.integers(0, 5))
 def test_equals_the_brute_force_mean(
     cohort: tuple[tuple[int, ...], list[Client]], seed: int
@@ -63,7 +64,6 @@ def test_equals_the_brute_force_mean(
     np.testing.assert_allclose(result.numpy(), oracle(previous.numpy(), parts), atol=1e-6)
 
 
-@settings(deadline=None)
 @given(cohorts(), st.integers(0, 5))
 def test_what_nobody_holds_keeps_its_bits(
     cohort: tuple[tuple[int, ...], list[Client]], seed: int
@@ -79,7 +79,6 @@ def test_what_nobody_holds_keeps_its_bits(
     )
 
 
-@settings(deadline=None)
 @given(cohorts(), st.permutations(range(6)), st.integers(0, 5))
 def test_order_of_clients_is_irrelevant(
     cohort: tuple[tuple[int, ...], list[Client]], order: list[int], seed: int
@@ -92,7 +91,6 @@ def test_order_of_clients_is_irrelevant(
     torch.testing.assert_close(again, result, rtol=0, atol=1e-6)
 
 
-@settings(deadline=None)
 @given(cohorts(), st.integers(0, 5))
 def test_untouched_slices_give_back_the_same_bits(
     cohort: tuple[tuple[int, ...], list[Client]], seed: int

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from fedquilt.errors import InvalidValueError
 from fedquilt.fed import aggregate, aggregate_layer, distribute, extract_state, merge_states
 from fedquilt.nn import (
@@ -60,7 +61,7 @@ WHOLE = ("0", "1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(unions(), unions(), st.integers(0, 9)), min_size=1, max_size=4),
     st.booleans(),
@@ -79,7 +80,7 @@ def test_extract_then_merge_of_untouched_slices_is_the_identity(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(clients=st.lists(st.tuples(unions(), unions(), st.integers(0, 9)), min_size=1, max_size=4))
 def test_aggregate_layer_is_the_mean_over_holders(
     bias: bool, clients: list[tuple[Pairs, Pairs, int]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from holders_oracle import Pairs, held_index, unions
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
@@ -91,7 +91,6 @@ def test_a_range_that_holds_nothing_is_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
-@settings(deadline=None)
 @given(unions(), st.integers(1, 40))
 def test_positions_are_the_floors_of_both_ends(pairs: Pairs, size: int) -> None:
     expected = held_index(pairs, size)
@@ -104,7 +103,6 @@ def test_positions_are_the_floors_of_both_ends(pairs: Pairs, size: int) -> None:
     assert len(set(expected)) == len(expected)
 
 
-@settings(deadline=None)
 @given(unions())
 def test_ranges_are_shown_as_they_could_be_written(pairs: Pairs) -> None:
     assert parse_ranges(eval(show(parse_ranges(pairs)))) == tuple(pairs)

@@ -196,6 +196,7 @@ def test_largest_is_full_bit_for_bit(settings: dict[str, Any], partition: str) -
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, mode: str, method: str) -> None:
     model = "exits" if method == "depthfl" else "digits"
     shared: dict[str, Any] = {"mode": mode, "method": method, "model": model, "tiers": "1,1/2,1/4"}
+    shared["batch_size"] = 64  # two steps or more of most clients
     whole = run_config(tiny(output_dir=str(tmp_path / "whole"), **shared))
 
     class StopError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sliceable_models import Residual, images
 from torch import nn
@@ -38,7 +38,6 @@ def chosen(selection: Any, units: int, axis: int = 0) -> list[int]:
     return index
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 200))
 def test_every_width_keeps_the_floor(units: int, twelfths: int, number: int) -> None:
     width = Fraction(twelfths, 12)

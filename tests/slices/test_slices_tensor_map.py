@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
@@ -41,7 +41,6 @@ def arrays(tensor_map: TensorMap, seed: int = 0) -> tuple[np.ndarray, np.ndarray
     return np.asarray(whole), np.asarray(generator.normal(size=tensor_map.packed_shape))
 
 
-@settings(deadline=None)
 @given(maps())
 def test_gather_is_the_open_index(drawn: tuple[TensorMap, list[list[int]]]) -> None:
     tensor_map, index = drawn
@@ -53,7 +52,6 @@ def test_gather_is_the_open_index(drawn: tuple[TensorMap, list[list[int]]]) -> N
     assert np.array_equal(whole.reshape(-1)[flat], expected.reshape(-1))
 
 
-@settings(deadline=None)
 @given(maps(), st.booleans())
 def test_scatter_and_scatter_add(
     drawn: tuple[TensorMap, list[list[int]]], transposed: bool
