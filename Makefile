@@ -1,8 +1,9 @@
 # make demo   sets up .venv and compares the modes on the embedded digits
-# make test   sets up .venv and runs the tests
+# make test   sets up .venv and runs the tests, JOBS at a time (JOBS=0: in one process)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 # Small models train faster on one thread than on many.
 export OMP_NUM_THREADS ?= 1
 
@@ -19,7 +20,7 @@ demo: install
 	$(BIN)/fedquilt compare --config demo.toml $(DEMO)
 
 test: install
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(TESTS)
 
 check: install
 	$(BIN)/ruff check .

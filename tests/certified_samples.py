@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.assemble import Problem, build_federation, problem_from
 from fedquilt.assemble_account import open_account
+from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.learning import ClientUpdate
 from fedquilt.population import Cohort
@@ -121,3 +124,9 @@ def true_costs(federation: Federation) -> dict[int, float]:
         client: factor * (clip / mechanism._noise_std) ** 2 + bit
         for client, clip in mechanism._clips.items()
     }
+
+
+def refine_in_few_steps(patch: pytest.MonkeyPatch) -> None:
+    """Let the images of certified condensations be refined in a few steps."""
+    few = functools.partial(GrowingSettings, steps=15)
+    patch.setattr("fedquilt.condense.method.GrowingSettings", few)

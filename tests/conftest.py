@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from command_line import cli, here, no_figures  # noqa: F401
+from done_once import build_commands_once, read_digits_once
+from examples import use_profile
 from fedquilt.config import RunConfig
 from fedquilt.experiment import RunResult, run_config
 from run_processes import Nursery
@@ -25,6 +30,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Runs note in the user's state folder how far they came; those of tests do so elsewhere.
 _STATE = tempfile.TemporaryDirectory()
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+
+def _temporary_folders_in_memory() -> None:
+    """Waiting for a disk is most of what killed runs do, and no test pulls the plug."""
+    memory = Path("/dev/shm")
+    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+
+
+ROOM = 2**29  # ten times what all tests together leave
+_temporary_folders_in_memory()
+read_digits_once()
+build_commands_once()
+use_profile()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes, so that `-m "not processes"` leaves it out."""
+    for item in items:
+        if "nursery" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")

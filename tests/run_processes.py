@@ -8,6 +8,8 @@ process of its own, with its own locks, signals and limits.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
 import json
 import os
@@ -24,6 +26,13 @@ import fedquilt
 NOBODY = 65534
 _HERE = Path(__file__).resolve().parent
 _SOURCE = Path(fedquilt.__file__).resolve().parents[1]
+# What runs and condensations load on the way: loaded once here, not in every child.
+_LOADED = (
+    *("fedquilt.cli", "fedquilt.data", "fedquilt.models.features", "fedquilt.report"),
+    *("safetensors.torch", "sklearn.datasets", "torch._dynamo"),
+    *("scipy.special", "scipy.optimize", "dp_accounting", "tabulate"),
+    *("PIL.Image", "PIL.ImageFont", "matplotlib.font_manager"),
+)
 
 
 def environment() -> dict[str, str]:
@@ -109,16 +118,15 @@ class Nursery:
 
 def serve() -> None:
     """Be the nursery: read jobs from standard input until it closes."""
-    import safetensors.torch  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    for name in _LOADED:
+        importlib.import_module(name)
     import torch
 
-    import fedquilt.cli
-    import fedquilt.data
-    import fedquilt.models
-    import fedquilt.report
+    from done_once import build_commands_once, read_digits_once
 
     torch.set_num_threads(1)
+    read_digits_once()
+    build_commands_once()
     fedquilt.data.load_dataset("digits")
     with contextlib.redirect_stderr(io.StringIO()):
         _command_line(["run", "--resume", "nowhere"])  # loads what parsing needs
@@ -198,8 +206,12 @@ def _prepare(
         Sleep so many seconds in every round.
     """
     import fedquilt.cli.run
+    import fedquilt.condense.method as condensation
     from fedquilt import experiment
 
+    # Images are refined in a few steps: what is tested is what happens around them.
+    few = functools.partial(condensation.GrowingSettings, steps=15)
+    condensation.GrowingSettings = few  # type: ignore[misc, assignment]
     experiment.CHECKPOINT_SECONDS = checkpoint_seconds
     if not figures:
         fedquilt.cli.run.draw_history = lambda finished: None

@@ -75,6 +75,12 @@ def rounds_without_clock(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
 
+def folder_of(result: RunResult) -> Path:
+    """Return the folder of a run that has one."""
+    assert result.folder is not None
+    return result.folder
+
+
 def only_folder(parent: Path) -> Path:
     """Return the one run folder in a folder."""
     (folder,) = [path for path in parent.iterdir() if path.is_dir()]

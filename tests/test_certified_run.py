@@ -24,7 +24,7 @@ from fedquilt.experiment import RunResult, resume_run, run_config
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 from fedquilt.run_folder import RunFolder
 from run_processes import Nursery, environment
-from run_samples import flags, only_folder, rounds_without_clock, tiny
+from run_samples import flags, folder_of, only_folder, rounds_without_clock, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,11 +36,6 @@ CAMPAIGN = Path(__file__).resolve().parents[1] / "benchmarks" / "kill_campaign.p
 
 def certify(folder: Path, **changes: Any) -> RunResult:
     return run_config(tiny(**{**CERTIFIED, **changes, "output_dir": str(folder)}))
-
-
-def folder_of(result: RunResult) -> Path:
-    assert result.folder is not None
-    return result.folder
 
 
 def exported(path: Path) -> dict[str, Any]:

@@ -37,13 +37,6 @@ PER_ROUND = (
 PER_EVALUATION = ("test_accuracy", "test_loss", "participation_stats", "evaluation_rounds")
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def start(tmp_path: Path, **changes: Any) -> RunResult:
     return run_config(tiny(**changes, output_dir=str(tmp_path)))
 

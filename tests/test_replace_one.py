@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import nn
 
 import fedquilt
-from certified_samples import SIZE, make_federation, make_problem, memory_folder
+from certified_samples import (
+    SIZE,
+    make_federation,
+    make_problem,
+    memory_folder,
+    refine_in_few_steps,
+)
 from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_in_memory
@@ -25,6 +30,7 @@ from fedquilt.privacy.accounting import Adjacency, Release, calibrate, epsilon
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.record import RunResult
 from fedquilt.round import run_round
+from gaussian_oracle import exact_epsilon
 
 DELTA = 1e-5
 
@@ -42,16 +48,6 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.float64]]:
 
     monkeypatch.setattr(Run, "reserve", noted)
     return granted
-
-
-def exact_epsilon(mu: float, delta: float = DELTA) -> float:
-    """Return epsilon of the Gaussian mechanism: Balle and Wang 2018, Theorem 8, solved."""
-
-    def excess(eps: float) -> float:
-        second = math.exp(eps + norm.logcdf(-mu / 2 - eps / mu))
-        return float(norm.cdf(mu / 2 - eps / mu) - second - delta)
-
-    return float(brentq(excess, 0.0, 200.0, xtol=1e-13, rtol=1e-13)) if excess(0.0) > 0 else 0.0
 
 
 def turning(label: int, adjacency: str, **changes: Any) -> RunResult:
@@ -148,9 +144,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_charges_buy_half_of_what_they_bought(
-    charges: list[NDArray[np.float64]], way: str
+    charges: list[NDArray[np.float64]], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replace-one spends the same of the ledger, at twice the noise; clips stay."""
+    refine_in_few_steps(monkeypatch)
     noises, counts = [], []
     for adjacency in ("zero_out", "replace_one"):
         done = digits(adjacency=adjacency, **WAYS[way])
@@ -183,7 +180,7 @@ def test_epsilon_is_that_of_the_exact_formula(adjacency: str) -> None:
     divisor = min(12 * 2 / 7, 6)  # Beta(2, 5) availability
     multiplier = noise_std * divisor / 1.0
     moved = 2.0 if adjacency == "replace_one" else 1.0
-    worst = exact_epsilon(moved * math.sqrt(joins.max()) / multiplier)
+    worst = exact_epsilon(moved * math.sqrt(joins.max()) / multiplier, DELTA)
     assert 0 < joins.max() < 8, "nobody joined every round, so epsilon is not the asked one"
     assert done.statement.epsilon_max == pytest.approx(worst, rel=1e-6)
 
@@ -194,7 +191,7 @@ def test_fixed_dp_says_what_its_noise_costs(adjacency: str) -> None:
     joins = np.asarray(done.result["joins"])
     multiplier = math.sqrt(2 * math.log(1.25 / DELTA)) / (6.0 / 6)
     moved = 2.0 if adjacency == "replace_one" else 1.0
-    worst = exact_epsilon(moved * math.sqrt(joins.max()) / multiplier)
+    worst = exact_epsilon(moved * math.sqrt(joins.max()) / multiplier, DELTA)
     assert done.statement.epsilon_max == pytest.approx(worst, rel=1e-6)
     assert done.statement.adjacency == adjacency.replace("_", "-")
 

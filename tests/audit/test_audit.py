@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
+from audit_command import run
 
 from fedquilt import audit, record
-from fedquilt.cli.audit import audit as command
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
@@ -290,12 +288,6 @@ def test_fixed_dp_is_held_to_its_charge_as_well(monkeypatch: pytest.MonkeyPatch)
     charges = LayerNoise.plan_round
     monkeypatch.setattr(LayerNoise, "plan_round", lambda *given: 0.9 * charges(*given))
     assert "sum" in failed(case)
-
-
-def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_the_command_prints_a_table_and_exits_with_the_verdict(

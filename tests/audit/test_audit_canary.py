@@ -79,10 +79,10 @@ def test_what_is_refused() -> None:
 def test_the_command() -> None:
     app = typer.Typer()
     app.command()(command)
-    good = CliRunner().invoke(app, ["--canary", "--trials", "40"])
+    good = CliRunner().invoke(app, ["--canary", "--trials", "20"])
     assert good.exit_code == 0, good.output
     assert "no claim was broken" in good.output
-    bad = CliRunner().invoke(app, ["--canary", "--trials", "40", "--without-clip", "--json"])
+    bad = CliRunner().invoke(app, ["--canary", "--trials", "20", "--without-clip", "--json"])
     assert bad.exit_code == 1
     said = json.loads(bad.output)
     assert said["ok"] is False
@@ -93,7 +93,7 @@ def test_the_command() -> None:
 
 
 def test_without_the_command_line_s_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--canary", "--trials", "40"]) == 0
+    assert main(["--canary", "--trials", "20"]) == 0
     assert "two hypotheses" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([])

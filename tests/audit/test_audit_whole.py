@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
+from audit_command import run
 
 import fedquilt
 from fedquilt import assemble_account, audit
@@ -23,7 +22,6 @@ from fedquilt.audit import watch
 from fedquilt.audit.neighbours import KINDS, NOTHING, SHORT, audit_data
 from fedquilt.audit.watch import known_entropy
 from fedquilt.audit.whole_cases import QUICK
-from fedquilt.cli.audit import audit as command
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.errors import InvalidValueError
@@ -323,12 +321,6 @@ def test_a_name_made_of_options_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # The command.
-
-
-def run(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_the_command_shows_whole_runs_and_people() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from examples import examples
 from fedquilt.condense.augment import FAMILIES, Augmentation, Transform
 from fedquilt.errors import InvalidValueError
 
@@ -230,7 +231,7 @@ def test_real_and_synthetic_batches_are_treated_alike(family: str) -> None:
     more=st.integers(0, 20),
     families=st.lists(st.sampled_from(FAMILIES), min_size=1, unique=True),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_row_depends_on_nothing_after_it(
     seed: int, rows: int, more: int, families: list[str]
 ) -> None:
@@ -244,7 +245,7 @@ def test_a_row_depends_on_nothing_after_it(
 
 
 @given(u=st.floats(0, 1, exclude_max=True, width=32), side=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_crop_means_the_same_at_every_resolution(u: float, side: int) -> None:
     column = torch.arange(1.0, side + 1, dtype=torch.float64).view(1, 1, side, 1)
     moved = fixed("crop", u, 0.5).apply(column).flatten()

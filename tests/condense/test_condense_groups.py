@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedquilt.condense.statistics
+from examples import examples
 from fedquilt.condense.statistics import Groups, group_counts, make_groups
 from fedquilt.errors import InvalidValueError
 
@@ -34,7 +35,7 @@ def cut(groups: Groups) -> list[list[int]]:
 
 
 @given(labels=LABELS, avg_num=st.integers(1, 40), min_group=st.integers(1, 40), seed=SEEDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50))
 def test_every_sample_of_a_sent_class_is_in_exactly_one_group(
     labels, avg_num: int, min_group: int, seed: int
 ) -> None:
@@ -55,7 +56,7 @@ def test_every_sample_of_a_sent_class_is_in_exactly_one_group(
 
 
 @given(labels=LABELS, avg_num=st.integers(1, 40), seed=SEEDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_min_group_of_one_sends_every_sample(labels, avg_num: int, seed: int) -> None:
     groups = grouped(labels, avg_num, 1, seed)
     assert sorted(groups.order.tolist()) == list(range(len(labels)))
@@ -68,7 +69,7 @@ def test_min_group_of_one_sends_every_sample(labels, avg_num: int, seed: int) ->
     extra=st.integers(0, 30),
     seed=SEEDS,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50))
 def test_max_samples_takes_so_many_of_each_class(
     labels, avg_num: int, min_group: int, extra: int, seed: int
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.errors import InvalidValueError
 
@@ -39,7 +40,7 @@ def same(one: StatisticsTable, other: StatisticsTable) -> bool:
     logits=st.integers(0, 4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_there_and_back(groups: int, features: int, logits: int, seed: int) -> None:
     table = make_table(groups, features, logits, seed)
     vector = table.pack()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_samples import written
 
-from fedquilt.config import CondenseConfig, RunConfig, build_config, write_config_file
+from fedquilt.config import CondenseConfig, build_config
 from fedquilt.config.condense import ALIASES, with_package_names
 from fedquilt.errors import InvalidValueError
 
@@ -20,12 +20,6 @@ def build(**settings: Any) -> CondenseConfig:
     config = build_config({"method": "condense", **settings})
     assert isinstance(config, CondenseConfig)
     return config
-
-
-def written(config: RunConfig) -> str:
-    stream = io.StringIO()
-    write_config_file(config, stream)
-    return stream.getvalue()
 
 
 def file_of(tmp_path: Path, text: str) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_samples import written
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,17 +17,10 @@ from fedquilt.config import (
     build_config,
     option_fields,
     read_config_file,
-    write_config_file,
 )
 from fedquilt.errors import InvalidValueError
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
-
-
-def written(config: RunConfig) -> str:
-    stream = io.StringIO()
-    write_config_file(config, stream)
-    return stream.getvalue()
 
 
 def unusual(name: str) -> Any:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from partitions import assert_partition
 from scipy import stats
 
 from fedquilt.data import dirichlet_split
@@ -11,11 +12,6 @@ from fedquilt.errors import InvalidValueError
 
 def class_counts(clients, labels, num_classes):
     return np.array([np.bincount(labels[c], minlength=num_classes) for c in clients])
-
-
-def assert_partition(clients, num_samples) -> None:
-    assert all(c.dtype == np.int64 and len(c) > 0 for c in clients)
-    assert np.array_equal(np.sort(np.concatenate(clients)), np.arange(num_samples))
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])

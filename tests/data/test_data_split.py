@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partitions import assert_partition
 
+from examples import examples
 from fedquilt.data import split_clients
 from fedquilt.data.split import SPLITS
 from fedquilt.errors import InvalidValueError
@@ -17,12 +19,7 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def assert_partition(clients, num_samples) -> None:
-    assert all(c.dtype == np.int64 and len(c) > 0 for c in clients)
-    assert np.array_equal(np.sort(np.concatenate(clients)), np.arange(num_samples))
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     labels=st.lists(st.integers(0, 6), min_size=1, max_size=80),
     fraction=st.floats(0, 1),

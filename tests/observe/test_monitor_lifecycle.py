@@ -12,7 +12,7 @@ from types import ModuleType
 
 import psutil
 import pytest
-from monitor_tools import rapl_zone, write_tree
+from monitor_tools import rapl_zone, wakefulness, write_tree
 
 from fedquilt.errors import FedquiltError
 from fedquilt.monitor import MissingExtraError, MonitorError, process_monitor, thread_monitor
@@ -48,14 +48,14 @@ def has_ended(pid: int) -> bool:
 
 
 def test_stop_is_prompt_and_a_short_run_has_its_sample(kind: ModuleType, tmp_path: Path) -> None:
-    monitor = kind.FileMonitor(tmp_path / "usage.txt", interval=5)
+    monitor = kind.FileMonitor(tmp_path / "usage.txt", interval=60)
     began = time.monotonic()
     monitor.start()
     time.sleep(0.1)
     stopping = time.monotonic()
     monitor.stop()
     ended = time.monotonic()
-    assert ended - stopping < 0.5
+    assert ended - stopping < 6, "a tenth of the interval"
     assert not monitor.running
     stats = monitor.stats()
     for key in ("cpu_usage", "memory_usage", "network_bytes_sent", "network_bytes_recv"):
@@ -66,20 +66,20 @@ def test_stop_is_prompt_and_a_short_run_has_its_sample(kind: ModuleType, tmp_pat
 
 
 def test_prometheus_stops_promptly_too(kind: ModuleType) -> None:
-    monitor = kind.PrometheusMonitor(0, interval=5, address="127.0.0.1")
+    monitor = kind.PrometheusMonitor(0, interval=60, address="127.0.0.1")
     monitor.start()
     began = time.monotonic()
     monitor.stop()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 6, "a tenth of the interval"
 
 
 def test_samples_come_at_equal_intervals(tmp_path: Path) -> None:
-    with thread_monitor.FileMonitor(tmp_path / "usage.txt", interval=0.1) as monitor:
-        time.sleep(0.55)
+    monitor = thread_monitor.FileMonitor(tmp_path / "usage.txt", interval=0.1)
+    with wakefulness() as late, monitor:
+        wait_until(lambda: len(monitor.stats()["cpu_usage"]) >= 5)
     times = [sample.time for sample in monitor._series._samples]
-    assert 5 <= len(times) <= 6
     # The fifth is 0.4 s after the first: lateness does not add up.
-    assert times[4] - times[0] == pytest.approx(0.4, abs=0.05)
+    assert times[4] - times[0] == pytest.approx(0.4, abs=0.05 + max(late))
 
 
 def test_start_and_stop_again_and_again(kind: ModuleType, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedquilt.errors import StorageError
 from fedquilt.monitor import DeliveryError, MonitorError, thread_monitor
 from fedquilt.observe.samples import Sample
-from fedquilt.observe.sinks import LatestSample, PrometheusSink
+from fedquilt.observe.sinks import CLOSE_SECONDS, LatestSample, PrometheusSink
 from http_receiver import Receiver, wait_until
 
 LINE = re.compile(
@@ -195,7 +195,7 @@ def test_a_server_that_is_not_there_surfaces_and_costs_no_sample(kind: ModuleTyp
     began = time.monotonic()
     with pytest.raises(DeliveryError, match=r"of \d+ samples were not delivered .*refused"):
         monitor.stop()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < CLOSE_SECONDS, "there was nothing to wait for"
     assert len(monitor.stats()["cpu_usage"]) >= 3
 
 
@@ -210,4 +210,4 @@ def test_a_server_that_hangs_holds_up_stop_for_a_bounded_time(
     began = time.monotonic()
     with pytest.raises(DeliveryError):
         monitor.stop()
-    assert 0.1 < time.monotonic() - began < 0.5
+    assert 0.1 < time.monotonic() - began < 5, "half of what the server takes"

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.errors import FedquiltError
 from fedquilt.population import ParticipationTracker
 
@@ -161,7 +162,7 @@ def test_a_recount_gives_the_same_rates(cohorts: list[list[int]]) -> None:
         assert statistics["mean_participation_rate"] == pytest.approx(mean_cohort / 10)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cohorts=rounds_of_ten, eta=st.floats(0.001, 1.0))
 def test_the_moving_average_is_equation_3_in_every_round(
     cohorts: list[list[int]], eta: float

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.privacy.accounting import (
     Adjacency,
     Release,
@@ -26,7 +27,7 @@ epsilons = st.one_of(st.just(0.0), st.floats(-6, 4).map(lambda x: 10.0**x))
 releases = st.lists(
     st.builds(Release, st.floats(0.5, 300), st.integers(0, 500)), min_size=1, max_size=8
 )
-many_examples = settings(max_examples=150, deadline=None)
+many_examples = settings(max_examples=examples(60))
 
 
 @many_examples
@@ -66,7 +67,7 @@ def test_epsilon_and_delta_are_inverse(mu, delta):
     assert gaussian_delta(target, mu) <= delta * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.lists(st.floats(-14, 6), min_size=1, max_size=6), st.floats(-7, 2), deltas)
 def test_many_is_never_below_and_close(exponents, beyond, delta):
     """Anywhere, and just past the point where epsilon leaves zero."""
@@ -78,7 +79,7 @@ def test_many_is_never_below_and_close(exponents, beyond, delta):
     assert (fast <= exact * 1.001 + 1e-9).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(releases, st.randoms(use_true_random=False), st.sampled_from(["basic", "advanced", "gdp"]))
 def test_order_does_not_matter(schedule, rng: random.Random, method):
     shuffled = list(schedule)
@@ -87,7 +88,7 @@ def test_order_does_not_matter(schedule, rng: random.Random, method):
     assert epsilon(shuffled, 1e-6, method=method).epsilon == first
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(10))
 @given(releases, st.randoms(use_true_random=False))
 def test_order_does_not_matter_to_rdp(schedule, rng: random.Random):
     mixed = [*schedule, Release(2.0, 3, 0.2), Release(3.0, 1, 0.1), Release(2.0, 4, 0.2)]
@@ -97,7 +98,7 @@ def test_order_does_not_matter_to_rdp(schedule, rng: random.Random):
     assert epsilon(shuffled, 1e-6, method="rdp").epsilon == first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(releases, st.floats(0.5, 300))
 def test_a_further_release_never_lowers_the_cost(schedule, noise):
     for method in ("basic", "advanced", "gdp", "rdp"):
@@ -106,7 +107,7 @@ def test_a_further_release_never_lowers_the_cost(schedule, noise):
         assert after >= before * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(releases)
 def test_exact_is_below_the_bounds(schedule):
     exact = epsilon(schedule, 1e-6, method="gdp").epsilon
@@ -114,7 +115,7 @@ def test_exact_is_below_the_bounds(schedule):
         assert exact <= epsilon(schedule, 1e-6, method=method).epsilon * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.floats(-3, 3).map(lambda x: 10.0**x),
     st.floats(-20, -1).map(lambda x: 10.0**x),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.privacy.noise import BandedNoise, SecretNoise, SeededNoise, toeplitz_coefficients
 
 ROUNDS = 12
@@ -73,7 +74,7 @@ def test_what_a_join_costs_is_a_column_of_the_matrix(bands: int) -> None:
     assert factor == pytest.approx(float(np.sum(matrix(bands)[:, 0] ** 2)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(bands=st.integers(1, 5), gaps=st.lists(st.integers(0, 4), max_size=5), data=st.data())
 def test_joins_far_enough_apart_add_up(bands: int, gaps: list[int], data: st.DataObject) -> None:
     """Sensitivity^2 of C x is at most cost_factor * sum c_t^2 when joins are b apart."""

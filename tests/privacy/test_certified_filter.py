@@ -30,6 +30,7 @@ from certified_samples import (
     ones,
     true_costs,
 )
+from examples import examples
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.round import Federation, run_round
@@ -192,12 +193,12 @@ class FilterMachine(RuleBasedStateMachine):
 
 
 FilterMachine.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, derandomize=True
+    max_examples=examples(15), stateful_step_count=20, derandomize=True
 )
 TestFilterMachine = FilterMachine.TestCase
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     kind=st.sampled_from(KINDS),
     planned=st.lists(cohorts, min_size=ROUNDS, max_size=ROUNDS),

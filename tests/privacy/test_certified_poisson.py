@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dp_accounting import (
 )
 
 import fedquilt
-from certified_samples import SIZE, Sending, make_federation, make_problem, memory_folder
+from certified_samples import SIZE, Sending, make_federation, make_problem
 from fedquilt import assemble_mechanism
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import local
@@ -37,12 +36,6 @@ SECRET: dict[str, Any] = {
     "amplification": True,
     "policy": "worst_case",
 }
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from certified_samples import (
     make_federation,
     make_problem,
     mechanism_of,
-    memory_folder,
 )
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.certified import Certified
@@ -30,12 +28,6 @@ BUDGET = get_sigma_gaussian(3.0, 1e-5) ** -2  # mu^2 of epsilon 3
 WHO = np.asarray([0, 2, 3])
 LEFT = np.asarray([BUDGET, 0.4 * BUDGET, 0.05 * BUDGET])
 JOINS = np.asarray([0.0, 2.0, 4.0])
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def certified(folder: Path, **changes: Any) -> Certified:

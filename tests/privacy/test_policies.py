@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.policies import (
     AdaptivePolicy,
@@ -95,7 +96,7 @@ def test_the_noise_of_adaptive_is_constant() -> None:
     assert policy.typical == BUDGET / (1 + (ROUNDS - 1) * RATE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     name=st.sampled_from(["adaptive", "cap", "worst_case", "paper"]),
     joined=st.lists(st.booleans(), min_size=ROUNDS, max_size=ROUNDS),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from examples import examples
 from fedquilt.errors import FedquiltError, InvalidValueError, NotReadyError
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper, clip, norm
 
@@ -65,7 +66,7 @@ def test_a_vector_that_is_not_finite_becomes_zero(bad: float) -> None:
 kinds = ["float64", "float32", "float16", "torch.float64", "torch.float32", "torch.bfloat16"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 200),
@@ -198,7 +199,7 @@ def test_the_statistics_have_the_documented_keys() -> None:
     assert clipper.compute_gradient_norms(with_norms(1.0, 2.0)).tolist() == [1.0, 2.0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rounds=st.lists(finite_rows, min_size=1, max_size=5),
     quantile=st.floats(0.01, 0.99),

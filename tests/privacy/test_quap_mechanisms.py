@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import optimize, stats
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper
@@ -18,6 +17,7 @@ from fedquilt.privacy.noise import SecretNoise, SeededNoise
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Coverage
+from gaussian_oracle import exact_epsilon
 
 K = math.sqrt(2 * math.log(1.25e5))
 TENSORS = [("fc1", 0, 2), ("conv", 2, 3), ("fc2", 3, 4)]
@@ -75,17 +75,6 @@ def seeded(index: int, *sizes: int) -> list[np.ndarray]:
     sequence = np.random.SeedSequence(1, spawn_key=(index,))
     generator = np.random.Generator(np.random.Philox(sequence))
     return [generator.standard_normal(size) for size in sizes]
-
-
-def exact_epsilon(squared_gdp: float, delta: float) -> float:
-    """Solve delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu) (Dong et al. 2022)."""
-    mu = math.sqrt(squared_gdp)
-
-    def excess(epsilon: float) -> float:
-        tail = math.exp(epsilon + stats.norm.logcdf(-mu / 2 - epsilon / mu))
-        return float(stats.norm.cdf(mu / 2 - epsilon / mu)) - tail - delta
-
-    return float(optimize.brentq(excess, 0.0, 50.0, xtol=1e-12))
 
 
 def test_layer_noise_by_hand() -> None:
@@ -254,7 +243,7 @@ def test_the_bound_is_the_exact_composition_over_the_rounds_joined() -> None:
         counts[cohort] += 1
     statement = what.statement(counts, None)
     per_join = (0.5 / K) ** 2
-    most, two = (exact_epsilon(joins * per_join, 1e-5) for joins in (4, 2))
+    most, two = (exact_epsilon(math.sqrt(joins * per_join), 1e-5) for joins in (4, 2))
     assert most <= statement.epsilon_max <= most * 1.0001
     # Joins are 4, 2, 2, 0, 0, 0: the median lies half-way between two and none.
     assert two / 2 <= statement.epsilon_median <= two / 2 * 1.0001

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import LedgerCorruptError, entries
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 99_999_999), max_size=80))
 def test_clients_survive(clients: set[int]) -> None:
     ordered = np.array(sorted(clients), dtype=np.int64)
@@ -17,7 +16,6 @@ def test_clients_survive(clients: set[int]) -> None:
     np.testing.assert_array_equal(entries.decode_clients(blob, 100_000_000), ordered)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, allow_nan=False), max_size=50))
 def test_charges_survive_bit_for_bit(charges: list[float]) -> None:
     blob = entries.encode_charges(np.array(charges, dtype=np.float64))

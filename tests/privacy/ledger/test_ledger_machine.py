@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from examples import examples
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger, Reservation, Run
 
 CLIENTS, EPSILON, DELTA = 3, 2.0, 1e-5
@@ -165,6 +166,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=examples(20), stateful_step_count=30, derandomize=True
 )
 TestLedgerMachine = LedgerMachine.TestCase

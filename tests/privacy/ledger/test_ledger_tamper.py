@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ledger_edits import edit
 
 from fedquilt.privacy.ledger import (
     Ledger,
@@ -37,14 +38,6 @@ def heads(path: Path, monkeypatch: pytest.MonkeyPatch) -> Heads:
         population.start_run("two", epsilon=1.0).reserve(0, [3], 0.01)
         assert ledger.verify(kept).ok
     return kept
-
-
-def edit(path: Path, *statements: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
-        for statement in statements:
-            connection.execute(statement)
-    connection.close()
 
 
 def verify(path: Path, heads: Heads) -> VerifyReport:

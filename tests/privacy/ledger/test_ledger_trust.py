@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ledger_edits import edit
 
 from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, balances, csv_rows, files
 from fedquilt.privacy.ledger.entries import Entry
@@ -50,14 +51,6 @@ def filled(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Monke
         population.start_run("two", epsilon=1.0)
     assert files.mark_path(path).exists() == (request.param == "long")
     return path
-
-
-def edit(path: Path, *statements: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
-        for statement in statements:
-            connection.execute(statement)
-    connection.close()
 
 
 @pytest.mark.parametrize("use", USES)

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.privacy.ledger import units
@@ -31,7 +31,6 @@ def test_an_allowance_is_on_the_safe_side(epsilon: float, delta: float) -> None:
     assert true_delta == pytest.approx(delta, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0, LIMIT / 64), min_size=1, max_size=60),
     st.randoms(use_true_random=False),

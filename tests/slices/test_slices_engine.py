@@ -1,0 +1,235 @@
+"""Depth, losses, costs, frozen and buffered models, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sliced_federation import CLASSES, cross_entropy, divergence, mean_over_holders, trained
+from slices_samples import RATE, SIZES, data, federation, network, problem
+from torch import nn
+
+import fedquilt
+from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import load, run_config, run_in_memory
+from fedquilt.learning import Task
+from fedquilt.models import ExitNet
+from fedquilt.report import slices_table
+from fedquilt.round import run_round
+from fedquilt.slices.engine import class_mask
+from run_samples import tiny
+
+
+class TwoExits(nn.Module):
+    """Two hidden layers of four units, a classifier on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, 4), nn.Tanh()) for n in (3, 4))
+        self.heads = nn.ModuleList(nn.Linear(4, CLASSES) for _ in range(2))
+
+    def exits(self, x: torch.Tensor) -> list[torch.Tensor]:
+        outputs = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            outputs.append(head(x))
+        return outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.exits(x), start=torch.zeros(())) / len(self.blocks)
+
+
+SHAPES = ((4, 3), (4,), (4, 4), (4,), (CLASSES, 4), (CLASSES,), (CLASSES, 4), (CLASSES,))
+FIRST = (0, 1, 4, 5)  # the tensors of the first block and its classifier
+
+
+def exits_in_numpy(vector: np.ndarray, x: np.ndarray, depth: int) -> list[np.ndarray]:
+    stops = np.cumsum([math.prod(shape) for shape in SHAPES])[:-1]
+    parts = [p.reshape(s) for p, s in zip(np.split(vector, stops), SHAPES, strict=True)]
+    hidden = [np.tanh(x @ parts[0].T + parts[1])]
+    hidden.append(np.tanh(hidden[0] @ parts[2].T + parts[3]))
+    return [hidden[d] @ parts[4 + 2 * d].T + parts[5 + 2 * d] for d in range(depth)]
+
+
+def test_depth_slices_are_those_of_numpy() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        model = TwoExits()
+    sample = federation(model=model, method="depthfl", tiers="1,1/2", local_epochs=1)
+    assert sample.slicing is not None
+    before = sample.weights.double().numpy()
+    inputs, labels, clients = data()
+    updates = []
+    for client, index in enumerate(clients):
+        x, y = inputs.double().numpy()[index], labels.numpy()[index]
+        depth = 2 if sample.slicing.widths[client] == 1 else 1
+
+        def loss(v: np.ndarray, start: np.ndarray, x: Any = x, y: Any = y, d: int = depth) -> float:
+            own, fixed = exits_in_numpy(v, x, d), exits_in_numpy(start, x, d)
+            total = sum(cross_entropy(z, y) for z in own)
+            if d == 2:
+                total += divergence(fixed[1], own[0]) + divergence(fixed[0], own[1])
+            return total
+
+        held = [d in FIRST or depth == 2 for d in range(len(SHAPES))]
+        sizes = [math.prod(shape) for shape in SHAPES]
+        mask = np.repeat(np.array(held), sizes)
+        updates.append((trained([loss], before, RATE), mask, float(SIZES[client])))
+    run_round(sample, 0)
+    expected = before + mean_over_holders(updates)
+    np.testing.assert_allclose(sample.weights.numpy(), expected, atol=3e-6)
+
+
+def test_nobody_has_less_than_one_block() -> None:
+    sample = federation(model=TwoExits(), method="depthfl", tiers="1,1/8")
+    assert sample.slicing is not None
+    small = sample.slicing.widths.index(Fraction(1, 8))
+    assert sample.slicing.place(small, 0).size == 12 + 4 + 12 + 3
+
+
+class Halves(nn.Module):
+    """Returns its inputs: logits, or log-probabilities."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        self.normalised = normalised
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log_softmax(-1) if self.normalised else x
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_mask_of_missing_classes(normalised: bool) -> None:
+    inputs, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 1, 1, 0])
+    task = Task(inputs, labels, [np.array([0, 1, 2]), np.array([3, 4]), np.array([], dtype=int)])
+    mask = class_mask(Halves(normalised), task)
+    assert mask is not None
+    assert mask.hidden.tolist() == [[False] * 3, [True, False, True], [True] * 3]
+    assert mask.value == (-math.inf if normalised else 0.0)
+    everything = Task(inputs, labels, [np.arange(6)])
+    nothing = class_mask(Halves(normalised), everything)
+    assert nothing is not None
+    assert not nothing.hidden.any()
+
+
+def test_costs_are_counted_by_hand() -> None:
+    """3 -> h -> h -> 3 has h (3 + h + 3) multiply-adds and as many weights, and 2h + 3 biases."""
+    sample = federation(method="fedrolex", tiers="1,1/2,1/4")
+    assert sample.slicing is not None
+    _, its = problem(method="fedrolex", tiers="1,1/2,1/4")
+    record = its.costs("fedrolex")
+    expected = []
+    for width, hidden in (("1", 4), ("1/2", 2), ("1/4", 1)):
+        products = hidden * (3 + hidden + 3)
+        size = products + 2 * hidden + 3
+        row = {"parameters": size, "bytes_up": 4 * size, "bytes_down": 4 * size}
+        expected.append({"width": width, "clients": 2, **row, "multiply_adds": products})
+    assert record["tiers"] == expected
+    assert record["mean"]["multiply_adds"] == (40 + 16 + 7) / 3
+    table = slices_table(record)
+    assert "1/2" in table
+    assert "mean" in table
+    assert "23" in table
+
+
+def test_convolutions_are_counted_once_for_each_place() -> None:
+    result = run_in_memory(tiny(mode="fedavg", method="heterofl", tiers="1", model="digits"))
+    (tier,) = result.result["slices"]["tiers"]
+    assert tier["multiply_adds"] == 16 * 9 * 64 + 256 * 32 + 32 * 10
+    assert tier["parameters"] == 8714
+
+
+@pytest.mark.parametrize("mode", ["fedavg", "certified"])
+def test_smallest_trains_scores_saves_and_loads_the_small_model(tmp_path: Path, mode: str) -> None:
+    config = tiny(mode=mode, method="smallest", model="mlp", output_dir=str(tmp_path))
+    done = run_config(config)
+    assert done.model is not None
+    assert done.state_dict["fc1.weight"].shape == (8, 64)  # 1/8 of 64 hidden units
+    assert done.folder is not None
+    again = load(done.folder)
+    assert again.model is not None
+    inputs = torch.rand(5, 1, 8, 8)
+    assert torch.equal(again.model.eval()(inputs), done.model.eval()(inputs))
+    assert done.result["slices"]["tiers"][0]["parameters"] == 8 * 65 + 10 * 9
+
+
+def test_frozen_layers_are_cut_with_the_window() -> None:
+    """What never travels is cut from the whole model, anew for every window."""
+    settings = {"method": "fedrolex", "tiers": "1/2", "trainable": "4", "local_epochs": 1}
+    sample = federation(**settings)
+    assert sample.slicing is not None
+    model = sample.slicing.model
+    for index in range(3):
+        small = sample.slicing.sub_model(sample.slicing.cut(0, index))
+        units = [(index + place) % 4 for place in range(2)]
+        whole = dict(model.named_parameters())
+        assert torch.equal(dict(small.named_parameters())["0.weight"], whole["0.weight"][units])
+        run_round(sample, index)
+
+
+def batch_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def test_running_statistics_travel_without_privacy() -> None:
+    sample = federation(model=batch_normed(), method="heterofl", tiers="1/2")
+    before = sample.weights.clone()
+    run_round(sample, 0)
+    moved = sample.weights != before
+    # weight, bias, running mean and variance of the first two of four features
+    places = torch.arange(16, 24).view(2, 4)[:, :2].flatten()
+    assert moved[places].all()
+    assert not moved[torch.arange(16, 24).view(2, 4)[:, 2:].flatten()].any()
+    statistics = torch.arange(39, 47).view(2, 4)
+    assert moved[statistics[:, :2].flatten()].all()
+    assert not moved[statistics[:, 2:].flatten()].any()
+
+
+def test_running_statistics_are_refused_with_privacy() -> None:
+    with pytest.raises(InvalidValueError, match="GroupNorm instead of BatchNorm"):
+        problem(batch_normed(), method="heterofl", mode="certified")
+
+
+@pytest.mark.parametrize("mode", ["fixed_dp", "quap_fl", "quap_fl_client"])
+def test_seed_modes_refuse_slices(mode: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"mode='{mode}' must be one of 'fedavg'"):
+        tiny(mode=mode, method="fedrolex")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "heterofl", "tiers": "1/8"}, "width=1/8 must keep at least one of the 4"),
+        ({"method": "depthfl"}, "`blocks`, `heads` and `exits`"),
+        ({"method": "fjord", "engine": "batched"}, "engine='batched' must be 'auto' or"),
+        ({"method": "heterofl", "engine": "processes"}, "engine='processes' must be 'auto'"),
+        ({"method": "heterofel"}, "did you mean 'heterofl'"),
+        ({"method": "heterofl", "tiers": "wide"}, "tiers='wide' must hold widths"),
+    ],
+)
+def test_what_cannot_be_sliced_changes_nothing(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    inputs, labels, clients = data()
+    both = (inputs, labels)
+    with pytest.raises(InvalidValueError, match=message):
+        fedquilt.run(network(), both, both, clients, output_dir=str(tmp_path), **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_hidden_axis_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="must have an axis that can be cut"):
+        problem(nn.Linear(3, 3), method="heterofl")
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32)])
+def test_the_model_with_exits_stops_anywhere(shape: tuple[int, int, int]) -> None:
+    model, x = ExitNet(7, shape[0]), torch.rand(2, *shape)
+    outputs = model.exits(x)
+    assert [tuple(z.shape) for z in outputs] == [(2, 7)] * 4
+    torch.testing.assert_close(model(x), torch.stack(outputs).mean(0))
