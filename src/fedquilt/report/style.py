@@ -8,11 +8,12 @@ needs no screen.  Only `show_plot` brings pyplot in.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError, StorageError
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
 from fedquilt.report.series import Array, Series
 
 if TYPE_CHECKING:
@@ -162,18 +164,11 @@ def figure_path(
 
 
 def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
-    """Write the figure beside its place, then move it there in one step."""
+    """Write the figure in the format of its ending; return where it is."""
     kind = path.suffix.lower().lstrip(".")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"cannot write the figure {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])
+    write_file(path, drawn.getvalue(), parents=True)
     return str(path)
 
 
