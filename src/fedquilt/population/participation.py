@@ -70,7 +70,8 @@ class ParticipationTracker:
 
     def get_participation_rate(self, client_id: int) -> float:
         """Return the rate of one client; 0.0 before the first round."""
-        return float(self.rates(checked_ids([client_id], self.num_clients))[0])
+        client = checks.integer("client_id", client_id, at_least=0, at_most=self.num_clients - 1)
+        return float(self.rates(np.asarray([client]))[0])
 
     def get_all_participation_rates(self) -> NDArray[np.float64]:
         """Return the rates of all clients, in id order."""
