@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fedquilt.observe import extras
+from fedquilt.common import optional
 from fedquilt.observe.processes import ProcessTree
 from fedquilt.observe.samples import MonitorError
 
@@ -100,7 +100,7 @@ def namespace_scope(pid: int, *, loopback: bool) -> str:
 
 
 def _from_psutil() -> dict[str, Traffic]:
-    counters = extras.psutil().net_io_counters(pernic=True)
+    counters = optional.load("psutil", "network metrics").net_io_counters(pernic=True)
     return {
         name: Traffic(sent=nic.bytes_sent, received=nic.bytes_recv)
         for name, nic in counters.items()

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedquilt.common import checks
+from fedquilt.common import checks, optional
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.storage import write_file
@@ -175,6 +175,7 @@ def plan_figure(plan: Feasibility, path: str | Path) -> Path:
     One line each for the asked cohort, 10 and 100 times as many clients per
     round; the asked point is marked.  The suffix chooses png, pdf or svg.
     """
+    optional.load("matplotlib", "a figure")
     from matplotlib.figure import Figure
 
     path = Path(path)

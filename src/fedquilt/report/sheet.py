@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.storage import write_file
 
@@ -80,6 +81,8 @@ class Sheet:
 
 def _font() -> FreeTypeFont:
     """Return the typeface of matplotlib, which every machine that draws has."""
+    for package in ("matplotlib", "PIL"):
+        optional.load(package, "a picture")
     import matplotlib
     from PIL import ImageFont
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.common import checks
+from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.storage import write_file
 from fedquilt.report.series import Array, Series
@@ -97,6 +97,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _style(value: object) -> str:
+    optional.load("matplotlib", "a figure")
     import matplotlib.style
 
     return checks.choice("style", value, ["default", *matplotlib.style.available])
