@@ -42,7 +42,7 @@ def test_keys_of_a_run_may_stand_beside_those_of_a_figure() -> None:
         ({"figsize": (3,)}, r"figsize=\(3,\) must be \(width, height\)"),
         ({"figsize": "12"}, "figsize='12' must be"),
         ({"figsize": (3, -1)}, "figsize=-1 must be > 0"),
-        ({"show_plot": "no"}, "show_plot='no' must be true or false"),
+        ({"show_plot": "no"}, "show_plot='no' must be True or False"),
         ({"stile": "ggplot"}, "did you mean 'style'"),
     ],
 )

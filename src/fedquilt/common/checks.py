@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 import operator
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -86,6 +87,27 @@ def _check_bounds(
     if inside:
         rules.insert(0, "finite")
     raise InvalidValueError(f"{name}={given!r} must be {' and '.join(rules)}")
+
+
+def flag(name: str, value: object) -> bool:
+    """Return `value` when it is True or False, or raise."""
+    if not isinstance(value, bool):
+        raise InvalidValueError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """Return `value` when it is a text that is not empty, or raise."""
+    if not isinstance(value, str) or not value:
+        raise InvalidValueError(f"{name}={value!r} must be a text that is not empty")
+    return value
+
+
+def path(name: str, value: object) -> str:
+    """Return `value` as the text of a path that is not empty, or raise."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InvalidValueError(f"{name}={value!r} must be a path")
+    return str(os.fspath(value))
 
 
 def indices(name: str, values: object, size: int, *, unique: bool = False) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, StorageError
 from fedquilt.observe.delivery import CLOSE_SECONDS, Address, Delivery, post_fields
 
@@ -150,14 +151,12 @@ def _file_handler(file: Path) -> logging.FileHandler:
 def _check(
     identifier: object, file: object, simple: object, level: object, console: object
 ) -> None:
-    if not isinstance(identifier, str) or not identifier:
-        raise InvalidValueError(f"identifier={identifier!r} must be a text that is not empty")
-    if file is not None and not isinstance(file, (str, os.PathLike)):
-        raise InvalidValueError(f"file={file!r} must be a path")
-    if simple is not None and not isinstance(simple, bool):
-        raise InvalidValueError(f"simple={simple!r} must be True, False or None")
-    if not isinstance(console, bool):
-        raise InvalidValueError(f"console={console!r} must be True or False")
+    checks.text("identifier", identifier)
+    if file is not None:
+        checks.path("file", file)
+    if simple is not None:
+        checks.flag("simple", simple)
+    checks.flag("console", console)
     known = isinstance(level, str) and level in logging.getLevelNamesMapping()
     if not known and (isinstance(level, bool) or not isinstance(level, int)):
         raise InvalidValueError(f"level={level!r} must be a level of the module logging")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import ClassVar, Self, TypedDict, Unpack
 
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.errors import FedquiltError
 from fedquilt.observe.delivery import Address
 from fedquilt.observe.meters import network_scope
 from fedquilt.observe.runners import ProcessRunner, ThreadRunner
-from fedquilt.observe.samples import Metrics, Reach, Series, Settings, Target
+from fedquilt.observe.samples import Metrics, Reach, Series, Settings, Sink
+from fedquilt.observe.sinks import FileSink, PrometheusSink, RemoteSink
 
 SHORTEST_INTERVAL = 0.01
 
@@ -37,8 +40,7 @@ class Monitor:
 
     _runner_type: ClassVar[type[ThreadRunner | ProcessRunner]]
 
-    def __init__(self, target: Target, interval: float, reach: ReachOptions) -> None:
-        self._target = target
+    def __init__(self, interval: float, reach: ReachOptions) -> None:
         self._interval = checks.number("interval", interval, at_least=SHORTEST_INTERVAL)
         self._reach = Reach(**reach)
         self._metrics = Metrics()
@@ -47,6 +49,10 @@ class Monitor:
         self._control = threading.RLock()
         self._runner: ThreadRunner | ProcessRunner | None = None
         self._reported: FedquiltError | None = None
+
+    def _sink(self) -> Callable[[], Sink]:
+        """Return what opens the place where samples go; it is called in the sampler's process."""
+        raise NotImplementedError
 
     def set_metrics(self, **metrics: bool) -> None:
         """Switch metrics on or off: `cpu`, `memory`, `network`, `power`.
@@ -81,7 +87,7 @@ class Monitor:
                 return
             self.stop()
             settings = Settings(
-                os.getpid(), self._interval, self._metrics, self._reach, self._target
+                os.getpid(), self._interval, self._metrics, self._reach, self._sink()
             )
             self._runner = self._runner_type(settings, self._series.append)
 
@@ -169,10 +175,11 @@ class FileMonitor(Monitor):
         interval: float = 5,
         **reach: Unpack[ReachOptions],
     ) -> None:
-        if not isinstance(file, (str, os.PathLike)) or not os.fspath(file):
-            raise InvalidValueError(f"file={file!r} must be a path")
-        target = Target("file", file=os.path.abspath(os.fspath(file)))
-        super().__init__(target, interval, reach)
+        super().__init__(interval, reach)
+        self._file = os.path.abspath(checks.path("file", file))
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(FileSink, self._file)
 
 
 class PrometheusMonitor(Monitor):
@@ -199,16 +206,18 @@ class PrometheusMonitor(Monitor):
         address: str = "127.0.0.1",
         **reach: Unpack[ReachOptions],
     ) -> None:
-        whole = checks.integer("port", port, at_least=0, at_most=65535)
-        if not isinstance(address, str) or not address:
-            raise InvalidValueError(f"address={address!r} must be an address of this machine")
-        super().__init__(Target("prometheus", address=address, port=whole), interval, reach)
+        super().__init__(interval, reach)
+        self._port = checks.integer("port", port, at_least=0, at_most=65535)
+        self._address = checks.text("address", address)
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(PrometheusSink, self._address, self._port, self.network_scope)
 
     @property
     def port(self) -> int:
         """The port that was asked for or, once started, the one that is listened on."""
         port = None if self._runner is None else self._runner.port
-        return self._target.port if port is None else port
+        return self._port if port is None else port
 
 
 class RemoteMonitor(Monitor):
@@ -237,11 +246,11 @@ class RemoteMonitor(Monitor):
         simple: bool = True,
         **reach: Unpack[ReachOptions],
     ) -> None:
-        Address.parse(host)
-        if identifier is not None and (not isinstance(identifier, str) or not identifier):
-            raise InvalidValueError(f"identifier={identifier!r} must be a text that is not empty")
-        if not isinstance(simple, bool):
-            raise InvalidValueError(f"simple={simple!r} must be True or False")
-        self.identifier = identifier or f"remote-monitor-{uuid.uuid4().hex}"
-        target = Target("remote", host=host, identifier=self.identifier, simple=simple)
-        super().__init__(target, interval, reach)
+        super().__init__(interval, reach)
+        self._address = Address.parse(host)
+        self._simple = checks.flag("simple", simple)
+        chosen = f"remote-monitor-{uuid.uuid4().hex}" if identifier is None else identifier
+        self.identifier = checks.text("identifier", chosen)
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(RemoteSink, self._address, self.identifier, simple=self._simple)

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from fedquilt.common.errors import FedquiltError
-from fedquilt.observe.meters import Sampler, network_scope
+from fedquilt.observe.meters import Sampler
 from fedquilt.observe.samples import Metrics, MonitorError, Sample, Settings
-from fedquilt.observe.sinks import open_sink
 
 
 class SamplingLoop:
@@ -40,7 +39,7 @@ class SamplingLoop:
         with contextlib.ExitStack() as opened:
             self._sampler = Sampler(settings.pid, settings.reach, settings.metrics)
             opened.callback(self._sampler.close)
-            self._sink = open_sink(settings.target, network_scope(settings.pid, settings.reach))
+            self._sink = settings.open_sink()
             opened.pop_all()
         self._next = time.monotonic() + self._interval
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.errors import FedquiltError
 
 
 class MonitorError(FedquiltError, RuntimeError):
@@ -157,30 +158,30 @@ class Reach:
 
     def __post_init__(self) -> None:
         for name in ("children", "loopback"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValueError(f"{name}={getattr(self, name)!r} must be True or False")
+            checks.flag(name, getattr(self, name))
         checks.choice("network_scope", self.network_scope, ("namespace", "process"))
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where samples go: "file", "prometheus" or "remote", and its own settings."""
+class Sink(Protocol):
+    """A place for samples."""
 
-    kind: str
-    file: str = ""
-    address: str = ""
-    port: int = 0
-    host: str = ""
-    identifier: str = ""
-    simple: bool = True
+    @property
+    def port(self) -> int | None:
+        """The port it listens on, None when it does not listen."""
+
+    def write(self, sample: Sample) -> None:
+        """Take a sample."""
+
+    def close(self) -> None:
+        """End; raise when something that was written did not arrive."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is sampled, how often, and where it goes."""
+    """What is sampled, how often, and what opens the place where it goes."""
 
     pid: int
     interval: float
     metrics: Metrics
     reach: Reach
-    target: Target
+    open_sink: Callable[[], Sink]

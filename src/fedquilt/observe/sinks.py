@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedquilt.common import optional
 from fedquilt.common.storage import storage_errors
@@ -26,31 +26,7 @@ from fedquilt.observe.samples import (
     DeliveryError,
     MonitorError,
     Sample,
-    Target,
 )
-
-
-class Sink(Protocol):
-    """A place for samples."""
-
-    @property
-    def port(self) -> int | None:
-        """The port it listens on, None when it does not listen."""
-
-    def write(self, sample: Sample) -> None:
-        """Take a sample."""
-
-    def close(self) -> None:
-        """End; raise when something that was written did not arrive."""
-
-
-def open_sink(target: Target, network_scope: str) -> Sink:
-    """Open the sink that `target` describes; `network_scope` says whose bytes it gets."""
-    if target.kind == "file":
-        return FileSink(target.file)
-    if target.kind == "remote":
-        return RemoteSink(target.host, target.identifier, simple=target.simple)
-    return PrometheusSink(target.address, target.port, network_scope)
 
 
 class FileSink:
@@ -183,11 +159,11 @@ class RemoteSink:
 
     port = None
 
-    def __init__(self, host: str, identifier: str, *, simple: bool) -> None:
+    def __init__(self, address: Address, identifier: str, *, simple: bool) -> None:
         self._identifier = identifier
         self._simple = simple
         self._written = 0
-        self._delivery = Delivery(Address.parse(host))
+        self._delivery = Delivery(address)
 
     def write(self, sample: Sample) -> None:
         """Queue a sample."""

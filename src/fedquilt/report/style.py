@@ -80,20 +80,14 @@ def figure_settings(
     defaults = VISUALIZATION_CONFIG | ({"figsize": figsize} if figsize else {})
     merged = {key: given.get(key, default) for key, default in defaults.items()}
     return FigureSettings(
-        enabled=_flag("enabled", merged["enabled"]),
-        show_plot=_flag("show_plot", merged["show_plot"]),
+        enabled=checks.flag("enabled", merged["enabled"]),
+        show_plot=checks.flag("show_plot", merged["show_plot"]),
         dpi=checks.number("dpi", merged["dpi"], at_least=10, at_most=2400),
         format=checks.choice("format", merged["format"], FORMATS),
         style=_style(merged["style"]),
         figsize=_size(merged["figsize"]),
-        include_table=_flag("include_table", merged["include_table"]),
+        include_table=checks.flag("include_table", merged["include_table"]),
     )
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidValueError(f"{name}={value!r} must be true or false")
-    return value
 
 
 def _style(value: object) -> str:
