@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up(
     )
     assert_clean_failure(ended.code, ended.err)
     folder = only_folder(tmp_path)
-    assert f"cannot write '{folder}'" in ended.err
+    assert f"cannot write '{folder}/" in ended.err
     assert os.strerror(errno.EFBIG) in ended.err
     assert rounds_saved(folder) == 2
     assert not list(folder.glob(".*.tmp"))
@@ -112,7 +112,7 @@ def test_the_message_names_place_and_cause(
     with pytest.raises(StorageError) as caught:
         run_config(tiny(output_dir=str(tmp_path)))
     folder = only_folder(tmp_path)
-    assert str(caught.value) == f"cannot write '{folder}': {cause}"
+    assert str(caught.value) == f"cannot write '{folder}/rounds.jsonl': {cause}"
     monkeypatch.undo()
     assert rounds_saved(folder) == 1
     assert_same_run(resume_run(folder), run_config(tiny(output_dir=str(tmp_path / "other"))))

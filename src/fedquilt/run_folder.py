@@ -20,13 +20,10 @@ checkpoint are dropped on resume, because those rounds run again.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -34,7 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.common import storage
 from fedquilt.common.errors import RunFolderError, StorageError
+from fedquilt.common.storage import storage_errors
 from fedquilt.config import RunConfig, build_config, write_config_file
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
@@ -59,7 +58,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: io.TextIOWrapper | None = None
+        self._lock: io.FileIO | None = None
 
     @classmethod
     def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
@@ -72,7 +71,7 @@ class RunFolder:
                 folder.acquire()
                 text = io.StringIO()
                 write_config_file(config, text)
-                folder._replace("config.toml", text.getvalue().encode())
+                storage.write_file(folder.path / "config.toml", text.getvalue().encode())
             except BaseException:
                 folder.close()
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -92,15 +91,13 @@ class RunFolder:
     def acquire(self) -> None:
         """Lock the folder for this process; two processes must not write one run."""
         with storage_errors(self.path):
-            self._lock = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            self._lock = None
-            raise RunFolderError(
-                f"run folder {str(self.path)!r} is in use by another process"
-            ) from error
+            try:
+                self._lock = storage.lock_file(self.path / ".lock")
+            except BlockingIOError as error:
+                raise RunFolderError(
+                    f"run folder {str(self.path)!r} is in use by another process"
+                ) from error
+        storage.remove_leftovers(self.path)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -120,18 +117,14 @@ class RunFolder:
 
     def _append(self, name: str, record: dict[str, Any], mode: int) -> None:
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
-        with storage_errors(self.path):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            with open(os.open(self.path / name, flags, mode), "a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
+        storage.append_line(self.path / name, line, mode)
 
     def amend_round(self, record: dict[str, Any]) -> None:
         """Replace the last line of rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
-        with storage_errors(path):
-            kept = path.read_bytes().splitlines(keepends=True)[:-1]
-            self._replace("rounds.jsonl", b"".join(kept) + line.encode() + b"\n")
+        kept = path.read_bytes().splitlines(keepends=True)[:-1]
+        storage.write_file(path, b"".join(kept) + line.encode() + b"\n")
 
     def synthetic_path(self, rounds: int | None = None) -> Path:
         """Return where the synthetic set after so many rounds is; None: the final one."""
@@ -154,8 +147,9 @@ class RunFolder:
         first, images = self.synthetic_path(count), self.synthetic_path(0).parent
         later = [path for path in images.glob("round_*") if path.stem > first.stem]
         with storage_errors(images):
-            for path in (*later, *self.path.glob(".*.tmp"), *images.glob(".*.tmp")):
+            for path in later:
                 path.unlink()
+        storage.remove_leftovers(images)
 
     def write_account(self, account: dict[str, Any]) -> None:
         """Write ledger.json: where the account of this run is, and whose it is.
@@ -163,8 +157,7 @@ class RunFolder:
         The digest of its clients depends on what they hold: it is for the owner only.
         """
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
-        with storage_errors(self.path):
-            self._replace("ledger.json", text.encode(), 0o600)
+        storage.write_file(self.path / "ledger.json", text.encode(), 0o600)
 
     def read_account(self) -> dict[str, Any] | None:
         """Return what ledger.json says, None for a run without a ledger.
@@ -191,16 +184,15 @@ class RunFolder:
             _check_schema(record, path)
             if record.pop("schema_version") and record.get("round") != number:
                 raise RunFolderError(f"{path}, line {number + 1}: expected round {number}")
-        self._keep_lines("private.jsonl", count)
+        self._keep_lines("private.jsonl", count, 0o600)
         return records
 
-    def _keep_lines(self, name: str, count: int) -> list[bytes]:
+    def _keep_lines(self, name: str, count: int, mode: int = 0o666) -> list[bytes]:
         """Return the first `count` lines of a file and cut the file down to them."""
         path = self.path / name
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if len(lines) > count:
-            with storage_errors(path):
-                self._replace(name, b"".join(lines[:count]))
+            storage.write_file(path, b"".join(lines[:count]), mode)
         return lines[:count]
 
     def save_checkpoint(
@@ -223,9 +215,9 @@ class RunFolder:
             "ledger_head": ledger_head,
             "config": self._config_digest(),
         }
-        with storage_errors(self.path):
-            self._sync("rounds.jsonl")
-            self._replace("checkpoint.safetensors", safetensors.torch.save(tensors, metadata))
+        storage.sync_file(self.path / "rounds.jsonl")
+        content = safetensors.torch.save(tensors, metadata)
+        storage.write_file(self.path / "checkpoint.safetensors", content)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet."""
@@ -275,8 +267,7 @@ class RunFolder:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
         text = json.dumps({"schema_version": SCHEMA_VERSION, **finite(result)}, indent=1)
-        with storage_errors(self.path):
-            self._replace("result.json", text.encode())
+        storage.write_file(self.path / "result.json", text.encode())
 
     def write_baselines(self, rows: dict[str, Any], wanted: list[str] | None = None) -> None:
         """Write baselines.json: what stands beside a condensation, by name.
@@ -287,8 +278,8 @@ class RunFolder:
         content = {"schema_version": SCHEMA_VERSION, "wanted": asked, "rows": finite(rows)}
         # Beside a claim they are the owner's alone: they come from raw data.
         mode = 0o600 if self.read_config().is_bounded(covered=True) else 0o666
-        with storage_errors(self.path):
-            self._replace("baselines.json", json.dumps(content, indent=1).encode(), mode)
+        text = json.dumps(content, indent=1)
+        storage.write_file(self.path / "baselines.json", text.encode(), mode)
 
     def wanted_baselines(self) -> list[str] | None:
         """Return the baselines that were asked for when the run began; None: not known."""
@@ -311,55 +302,13 @@ class RunFolder:
         path = self.path / name
         if not path.exists():
             return None
-        try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise RunFolderError(f"{path} must be a JSON object: {error}") from error
+        content = storage.read_json(path, RunFolderError)
         _check_schema(content, path)
         return content
 
     def _config_digest(self) -> str:
         """Return what ties a checkpoint to this run's configuration."""
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
-
-    def _replace(self, name: str, content: bytes, mode: int = 0o666) -> None:
-        """Write a file whole or not at all, and make it durable."""
-        temporary = self.path / f".{name}.tmp"
-        try:
-            mode = 0o600 if name == "private.jsonl" else mode
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(os.open(temporary, flags, mode), "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, self.path / name)
-            _sync_folder(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _sync(self, name: str) -> None:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(self.path / name, "rb+") as stream,
-        ):
-            os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def storage_errors(path: object) -> Iterator[None]:
-    """Turn failures to write into a `StorageError` that names the place and the cause."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        cause = {
-            errno.ENOSPC: "the disk is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EACCES: "no permission",
-            errno.EROFS: "the file system is read-only",
-        }.get(error.errno or 0, error.strerror or str(error))
-        raise StorageError(f"cannot write {str(path)!r}: {cause}") from error
 
 
 def finite(value: Any) -> Any:
@@ -385,15 +334,6 @@ def _json_line(line: bytes, path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
     return record
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename durable: it is the folder that has changed."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _portable(tensor: torch.Tensor) -> torch.Tensor:

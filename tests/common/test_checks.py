@@ -95,3 +95,49 @@ def test_choices_name_the_nearest() -> None:
 def test_errors_are_of_the_family_and_of_the_builtin_kind() -> None:
     assert issubclass(InvalidValueError, FedquiltError)
     assert issubclass(InvalidValueError, ValueError)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0, 4, 2],
+        (0, 4, 2),
+        np.array([0, 4, 2], dtype=np.uint8),
+        torch.tensor([0, 4, 2]),
+        [np.int64(0), torch.tensor(4), 2],
+        (number for number in (0, 4, 2)),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_indices_of_any_kind(given: object) -> None:
+    checked = checks.indices("clients", given, 5, unique=True)
+    assert checked.dtype == np.int64
+    assert checked.tolist() == [0, 4, 2]
+
+
+def test_indices_may_be_none_at_all_or_repeated() -> None:
+    assert checks.indices("clients", [], 0).shape == (0,)
+    assert checks.indices("clients", np.zeros(0), 5).dtype == np.int64
+    assert checks.indices("clients", [1, 1], 2).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([0, 5], "clients holds 5, every number must be >= 0 and < 5"),
+        ([2, -1], "clients holds -1, every number must be >= 0 and < 5"),
+        ([3, 1, 3], "clients holds 3 more than once"),
+        ([1.0], "clients=[1.0] must be a flat list of whole numbers"),
+        ([1, True], "clients=[1, True] must be a flat list of whole numbers"),
+        ([[1]], "clients=[[1]] must be a flat list of whole numbers"),
+        ([[1], [2, 3]], "clients=[[1], [2, 3]] must be a flat list of whole numbers"),
+        (["a"], "clients=['a'] must be a flat list of whole numbers"),
+        ([2**70], f"clients=[{2**70}] must be a flat list of whole numbers"),
+        (4, "clients=4 must be a flat list of whole numbers"),
+        (None, "clients=None must be a flat list of whole numbers"),
+    ],
+)
+def test_indices_that_are_refused(given: object, told: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        checks.indices("clients", given, 5, unique=True)
+    assert str(raised.value) == told

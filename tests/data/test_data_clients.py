@@ -110,8 +110,8 @@ def test_a_client_loader_leaves_the_global_generator_alone() -> None:
         ([[0], []], 3, 1, "client_id=1 must have samples"),
         ([[0], [1]], 3, 2, "client_id=2 must be >= 0 and <= 1"),
         ([[0], [1]], 0, 1, "batch_size=0 must be >= 1"),
-        ([[0], [10]], 3, 1, r"client_indices\[1\] must hold indices from 0 to 9"),
-        ([[0], [0.5]], 3, 1, r"client_indices\[1\] must be a list of integers"),
+        ([[0], [10]], 3, 1, r"client_indices\[1\] holds 10, every number must be >= 0 and < 10"),
+        ([[0], [0.5]], 3, 1, r"client_indices\[1\]=\[0.5\] must be a flat list"),
     ],
 )
 def test_loaders_that_cannot_be(clients, batch_size, client_id, message: str) -> None:
@@ -137,7 +137,7 @@ def test_distribution_by_hand() -> None:
 def test_distribution_refuses_what_does_not_fit() -> None:
     with pytest.raises(InvalidValueError, match="labels must be < num_classes=2"):
         analyze_data_distribution([[0]], [0, 2], 2)
-    with pytest.raises(InvalidValueError, match=r"client_indices\[0\] must hold indices"):
+    with pytest.raises(InvalidValueError, match=r"client_indices\[0\] holds"):
         analyze_data_distribution([[2]], [0, 1], 2)
     with pytest.raises(InvalidValueError, match="at least one client"):
         analyze_data_distribution([], [0, 1], 2)

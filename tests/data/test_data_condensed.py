@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_the_old_set_and_no_rest(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match=r"cannot write '.*set\.safetensors': No space left"):
+    with pytest.raises(StorageError, match=r"cannot write '.*set\.safetensors': the disk is full"):
         save_condensed(path, made(name="new"), mean=MEAN, std=STD)
     assert load_condensed(path).name == "cifar10"
     assert [item.name for item in path.parent.iterdir()] == [path.name]

@@ -7,14 +7,23 @@ import gzip
 import hashlib
 import io
 import os
+import sys
 import tarfile
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from fedquilt.data import ArchiveSpec, DatasetSpec, FileSpec, load_dataset
-from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
+from fedquilt.data.specs import DATASETS
+from fedquilt.errors import (
+    DataError,
+    DataNotFoundError,
+    InvalidValueError,
+    MissingPackageError,
+    StorageError,
+)
 
 IMAGES = "train-images-x.gz"
 
@@ -93,6 +102,43 @@ def test_a_failed_download_leaves_nothing(tiny, served, tmp_path: Path, fault: s
     assert everything_under(tmp_path) == []
 
 
+def test_a_mirror_that_sends_too_much_is_given_up(tiny, served, tmp_path: Path) -> None:
+    served.files[f"/sub/{IMAGES}"] = tiny.packed[IMAGES] + bytes(3 << 20)
+    with pytest.raises(DataNotFoundError, match=r"train-images-x\.gz: sends more than \d+ bytes"):
+        load(served, tmp_path / "data")
+    assert everything_under(tmp_path) == []
+
+
+def test_an_archive_may_not_be_larger_than_it_is(colour, mirror, tmp_path: Path) -> None:
+    mirror.files["/c.tar.gz"] = colour[1] + b"x"
+    with pytest.raises(DataNotFoundError, match=f"sends more than {len(colour[1])} bytes"):
+        load_dataset("colour", tmp_path / "d", mirrors={"colour": [mirror.url]})
+
+
+def test_a_mirror_that_takes_too_long_is_given_up(
+    tiny, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedquilt.data.download.TIME_LIMIT_SECONDS", 0)
+    with pytest.raises(DataNotFoundError, match="takes more than 0 s"):
+        load(served, tmp_path / "data")
+    assert everything_under(tmp_path) == []
+
+
+@pytest.mark.parametrize("spec", DATASETS.values(), ids=lambda spec: spec.name)
+def test_encrypted_mirrors_come_first(spec: DatasetSpec) -> None:
+    encrypted = [mirror.startswith("https://") for mirror in spec.mirrors]
+    assert encrypted == sorted(encrypted, reverse=True)
+
+
+def test_without_pooch_the_error_says_what_to_install(
+    tiny, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(MissingPackageError, match="a download needs the package pooch"):
+        load(served, tmp_path / "data")
+    assert everything_under(tmp_path) == []
+
+
 def test_no_server(tiny, tmp_path: Path) -> None:
     with pytest.raises(DataNotFoundError, match=r"127\.0\.0\.1:9/train-images-x\.gz: Connection"):
         load_dataset("tiny", tmp_path)
@@ -119,8 +165,8 @@ def test_an_interrupt_leaves_nothing(
 ) -> None:
     import pooch
 
-    def interrupted(self, url: str, output: str, _: object) -> None:
-        Path(output).write_bytes(b"half")
+    def interrupted(self, url: str, output: BinaryIO, _: object) -> None:
+        output.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pooch.HTTPDownloader, "__call__", interrupted)

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from monitor_tools import rapl_zone, wakefulness, write_tree
 
-from fedquilt.errors import FedquiltError
-from fedquilt.monitor import MissingExtraError, MonitorError, process_monitor, thread_monitor
+from fedquilt.errors import FedquiltError, MissingPackageError
+from fedquilt.monitor import MonitorError, process_monitor, thread_monitor
 from http_receiver import wait_until
 from run_processes import environment
 
@@ -241,10 +241,10 @@ def test_a_missing_package_names_the_extra(
         if name.split(".")[0] == module:
             monkeypatch.setitem(sys.modules, name, None)
     monitor = make()  # type: ignore[operator]
-    told = rf"needs the package {module}, .* pip install 'fedquilt\[monitor\]'"
-    with pytest.raises(MissingExtraError, match=told):
+    package = module.replace("_", "-")
+    told = rf"needs the package {package}, .* pip install 'fedquilt\[monitor\]'"
+    with pytest.raises(MissingPackageError, match=told):
         monitor.start()
-    assert issubclass(MissingExtraError, ImportError)
 
 
 def test_importing_loads_nothing_optional() -> None:

@@ -12,7 +12,7 @@ import pytest
 from monitor_tools import hwmon_chip, iio_chip, rapl_zone, write_tree
 
 from fedquilt.monitor import MonitorError, PowerUnavailableError, power_sources, thread_monitor
-from fedquilt.observe.meters import open_power
+from fedquilt.observe.meters import open_power, power_meter
 from fedquilt.observe.power import (
     NotOfferedError,
     Nvml,
@@ -224,7 +224,7 @@ def test_nvml_is_opened_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("library", "reason"),
     [
-        (None, "nvidia-ml-py is not installed"),
+        (None, "nvidia-ml-py, which is not installed"),
         (FakeNvml([], []), "no GPU that tells its power"),
         (FakeNvml([None], [None]), "no GPU that tells its power"),
     ],
@@ -246,8 +246,9 @@ def test_a_driver_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processors_and_cards_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([None], [50_000]))
-    meter = open_power(write_tree(tmp_path, SERVER))
-    assert meter.names == ["RAPL package-0, dram, package-1", "NVML 1 GPU"]
+    sources = open_power(write_tree(tmp_path, SERVER))
+    assert [source.name for source in sources] == ["RAPL package-0, dram, package-1", "NVML 1 GPU"]
+    meter = power_meter(sources)
     power = meter.read()
     assert power["power_vdd_in"] == power["power_vdd_cpu_gpu_cv"] == 50_000
     assert power["power_vdd_soc"] == 0.0

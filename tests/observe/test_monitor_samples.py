@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.monitor.thread_monitor import FileMonitor, PrometheusMonitor, RemoteMonitor
-from fedquilt.observe.samples import KEYS, Metrics, Reach, Sample, Series, Settings, Target
+from fedquilt.observe.delivery import Address
+from fedquilt.observe.samples import KEYS, Metrics, Reach, Sample, Series, Settings
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
@@ -77,12 +80,13 @@ def test_the_text_of_a_sample() -> None:
 
 
 def test_settings_survive_the_way_to_another_process() -> None:
-    target = Target("remote", host="h:1", identifier="é\n'", simple=False)
-    settings = Settings(7, 0.5, Metrics(power=True), Reach(children=False, sysfs="/s"), target)
-    line = settings.to_json()
-    assert "\n" not in line
-    assert json.loads(line)["interval"] == 0.5
-    assert Settings.from_json(line) == settings
+    monitor = RemoteMonitor("h:1", identifier="é\n'", simple=False, sysfs=Path("/s"))
+    settings = Settings(7, 0.5, Metrics(power=True), monitor._reach, monitor._sink())
+    arrived = pickle.loads(pickle.dumps(settings))
+    assert arrived.reach == Reach(sysfs=Path("/s"))
+    assert arrived.open_sink.keywords == {"simple": False}
+    assert arrived.open_sink.args == (Address("http", "h", 1), "é\n'")
+    assert replace(arrived, open_sink=settings.open_sink) == settings
 
 
 @pytest.mark.parametrize(

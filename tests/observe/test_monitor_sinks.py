@@ -74,7 +74,7 @@ def test_a_relative_file_is_where_the_monitor_was_made(
 
 def test_a_full_disk_surfaces(kind: ModuleType) -> None:
     monitor = kind.FileMonitor("/dev/full")
-    with pytest.raises(StorageError, match=r"file='/dev/full' cannot be written: .*No space left"):
+    with pytest.raises(StorageError, match="cannot write '/dev/full': the disk is full"):
         monitor.start()
     assert not monitor.running
 

@@ -14,7 +14,7 @@ import dp_accounting
 import pytest
 from dp_accounting import rdp as dp_rdp
 
-from fedquilt.errors import InvalidValueError, NotReadyError
+from fedquilt.errors import InvalidValueError, MissingPackageError
 from fedquilt.privacy.accounting import (
     METHODS,
     Adjacency,
@@ -240,7 +240,7 @@ def test_bad_arguments_are_named(call, message):
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 def test_missing_package_says_how_to_install(monkeypatch, method):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(NotReadyError, match=r"needs the package dp-accounting.*pip install"):
+    with pytest.raises(MissingPackageError, match=r"needs the package dp-accounting.*pip install"):
         epsilon([Release(1.2345)], DELTA, method=method)
 
 

@@ -57,7 +57,11 @@ def test_a_client_listed_twice_pays_once_and_uneven_lists_are_cut() -> None:
 
 @pytest.mark.parametrize(
     ("cohort", "message"),
-    [([0, 20], "round 2 holds client 20"), ([-1], "client -1"), ([0.5], "list of client ids")],
+    [
+        ([0, 20], "round 2 holds 20, every number"),
+        ([-1], "holds -1"),
+        ([0.5], "flat list of whole numbers"),
+    ],
 )
 def test_a_foreign_client_is_refused_before_anything_is_written(
     cohort: list[Any], message: str, tmp_path: Path

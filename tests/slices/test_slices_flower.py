@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from holders_oracle import fill, snapshot
 from torch import nn
 
-from fedquilt.errors import InvalidValueError
+from fedquilt.errors import InvalidValueError, MissingPackageError
 from fedquilt.fed import extract, merge
 from fedquilt.nn import SSBatchNorm1d, SSLinear
 from run_samples import same_tensors
@@ -28,15 +28,8 @@ def net(width: str) -> nn.Sequential:
 
 
 def test_without_flower_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def no_flower(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("flwr"):
-            raise ImportError(name)
-        return original(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", no_flower)
-    with pytest.raises(ImportError, match=r"fedquilt\[flower\]"):
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    with pytest.raises(MissingPackageError, match=r"fedquilt\[flower\]"):
         extract(None, net("1/2"), net("1"))  # type: ignore[arg-type]
 
 

@@ -35,7 +35,8 @@ def compare(
 ) -> None:
     """Train the same federation in several modes and lay the results side by side."""
     from fedquilt.assemble import build_method, build_problem
-    from fedquilt.run_folder import make_fresh, storage_errors
+    from fedquilt.common.storage import storage_errors
+    from fedquilt.run_folder import make_fresh
 
     base = build_config(settings, preset=preset, file=config)
     configs = [

@@ -10,10 +10,15 @@ import difflib
 import math
 import numbers
 import operator
+import os
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 from fedquilt.common.errors import InvalidValueError
+
+if TYPE_CHECKING:  # numpy only where a list is checked: the log needs none
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def number(
@@ -82,6 +87,66 @@ def _check_bounds(
     if inside:
         rules.insert(0, "finite")
     raise InvalidValueError(f"{name}={given!r} must be {' and '.join(rules)}")
+
+
+def flag(name: str, value: object) -> bool:
+    """Return `value` when it is True or False, or raise."""
+    if not isinstance(value, bool):
+        raise InvalidValueError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """Return `value` when it is a text that is not empty, or raise."""
+    if not isinstance(value, str) or not value:
+        raise InvalidValueError(f"{name}={value!r} must be a text that is not empty")
+    return value
+
+
+def path(name: str, value: object) -> str:
+    """Return `value` as the text of a path that is not empty, or raise."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InvalidValueError(f"{name}={value!r} must be a path")
+    return str(os.fspath(value))
+
+
+def indices(name: str, values: object, size: int, *, unique: bool = False) -> NDArray[np.int64]:
+    """Return client or sample numbers as int64 [n], each >= 0 and < `size`, or raise.
+
+    Parameters
+    ----------
+    name
+        What the list is, for the message.
+    values
+        An array, a tensor or anything that can be listed; whole numbers of NumPy and
+        torch count, truth values and floats do not.
+    size
+        How many clients or samples there are.
+    unique
+        Whether a number may stand there only once.
+    """
+    import numpy as np
+
+    if isinstance(values, Iterable) and not hasattr(values, "__array__"):
+        values = list(values)
+        if any(isinstance(value, bool) for value in values):
+            raise InvalidValueError(f"{name}={values!r:.80} must be a flat list of whole numbers")
+    try:
+        given = np.asarray(values)
+    except (ValueError, TypeError):  # lists of different lengths
+        given = np.empty((0, 0))
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise InvalidValueError(f"{name}={values!r:.80} must be a flat list of whole numbers")
+    outside = given[(given < 0) | (given >= size)]
+    if outside.size:
+        raise InvalidValueError(
+            f"{name} holds {outside[0]}, every number must be >= 0 and < {size}"
+        )
+    if unique:
+        numbers, counts = np.unique(given, return_counts=True)
+        if numbers.size < given.size:
+            raise InvalidValueError(f"{name} holds {numbers[counts > 1][0]} more than once")
+    return given.astype(np.int64)
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> str:

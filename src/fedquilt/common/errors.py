@@ -21,6 +21,10 @@ class NotReadyError(FedquiltError, RuntimeError):
     """A method was called before what it needs had happened."""
 
 
+class MissingPackageError(FedquiltError, ImportError):
+    """A package that only some features need is not installed; says what to install."""
+
+
 class DataError(FedquiltError, ValueError):
     """A data file is torn, foreign or does not hold what its name promises."""
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.data.dataset import ImageDataset, IndexArray, as_indices, as_labels
+from fedquilt.data.dataset import ImageDataset, IndexArray, as_labels
 from fedquilt.data.load import load_dataset
 from fedquilt.data.split import dirichlet_split
 
@@ -56,7 +56,7 @@ def create_client_dataloaders(
     checks.integer("batch_size", batch_size, at_least=1)
     checks.integer("client_id", client_id, at_least=0, at_most=len(client_indices) - 1)
     size = len(dataset)  # type: ignore[arg-type]  # map-style data sets have a length
-    indices = as_indices(client_indices[client_id], size, f"client_indices[{client_id}]")
+    indices = checks.indices(f"client_indices[{client_id}]", client_indices[client_id], size)
     if len(indices) == 0:
         raise InvalidValueError(f"client_id={client_id} must have samples, it has none")
     if generator is None:
@@ -95,7 +95,7 @@ def analyze_data_distribution(
     counts = np.stack(
         [
             np.bincount(
-                targets[as_indices(indices, len(targets), f"client_indices[{i}]")],
+                targets[checks.indices(f"client_indices[{i}]", indices, len(targets))],
                 minlength=classes,
             )
             for i, indices in enumerate(client_indices)

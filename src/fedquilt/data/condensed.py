@@ -23,7 +23,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from fedquilt.common import checks
-from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
+from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
+from fedquilt.common.storage import write_file
 from fedquilt.data.dataset import ImageDataset
 
 SCHEMA_VERSION = 1
@@ -206,30 +207,7 @@ def _check_finite(images: torch.Tensor, what: str, error: type[ValueError]) -> N
 
 
 def _write(path: Path, content: bytes) -> Path:
-    """Write a file whole or not at all, and make it durable."""
     if not path.name:
         raise InvalidValueError(f"path={str(path)!r} must name a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_file(path, content, parents=True)
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable: it is the folder that has changed."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

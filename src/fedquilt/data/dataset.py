@@ -50,21 +50,6 @@ def check_num_clients(num_clients: object, num_samples: int) -> int:
     return count
 
 
-def as_indices(indices: object, num_samples: int, what: str) -> IndexArray:
-    """Return a client's index list as int64 [n] inside the data set, or raise."""
-    array = np.asarray(indices)
-    if array.size == 0:
-        return np.empty(0, dtype=np.int64)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise InvalidValueError(f"{what} must be a list of integers, got dtype {array.dtype}")
-    if array.min() < 0 or array.max() >= num_samples:
-        raise InvalidValueError(
-            f"{what} must hold indices from 0 to {num_samples - 1}, "
-            f"got {array.min()} to {array.max()}"
-        )
-    return array.astype(np.int64)
-
-
 def group_by_owner(
     owner: IndexArray, num_clients: int, rng: np.random.Generator
 ) -> list[IndexArray]:

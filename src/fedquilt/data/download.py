@@ -1,9 +1,8 @@
-"""Downloading data files: mirrors, transfer, progress.
+"""Download missing files: whole and verified, or not at all.
 
-Download missing files: whole and verified, or not at all.
-
-Everything is fetched into a scratch folder beside its final place and moved there, in
-one step, only after its checksum was found right.
+pooch fetches everything into a scratch folder beside its final place; a file is moved there,
+in one step, only after its checksum was found right.  `pooch.retrieve` is not used: it
+knows one hash for a file, and ours may come in another packing from another mirror.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import BinaryIO
 
-from fedquilt.common import checks
+from fedquilt.common import checks, optional
 from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
-from fedquilt.data.files import file_md5, read_verified
+from fedquilt.data.files import PACKING_SLACK, file_md5, read_verified
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 MIRRORS_VARIABLE = "FEDQUILT_MIRRORS"
 """Environment variable `name=URL,URL;name=URL`: mirrors that replace the public ones."""
@@ -71,63 +68,62 @@ def _check(source: str, name: str, urls: Sequence[str]) -> None:
             )
 
 
-class DownloadBar:
-    """The small interface that pooch asks of a progress bar, drawn by rich."""
+SILENCE_SECONDS = 30
+"""A mirror that sends nothing for so long is given up."""
 
-    def __init__(self, bars: Progress, description: str) -> None:
-        self._bars = bars
-        self._task = bars.add_task(description, total=None)
+TIME_LIMIT_SECONDS = 3600
+"""A file that is not there after so long is given up."""
 
-    @property
-    def total(self) -> float | None:
-        """Bytes to come, None while unknown."""
-        return self._bars.tasks[0].total
+# Small, because the time is looked at between two chunks.
+_CHUNK = 1 << 12
 
-    @total.setter
-    def total(self, value: int) -> None:
-        self._bars.update(self._task, total=value or None)
 
-    def update(self, count: int) -> None:
-        """Count `count` more bytes."""
-        self._bars.update(self._task, advance=count)
+class _RefusedError(Exception):
+    """A mirror sends too much, or too slowly."""
 
-    def reset(self) -> None:
-        """Go back to the start; pooch does so before it fills the bar."""
-        self._bars.update(self._task, completed=0)
 
-    def close(self) -> None:
-        """Do nothing: the bar closes with its context."""
+class _Incoming:
+    """The file that pooch writes to, which refuses what no right file would need."""
+
+    def __init__(self, file: BinaryIO, limit: int, advance: Callable[[int], None]) -> None:
+        self._file = file
+        self._limit = self._left = limit
+        self._deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        self._advance = advance
+
+    def write(self, chunk: bytes) -> None:
+        """Write a chunk unless the file becomes too large or takes too long."""
+        self._left -= len(chunk)
+        if self._left < 0:
+            raise _RefusedError(f"sends more than {self._limit} bytes")
+        if time.monotonic() > self._deadline:
+            raise _RefusedError(f"takes more than {TIME_LIMIT_SECONDS} s")
+        self._file.write(chunk)
+        self._advance(len(chunk))
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when it is closed."""
 
 
 @contextlib.contextmanager
-def progress_bar(description: str, *, enabled: bool) -> Iterator[DownloadBar | Literal[False]]:
-    """Give a bar for one download, or False where none is wanted."""
+def _progress(name: str, size: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar of one download; give what takes the bytes that have come."""
     if not enabled:
-        yield False
+        yield lambda count: None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        yield DownloadBar(bars, description)
-
-
-_TIMEOUT_S = 30
-_CHUNK = 1 << 16
+    with progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(name, total=size)
+        yield lambda count: bars.update(task, advance=count)
 
 
 def download_files(
@@ -163,7 +159,7 @@ def _fetch(
     failures = []
     for mirror in mirrors:
         url = address(mirror, item.name)
-        reason = _transfer(url, path, progress=progress) or _refusal(path, item)
+        reason = _transfer(url, path, item, progress=progress) or _refusal(path, item)
         if reason is None:
             return path
         failures.append(f"{url}: {reason}")
@@ -175,23 +171,26 @@ def _fetch(
     )
 
 
-def _transfer(url: str, path: Path, *, progress: bool) -> str | None:
+def _transfer(url: str, path: Path, item: FileSpec | ArchiveSpec, *, progress: bool) -> str | None:
     """Download `url` to `path`; return why that failed, or None."""
-    import pooch
-    import requests
-
-    with progress_bar(path.name, enabled=progress) as bar:
-        fetch = pooch.HTTPDownloader(
-            progressbar=bar,
-            chunk_size=_CHUNK,
-            timeout=_TIMEOUT_S,
-            # The files are compressed already, and must arrive as they are.
-            headers={"Accept-Encoding": "identity"},
-        )
+    pooch = optional.load("pooch", "a download")
+    requests = optional.load("requests", "a download")
+    fetch = pooch.HTTPDownloader(
+        chunk_size=_CHUNK,
+        timeout=SILENCE_SECONDS,
+        # The files are compressed already, and must arrive as they are.
+        headers={"Accept-Encoding": "identity"},
+    )
+    # A mirror may pack a file in another way.
+    limit = item.size if isinstance(item, ArchiveSpec) else item.size + PACKING_SLACK
+    size = getattr(item, "packed_size", None) or item.size
+    with _progress(path.name, size, enabled=progress) as advance, path.open("wb") as file:
         try:
-            fetch(url, str(path), None)
+            fetch(url, _Incoming(file, limit, advance), None)
         except requests.exceptions.RequestException as error:
             return f"{type(error).__name__}: {error}"
+        except _RefusedError as error:
+            return str(error)
     return None
 
 

@@ -1,6 +1,6 @@
-"""Data files on disk: where they lie, whether they are whole, the IDX format.
+"""Data files on disk: where they lie, whether they are whole, what is in them.
 
-The IDX format: a big-endian header, then the numbers of one array.
+The IDX format is a big-endian header and then the numbers of one array:
 
 byte 0, 1   zero
 byte 2      type of the numbers: 0x08 uint8, 0x0C int32
@@ -62,7 +62,8 @@ def _dimensions(raw: bytes) -> list[int]:
     return [size for (size,) in struct.iter_unpack(">I", raw[: len(raw) // 4 * 4])]
 
 
-_CHUNK = 1 << 20
+PACKING_SLACK = 1 << 20
+"""How much larger than its content a packed file may be; no packing needs as much."""
 
 
 def read_verified(path: Path, spec: FileSpec) -> bytes:
@@ -82,11 +83,8 @@ def read_verified(path: Path, spec: FileSpec) -> bytes:
 
 def file_md5(path: Path) -> str:
     """Return the MD5 of a file that may not fit in memory."""
-    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _check_size(path: Path, spec: FileSpec) -> None:
@@ -94,7 +92,7 @@ def _check_size(path: Path, spec: FileSpec) -> None:
     if path.suffix != ".gz":
         if size != spec.size:
             raise DataError(f"has {size} bytes")
-    elif size > spec.size + _CHUNK:
+    elif size > spec.size + PACKING_SLACK:
         raise DataError(f"has {size} bytes, more than its content would have unpacked")
 
 

@@ -172,8 +172,8 @@ _FASHION_MNIST = DatasetSpec(
         )
     ),
     mirrors=(
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
 )
 

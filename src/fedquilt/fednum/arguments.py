@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.storage import write_file
 from fedquilt.condense.augment import Augmentation
 from fedquilt.config import CondenseConfig, RunConfig, write_config_file
 from fedquilt.config.choices import LOGIT_LOSSES
@@ -208,9 +208,7 @@ def write_settings(path: Path, config: CondenseConfig) -> None:
     """Make the folder of a run that begins, with its configuration in it."""
     text = io.StringIO()
     write_config_file(config, text)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / ".config.toml.tmp").write_text(text.getvalue(), encoding="utf-8")
-    os.replace(path / ".config.toml.tmp", path / "config.toml")
+    write_file(path / "config.toml", text.getvalue().encode(), parents=True)
 
 
 def check_settings(path: Path, there: RunConfig, here: CondenseConfig) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
+from fedquilt.common.storage import storage_errors
 from fedquilt.config import RunConfig
 from fedquilt.experiment import Experiment
 from fedquilt.fednum.arguments import (
@@ -41,7 +42,7 @@ from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.statement import Statement
 from fedquilt.round import Federation, RoundRecord
-from fedquilt.run_folder import RunFolder, storage_errors
+from fedquilt.run_folder import RunFolder
 
 __all__ = ["Client", "FedNumServer"]
 

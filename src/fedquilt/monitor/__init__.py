@@ -15,7 +15,6 @@ from fedquilt.observe.meters import power_sources
 from fedquilt.observe.samples import (
     DeliveryError,
     MetricTypeError,
-    MissingExtraError,
     MonitorError,
     PowerUnavailableError,
     Reach,
@@ -24,7 +23,6 @@ from fedquilt.observe.samples import (
 __all__ = [
     "DeliveryError",
     "MetricTypeError",
-    "MissingExtraError",
     "MonitorError",
     "PowerUnavailableError",
     "Reach",

@@ -1,7 +1,5 @@
 """Monitors that sample from a process of their own, whose cost is not part of the samples."""
 
-from __future__ import annotations
-
 from fedquilt.observe import monitors
 from fedquilt.observe.runners import ProcessRunner
 

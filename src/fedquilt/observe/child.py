@@ -2,75 +2,62 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import threading
-from typing import Any, TextIO
+import time
+import traceback
+from multiprocessing.connection import Connection
 
-from fedquilt.observe.runners import SamplingLoop, pack_error, pack_sample
-from fedquilt.observe.samples import Metrics, Settings
-
-
-class Channel:
-    """Lines of JSON to the process that started this one."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def send(self, **message: Any) -> None:
-        """Send one message."""
-        with self._lock:
-            self._stream.write(json.dumps(message) + "\n")
-            self._stream.flush()
+from fedquilt.common.errors import FedquiltError
+from fedquilt.observe.runners import SamplingLoop, as_fedquilt_error
 
 
 def main() -> None:
     """Sample until told to stop, or until nobody is there to tell it."""
-    # Whatever prints must not print into the messages.
-    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    code = 0
+    pipe = Connection(int(sys.argv[1]))
     try:
-        _serve(Channel(stream))
-    except BrokenPipeError:
-        # The other process is gone; there is nobody to tell.
-        code = 1
-    # The thread that waits for orders cannot be woken, and would be in the way of
-    # an ordinary end; everything is closed by now.
-    os._exit(code)
+        pipe.send(("end", _serve(pipe)))
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(1)  # the other process is gone; there is nobody to tell
 
 
-def _serve(channel: Channel) -> None:
-    """Sample, and send what happens; only a channel that leads nowhere is raised."""
+def _serve(pipe: Connection) -> FedquiltError | None:
+    """Sample, and send what happens; return what failed."""
     try:
-        settings = Settings.from_json(sys.stdin.readline())
-        loop = SamplingLoop(settings, lambda sample: channel.send(sample=pack_sample(sample)))
-        channel.send(ready={"port": loop.port})
-        threading.Thread(target=_obey, args=(loop, channel), daemon=True).start()
-        loop.run()
-    except BrokenPipeError:
+        loop = SamplingLoop(pipe.recv(), lambda sample: pipe.send(("sample", sample)))
+        pipe.send(("answer", loop.port))
+        loop.run(lambda seconds: _obey(pipe, loop, seconds))
+    except (BrokenPipeError, ConnectionResetError):
         raise
     except BaseException as error:
-        channel.send(failed=pack_error(error))
-    else:
-        channel.send(done=True)
+        return _portable(error)
+    return None
 
 
-def _obey(loop: SamplingLoop, channel: Channel) -> None:
-    """Carry out what comes in; the end of the input is an order to stop too."""
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "stop" in order:
-            break
+def _obey(pipe: Connection, loop: SamplingLoop, seconds: float) -> bool:
+    """Carry out what comes in for some seconds; return whether to stop."""
+    until = time.monotonic() + seconds
+    while pipe.poll(max(0.0, until - time.monotonic())):
         try:
-            loop.switch(Metrics(**order["metrics"]))
+            metrics = pipe.recv()
+        except EOFError:
+            return True
+        if metrics is None:
+            return True
+        try:
+            loop.switch(metrics)
         except Exception as error:
-            channel.send(refused=pack_error(error))
+            pipe.send(("answer", _portable(error)))
         else:
-            channel.send(switched=True)
-    loop.stop()
+            pipe.send(("answer", None))
+    return False
+
+
+def _portable(error: BaseException) -> FedquiltError:
+    """Return an error that survives the pipe, with its trace, which would not, as a note."""
+    trace = "".join(traceback.format_exception(error))
+    shown = as_fedquilt_error(error)
+    shown.add_note(f"in the sampler's process:\n{trace}")
+    return shown
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
-"""Delivering lines to an HTTP server, without anybody waiting for it.
-
-Forms posted to an HTTP server by a thread of their own, in order.
+"""Forms posted to an HTTP server by a thread of their own, in order.
 
 Whoever puts a form never waits for the network.  A form that cannot be delivered
 stays first in line and is tried again, so an outage loses nothing until the
 queue is full; what is lost in the end is counted.
+
+`logging.handlers.QueueHandler` and `QueueListener` with an `HTTPHandler` would be shorter,
+and lose what this is for: they drop a record that meets an outage, count nothing, wait
+without a limit for a server that hangs when they are stopped, and are silent in a
+forked child.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import os
 import socket
 import threading
@@ -18,11 +22,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from fedquilt.common.errors import InvalidValueError
 
-ALLOWED = "'host:port', optionally with http:// or https:// before it"
+CAPACITY = 10_000
+CLOSE_SECONDS = 2.0
+CONNECT_SECONDS = 3.0
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+RETRIED_STATUSES = (408, 425, 429)
 
 
 @dataclass(frozen=True)
@@ -36,46 +46,47 @@ class Address:
     @classmethod
     def parse(cls, text: object) -> Address:
         """Read `127.0.0.1:5000`, `[::1]:5000`, `https://logs.example.org`; raise otherwise."""
+        allowed = "must be 'host:port', optionally with http:// or https:// before it"
         if not isinstance(text, str) or not text or any(sign.isspace() for sign in text):
-            raise InvalidValueError(f"host={text!r} must be {ALLOWED}")
+            raise InvalidValueError(f"host={text!r} {allowed}")
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise InvalidValueError(f"host={text!r} must be {ALLOWED} ({error})") from None
+            raise InvalidValueError(f"host={text!r} {allowed} ({error})") from None
         foreign = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
         if parts.scheme not in ("http", "https") or not host or port == 0 or foreign:
-            raise InvalidValueError(f"host={text!r} must be {ALLOWED}")
+            raise InvalidValueError(f"host={text!r} {allowed}")
         return cls(parts.scheme, host, port)
 
     def connection(self, timeout: float) -> http.client.HTTPConnection:
         """Return a connection that is opened by its first request."""
-        if self.scheme == "https":
-            return http.client.HTTPSConnection(self.host, self.port, timeout=timeout)
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        secure = self.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}" + ("" if self.port is None else f":{self.port}")
 
 
-CAPACITY = 10_000
-CONNECT_SECONDS = 3.0
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
-RETRIED_STATUSES = (408, 425, 429)
+def post_fields(
+    record: logging.LogRecord, identifier: str, *, simple: bool
+) -> tuple[str, dict[str, Any]]:
+    """Return where a record is posted, and as which fields.
 
-
-@dataclass(frozen=True)
-class Form:
-    """What is posted where on the server."""
-
-    path: str
-    body: bytes
-
-
-class ServerUnwillingError(OSError):
-    """The server answered, but wants to be asked again later."""
+    `simple`: the message alone, to `/simple_log`; otherwise the whole record to `/log`, its
+    message and its exception as text.
+    """
+    message = record.getMessage()
+    if simple:
+        return "/simple_log", {"identifier": identifier, "message": message}
+    fields = {**vars(record), "identifier": identifier, "msg": message, "message": message}
+    if record.exc_info and not record.exc_text:
+        fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+    # The objects behind the text mean nothing on another machine.
+    del fields["args"], fields["exc_info"]
+    return "/log", fields
 
 
 class Delivery:
@@ -109,12 +120,17 @@ class Delivery:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: deque[Form] = deque()
+        self._waiting: deque[tuple[str, bytes]] = deque()
         self._thread: threading.Thread | None = None
         self._connection: http.client.HTTPConnection | None = None
         self._give_up_at: float | None = None
         self._lost = 0
         self.last_error: str | None = None
+
+    def _reset_in_a_fork(self) -> None:
+        """Begin anew in a forked child: it has the queue and not the thread, its parent both."""
+        if os.getpid() != self._owner:
+            self._reset()
 
     @property
     def undelivered(self) -> int:
@@ -124,16 +140,14 @@ class Delivery:
 
     def put(self, path: str, fields: Mapping[str, object]) -> None:
         """Post `fields` to `path` soon; returns at once."""
-        if os.getpid() != self._owner:
-            # A forked child has the queue but not the thread; its parent delivers those forms.
-            self._reset()
-        form = Form(path, urlencode({name: str(value) for name, value in fields.items()}).encode())
+        self._reset_in_a_fork()
+        body = urlencode({name: str(value) for name, value in fields.items()}).encode()
         with self._changed:
             if self._give_up_at is not None or len(self._waiting) >= self._capacity:
                 self._lost += 1
                 self.last_error = self.last_error or "the queue of undelivered forms is full"
                 return
-            self._waiting.append(form)
+            self._waiting.append((path, body))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._deliver, name="fedquilt-delivery", daemon=True
@@ -143,8 +157,7 @@ class Delivery:
 
     def close(self, grace: float) -> None:
         """Deliver what waits, for at most `grace` seconds, and end the thread."""
-        if os.getpid() != self._owner:
-            self._reset()
+        self._reset_in_a_fork()
         with self._changed:
             self._give_up_at = time.monotonic() + grace
             self._changed.notify_all()
@@ -152,22 +165,18 @@ class Delivery:
             return
         self._thread.join(grace)
         if self._thread.is_alive():
-            self._break_connection()
+            # Wake it from a server that took the request and says nothing.
+            sock = self._connection.sock if self._connection is not None else None
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             self._thread.join(0.1)
-
-    def _break_connection(self) -> None:
-        """Wake the thread from a server that took the request and says nothing."""
-        connection = self._connection
-        sock = connection.sock if connection is not None else None
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
 
     def _deliver(self) -> None:
         pause = 0.0
         while (form := self._next(pause)) is not None:
             try:
-                self._post(form)
+                self._post(*form)
                 pause = 0.0
             except (OSError, http.client.HTTPException) as error:
                 self.last_error = f"{type(error).__name__}: {error}"
@@ -180,7 +189,7 @@ class Delivery:
             with self._changed:
                 self._waiting.popleft()
 
-    def _next(self, pause: float) -> Form | None:
+    def _next(self, pause: float) -> tuple[str, bytes] | None:
         """Wait for a form, and out a pause; None: closed, and none is left or no time is."""
         with self._changed:
             self._changed.wait_for(lambda: self._give_up_at is not None, timeout=pause)
@@ -188,18 +197,20 @@ class Delivery:
             late = self._give_up_at is not None and time.monotonic() > self._give_up_at
             return self._waiting[0] if self._waiting and not late else None
 
-    def _post(self, form: Form) -> None:
+    def _post(self, path: str, body: bytes) -> None:
         """Post one form; raise when it is worth another try."""
         self._connection = connection = self.address.connection(CONNECT_SECONDS)
         headers = {"Content-Type": "application/x-www-form-urlencoded", "Connection": "close"}
         try:
-            connection.request("POST", form.path, form.body, headers)
+            connection.request("POST", path, body, headers)
             answer = connection.getresponse()
         finally:
             connection.close()
+        if 200 <= answer.status < 300:
+            return
+        told = f"POST {path}: status {answer.status} {answer.reason}"
         if answer.status >= 500 or answer.status in RETRIED_STATUSES:
-            raise ServerUnwillingError(f"POST {form.path}: status {answer.status} {answer.reason}")
-        if not 200 <= answer.status < 300:
-            with self._changed:
-                self._lost += 1
-            self.last_error = f"POST {form.path}: status {answer.status} {answer.reason}"
+            raise OSError(told)
+        with self._changed:
+            self._lost += 1
+        self.last_error = told

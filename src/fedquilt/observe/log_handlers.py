@@ -1,4 +1,4 @@
-"""The package's logger and its handlers."""
+"""The package's logger, and where `configure` sends its records."""
 
 from __future__ import annotations
 
@@ -7,27 +7,21 @@ import os
 import sys
 import threading
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, StorageError
-from fedquilt.observe.delivery import Address, Delivery
+from fedquilt.observe.delivery import CLOSE_SECONDS, Address, Delivery, post_fields
 
 FORMAT = "%(levelname)s %(name)s %(asctime)s | %(filename)s:%(lineno)d | %(message)s"
-CLOSE_SECONDS = 2.0
 
+logger = logging.getLogger("fedquilt")
+log = logger.log
 
-class PrefixFormatter(logging.Formatter):
-    """The package's line, with the identifier before it."""
-
-    def __init__(self, identifier: str) -> None:
-        super().__init__(FORMAT)
-        self._identifier = identifier
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
-        return f"{self._identifier} | {super().format(record)}"
+_lock = threading.Lock()
+_handlers: list[logging.Handler] = []
+_before: list[tuple[int, bool]] = []  # level and propagation before the first `configure`
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -42,85 +36,39 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         return sys.stdout
 
 
-def file_handler(file: Path) -> logging.FileHandler:
-    """Open `file` for appending, and make its folder."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(file, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"file={str(file)!r} cannot be written: {error}") from error
-
-
 class HttpHandler(logging.Handler):
-    """Posts records to a server without making the program wait for it.
-
-    `simple` sends the message alone to `/simple_log`, otherwise the whole record
-    goes to `/log`; both as a url-encoded form with the field `identifier`.
-    """
+    """Posts records to a server without making the program wait for it."""
 
     def __init__(self, address: Address, identifier: str, *, simple: bool) -> None:
         super().__init__()
         self._identifier = identifier
         self._simple = simple
-        self.delivery = Delivery(address, _say)
+        self._delivery = Delivery(address, _report)
         self._closed_before = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record."""
         try:
-            if self._simple:
-                fields = {"identifier": self._identifier, "message": record.getMessage()}
-                self.delivery.put("/simple_log", fields)
-            else:
-                self.delivery.put("/log", record_fields(record, self._identifier))
+            self._delivery.put(*post_fields(record, self._identifier, simple=self._simple))
         except Exception:
             self.handleError(record)
 
     def close(self) -> None:
         """Deliver what waits, for at most two seconds, and say what could not be."""
-        self.delivery.close(CLOSE_SECONDS)
-        lost = self.delivery.undelivered
+        self._delivery.close(CLOSE_SECONDS)
+        lost = self._delivery.undelivered
         # logging closes every handler once more when the interpreter ends.
         if lost and not self._closed_before:
-            address, reason = self.delivery.address, self.delivery.last_error
-            _say(f"{lost} log records were not delivered to {address}: {reason}")
+            address, reason = self._delivery.address, self._delivery.last_error
+            _report(f"{lost} log records were not delivered to {address}: {reason}")
         self._closed_before = True
         super().close()
 
 
-def record_fields(record: logging.LogRecord, identifier: str) -> dict[str, Any]:
-    """Return a record as form fields, its message and its exception as text."""
-    fields = dict(vars(record))
-    message = record.getMessage()
-    fields.update(identifier=identifier, msg=message, message=message)
-    if record.exc_info and not record.exc_text:
-        fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-    # The objects behind the text mean nothing on another machine.
-    for name in ("args", "exc_info"):
-        fields.pop(name, None)
-    return fields
-
-
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     """Report trouble of the logging itself where logging's own trouble goes."""
     if logging.raiseExceptions and sys.stderr is not None:
         print(f"fedquilt.log: {text}", file=sys.stderr)
-
-
-logger = logging.getLogger("fedquilt")
-log = logger.log
-
-
-@dataclass
-class _Installed:
-    """What `configure` put on the logger, and (level, propagate) as they were before."""
-
-    handlers: list[logging.Handler] = field(default_factory=list)
-    before: tuple[int, bool] | None = None
-
-
-_lock = threading.Lock()
-_installed = _Installed()
 
 
 def configure(
@@ -161,14 +109,14 @@ def configure(
     address = None if host is None else Address.parse(host)
     handlers: list[logging.Handler] = [ConsoleHandler()] if console else []
     if file is not None:
-        handlers.append(file_handler(Path(file)))
+        handlers.append(_file_handler(Path(file)))
     for handler in handlers:
-        handler.setFormatter(PrefixFormatter(identifier))
+        handler.setFormatter(logging.Formatter(f"{identifier.replace('%', '%%')} | {FORMAT}"))
     if address is not None:
         handlers.append(HttpHandler(address, identifier, simple=bool(simple)))
     with _lock:
-        if _installed.before is None:
-            _installed.before = (logger.level, logger.propagate)
+        if not _before:
+            _before.append((logger.level, logger.propagate))
         _replace(handlers)
         logger.setLevel(level)
         logger.propagate = False
@@ -178,14 +126,13 @@ def reset() -> None:
     """Take back what `configure` did; files are closed, waiting records delivered."""
     with _lock:
         _replace([])
-        if _installed.before is not None:
-            level, logger.propagate = _installed.before
+        if _before:
+            level, logger.propagate = _before.pop()
             logger.setLevel(level)
-            _installed.before = None
 
 
 def _replace(handlers: list[logging.Handler]) -> None:
-    old, _installed.handlers = _installed.handlers, handlers
+    old, _handlers[:] = list(_handlers), handlers
     for handler in handlers:
         logger.addHandler(handler)
     for handler in old:
@@ -193,17 +140,23 @@ def _replace(handlers: list[logging.Handler]) -> None:
         handler.close()
 
 
+def _file_handler(file: Path) -> logging.FileHandler:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(file, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"file={str(file)!r} cannot be written: {error}") from error
+
+
 def _check(
     identifier: object, file: object, simple: object, level: object, console: object
 ) -> None:
-    if not isinstance(identifier, str) or not identifier:
-        raise InvalidValueError(f"identifier={identifier!r} must be a text that is not empty")
-    if file is not None and not isinstance(file, (str, os.PathLike)):
-        raise InvalidValueError(f"file={file!r} must be a path")
-    if simple is not None and not isinstance(simple, bool):
-        raise InvalidValueError(f"simple={simple!r} must be True, False or None")
-    if not isinstance(console, bool):
-        raise InvalidValueError(f"console={console!r} must be True or False")
+    checks.text("identifier", identifier)
+    if file is not None:
+        checks.path("file", file)
+    if simple is not None:
+        checks.flag("simple", simple)
+    checks.flag("console", console)
     known = isinstance(level, str) and level in logging.getLevelNamesMapping()
     if not known and (isinstance(level, bool) or not isinstance(level, int)):
         raise InvalidValueError(f"level={level!r} must be a level of the module logging")

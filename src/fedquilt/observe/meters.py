@@ -1,13 +1,15 @@
-"""One meter for each metric, and all of them read together."""
+"""One meter for each metric, and all of them read together.
+
+A meter measures from the moment it is made; each reading begins where the last ended.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fedquilt.observe.network import SCOPE, ConnectionTraffic, NamespaceTraffic, namespace_scope
 from fedquilt.observe.power import NotOfferedError, PowerSource, find_jetson, find_nvml, find_rapl
@@ -24,69 +26,53 @@ from fedquilt.observe.samples import (
 )
 
 
-class Meter(Protocol):
-    """Measures from the moment it is made; each reading begins where the last ended."""
+@dataclass(frozen=True)
+class Meter:
+    """What reads the values of a metric by the keys of `stats`, and what ends it."""
 
-    def read(self) -> Mapping[str, float]:
-        """Return the values by the keys of `stats`."""
-
-    def close(self) -> None:
-        """Let go of what the meter holds."""
+    read: Callable[[], Mapping[str, float]]
+    close: Callable[[], None] = lambda: None
 
 
-class CpuMeter:
+def openers(pid: int, reach: Reach) -> dict[str, Callable[[], Meter]]:
+    """Return what makes the meter of each metric."""
+
+    def tree() -> ProcessTree:
+        return ProcessTree(pid, children=reach.children)
+
+    return {
+        "cpu": lambda: cpu_meter(tree()),
+        "memory": lambda: memory_meter(tree()),
+        "network": lambda: network_meter(
+            ConnectionTraffic(tree())
+            if reach.network_scope == "process"
+            else NamespaceTraffic(pid, loopback=reach.loopback)
+        ),
+        "power": lambda: power_meter(open_power(reach.sysfs)),
+    }
+
+
+def cpu_meter(tree: ProcessTree) -> Meter:
     """Processor time by wall-clock time in percent; 100 is one core all the time."""
+    account, before = CpuAccount(tree.cpu_times()), time.monotonic()
 
-    def __init__(self, tree: ProcessTree) -> None:
-        self._tree = tree
-        self._account = CpuAccount(tree.cpu_times())
-        self._time = time.monotonic()
-
-    def read(self) -> Mapping[str, float]:
-        """Return the mean load since the last reading."""
-        used = self._account.used(self._tree.cpu_times())
-        now = time.monotonic()
-        seconds, self._time = now - self._time, now
+    def read() -> Mapping[str, float]:
+        nonlocal before
+        used, now = account.used(tree.cpu_times()), time.monotonic()
+        seconds, before = now - before, now
         return {CPU: 100.0 * used / max(seconds, 1e-9)}
 
-    def close(self) -> None:
-        """Do nothing."""
+    return Meter(read)
 
 
-class MemoryMeter:
+def memory_meter(tree: ProcessTree) -> Meter:
     """Resident memory in percent of the machine's, now."""
-
-    def __init__(self, tree: ProcessTree) -> None:
-        self._tree = tree
-
-    def read(self) -> Mapping[str, float]:
-        """Return the share of memory."""
-        return {MEMORY: self._tree.memory_percent()}
-
-    def close(self) -> None:
-        """Do nothing."""
+    return Meter(lambda: {MEMORY: tree.memory_percent()})
 
 
-class NetworkMeter:
+def network_meter(traffic: NamespaceTraffic | ConnectionTraffic) -> Meter:
     """Bytes sent and received since the last reading."""
-
-    def __init__(self, traffic: NamespaceTraffic | ConnectionTraffic) -> None:
-        self._traffic = traffic
-
-    def read(self) -> Mapping[str, float]:
-        """Return the bytes."""
-        traffic = self._traffic.read()
-        return {BYTES_SENT: traffic.sent, BYTES_RECV: traffic.received}
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def open_traffic(pid: int, reach: Reach) -> NamespaceTraffic | ConnectionTraffic:
-    """Return the traffic that `reach` asks for."""
-    if reach.network_scope == "process":
-        return ConnectionTraffic(ProcessTree(pid, children=reach.children))
-    return NamespaceTraffic(pid, loopback=reach.loopback)
+    return Meter(lambda: dict(zip((BYTES_SENT, BYTES_RECV), traffic.read(), strict=True)))
 
 
 def network_scope(pid: int, reach: Reach) -> str:
@@ -96,42 +82,24 @@ def network_scope(pid: int, reach: Reach) -> str:
     return namespace_scope(pid, loopback=reach.loopback)
 
 
-def openers(pid: int, reach: Reach) -> dict[str, Callable[[], Meter]]:
-    """Return what makes the meter of each metric."""
-    return {
-        "cpu": lambda: CpuMeter(ProcessTree(pid, children=reach.children)),
-        "memory": lambda: MemoryMeter(ProcessTree(pid, children=reach.children)),
-        "network": lambda: NetworkMeter(open_traffic(pid, reach)),
-        "power": lambda: open_power(reach.sysfs),
-    }
+def power_meter(sources: list[PowerSource]) -> Meter:
+    """Milliwatts of some sources, added up by the public keys."""
 
-
-class PowerMeter:
-    """Some sources, added up."""
-
-    def __init__(self, sources: list[PowerSource]) -> None:
-        self._sources = sources
-
-    @property
-    def names(self) -> list[str]:
-        """What is measured."""
-        return [source.name for source in self._sources]
-
-    def read(self) -> Mapping[str, float]:
-        """Return milliwatts by the public keys."""
+    def read() -> Mapping[str, float]:
         power: dict[str, float] = {}
-        for source in self._sources:
+        for source in sources:
             for key, milliwatts in source.read().items():
                 power[key] = power.get(key, 0.0) + milliwatts
         return power
 
-    def close(self) -> None:
-        """Close every source."""
-        for source in self._sources:
+    def close() -> None:
+        for source in sources:
             source.close()
 
+    return Meter(read, close)
 
-def open_power(sysfs: str | os.PathLike[str] = "/sys") -> PowerMeter:
+
+def open_power(sysfs: str | os.PathLike[str] = "/sys") -> list[PowerSource]:
     """Return what measures power here, or raise and say what was looked for."""
     root = Path(sysfs)
     reasons: dict[str, str] = {}
@@ -143,7 +111,7 @@ def open_power(sysfs: str | os.PathLike[str] = "/sys") -> PowerMeter:
         raise PowerUnavailableError(
             f"power=True, but this machine offers no power meter ({listed})"
         )
-    return PowerMeter(sources)
+    return sources
 
 
 def _found(reasons: dict[str, str], **finders: Callable[[], PowerSource]) -> list[PowerSource]:
@@ -159,11 +127,11 @@ def _found(reasons: dict[str, str], **finders: Callable[[], PowerSource]) -> lis
 def power_sources(sysfs: str | os.PathLike[str] = "/sys") -> list[str]:
     """Return what can measure power on this machine; an empty list: nothing can."""
     try:
-        meter = open_power(sysfs)
+        sources = open_power(sysfs)
     except PowerUnavailableError:
         return []
-    meter.close()
-    return meter.names
+    power_meter(sources).close()
+    return [source.name for source in sources]
 
 
 class Sampler:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypedDict, Unpack
 
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.errors import FedquiltError
 from fedquilt.observe.delivery import Address
 from fedquilt.observe.meters import network_scope
-from fedquilt.observe.runners import Runner
-from fedquilt.observe.samples import Metrics, Reach, Series, Settings, Target
+from fedquilt.observe.runners import ProcessRunner, ThreadRunner
+from fedquilt.observe.samples import Metrics, Reach, Series, Settings, Sink
+from fedquilt.observe.sinks import FileSink, PrometheusSink, RemoteSink
 
 SHORTEST_INTERVAL = 0.01
+
+
+class ReachOptions(TypedDict, total=False):
+    """The keywords of `Reach`, which every monitor takes."""
+
+    children: bool
+    network_scope: str
+    loopback: bool
+    sysfs: str | os.PathLike[str]
 
 
 class Monitor:
@@ -26,18 +38,21 @@ class Monitor:
     and `stats` then has what was sampled before.
     """
 
-    _runner_type: ClassVar[type[Runner]]
+    _runner_type: ClassVar[type[ThreadRunner | ProcessRunner]]
 
-    def __init__(self, target: Target, interval: float, reach: Reach) -> None:
-        self._target = target
+    def __init__(self, interval: float, reach: ReachOptions) -> None:
         self._interval = checks.number("interval", interval, at_least=SHORTEST_INTERVAL)
-        self._reach = reach
+        self._reach = Reach(**reach)
         self._metrics = Metrics()
         self._series = Series()
         # start, stop and set_metrics of several threads come one after the other.
         self._control = threading.RLock()
-        self._runner: Runner | None = None
+        self._runner: ThreadRunner | ProcessRunner | None = None
         self._reported: FedquiltError | None = None
+
+    def _sink(self) -> Callable[[], Sink]:
+        """Return what opens the place where samples go; it is called in the sampler's process."""
+        raise NotImplementedError
 
     def set_metrics(self, **metrics: bool) -> None:
         """Switch metrics on or off: `cpu`, `memory`, `network`, `power`.
@@ -72,7 +87,7 @@ class Monitor:
                 return
             self.stop()
             settings = Settings(
-                os.getpid(), self._interval, self._metrics, self._reach, self._target
+                os.getpid(), self._interval, self._metrics, self._reach, self._sink()
             )
             self._runner = self._runner_type(settings, self._series.append)
 
@@ -158,16 +173,13 @@ class FileMonitor(Monitor):
         self,
         file: str | os.PathLike[str],
         interval: float = 5,
-        *,
-        children: bool = True,
-        network_scope: str = "namespace",
-        loopback: bool = True,
-        sysfs: str | os.PathLike[str] = "/sys",
+        **reach: Unpack[ReachOptions],
     ) -> None:
-        if not isinstance(file, (str, os.PathLike)) or not os.fspath(file):
-            raise InvalidValueError(f"file={file!r} must be a path")
-        target = Target("file", file=os.path.abspath(os.fspath(file)))
-        super().__init__(target, interval, Reach(children, network_scope, loopback, str(sysfs)))
+        super().__init__(interval, reach)
+        self._file = os.path.abspath(checks.path("file", file))
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(FileSink, self._file)
 
 
 class PrometheusMonitor(Monitor):
@@ -180,7 +192,8 @@ class PrometheusMonitor(Monitor):
     interval : float
         Seconds between samples.
     address : str
-        The address to listen on; "127.0.0.1" shows the metrics to this machine only.
+        The address to listen on; "127.0.0.1" shows the metrics to this machine only,
+        "0.0.0.0" to every machine that can reach it.
     children, network_scope, loopback, sysfs
         How far the metrics reach; see `fedquilt.monitor.Reach`.
     """
@@ -190,23 +203,21 @@ class PrometheusMonitor(Monitor):
         port: int = 8003,
         interval: float = 5,
         *,
-        address: str = "0.0.0.0",
-        children: bool = True,
-        network_scope: str = "namespace",
-        loopback: bool = True,
-        sysfs: str | os.PathLike[str] = "/sys",
+        address: str = "127.0.0.1",
+        **reach: Unpack[ReachOptions],
     ) -> None:
-        whole = checks.integer("port", port, at_least=0, at_most=65535)
-        if not isinstance(address, str) or not address:
-            raise InvalidValueError(f"address={address!r} must be an address of this machine")
-        target = Target("prometheus", address=address, port=whole)
-        super().__init__(target, interval, Reach(children, network_scope, loopback, str(sysfs)))
+        super().__init__(interval, reach)
+        self._port = checks.integer("port", port, at_least=0, at_most=65535)
+        self._address = checks.text("address", address)
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(PrometheusSink, self._address, self._port, self.network_scope)
 
     @property
     def port(self) -> int:
         """The port that was asked for or, once started, the one that is listened on."""
         port = None if self._runner is None else self._runner.port
-        return self._target.port if port is None else port
+        return self._port if port is None else port
 
 
 class RemoteMonitor(Monitor):
@@ -233,17 +244,13 @@ class RemoteMonitor(Monitor):
         interval: float = 5,
         identifier: str | None = None,
         simple: bool = True,
-        *,
-        children: bool = True,
-        network_scope: str = "namespace",
-        loopback: bool = True,
-        sysfs: str | os.PathLike[str] = "/sys",
+        **reach: Unpack[ReachOptions],
     ) -> None:
-        Address.parse(host)
-        if identifier is not None and (not isinstance(identifier, str) or not identifier):
-            raise InvalidValueError(f"identifier={identifier!r} must be a text that is not empty")
-        if not isinstance(simple, bool):
-            raise InvalidValueError(f"simple={simple!r} must be True or False")
-        self.identifier = identifier or f"remote-monitor-{uuid.uuid4().hex}"
-        target = Target("remote", host=host, identifier=self.identifier, simple=simple)
-        super().__init__(target, interval, Reach(children, network_scope, loopback, str(sysfs)))
+        super().__init__(interval, reach)
+        self._address = Address.parse(host)
+        self._simple = checks.flag("simple", simple)
+        chosen = f"remote-monitor-{uuid.uuid4().hex}" if identifier is None else identifier
+        self.identifier = checks.text("identifier", chosen)
+
+    def _sink(self) -> Callable[[], Sink]:
+        return partial(RemoteSink, self._address, self.identifier, simple=self._simple)

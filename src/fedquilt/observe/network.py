@@ -1,22 +1,15 @@
-"""Bytes sent and received, by the machine or by its processes.
+"""Bytes sent and received, by a network namespace or by some processes.
 
-Bytes sent and received by everybody in the network namespace of a process.
+`NamespaceTraffic`: the kernel counts bytes for each network interface, and interfaces belong
+to a network namespace: on a plain machine the whole machine, in a container usually the
+container.  These counters do not tell processes apart.
 
-The kernel counts bytes for each network interface, and interfaces belong to a
-network namespace: on a plain machine the whole machine, in a container usually
-the container.  These counters do not tell processes apart; `connections` has
-a count that does, for TCP.
-
-Bytes of the TCP connections of a process (Linux).
-
-The kernel keeps, for every TCP connection, how many bytes of payload were
-acknowledged and received (RFC 4898, struct tcp_info), and tells anybody who asks
-over a netlink socket (sock_diag(7)); no privilege is needed.  Which connection
-belongs to which process stands in /proc/<pid>/fd.
-
-What this cannot see: UDP, and what a connection moved after the last reading before
-it was closed, so a connection that opens and closes between two readings is
-missed.  Long connections, such as gRPC's, are counted well.
+`ConnectionTraffic` (Linux): the kernel keeps, for every TCP connection, how many bytes of
+payload were acknowledged and received (RFC 4898, struct tcp_info), and tells anybody who
+asks over a netlink socket (sock_diag(7)), which psutil does not; no privilege is needed.
+Which connection belongs to which process stands in /proc/<pid>/fd.  It cannot see UDP, nor
+what a connection moved between the last reading and its end.  Long connections, such as
+gRPC's, are counted well.
 """
 
 from __future__ import annotations
@@ -29,9 +22,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fedquilt.observe import extras
+from fedquilt.common import optional
 from fedquilt.observe.processes import ProcessTree
 from fedquilt.observe.samples import MonitorError
 
@@ -46,9 +39,7 @@ class Traffic(NamedTuple):
 class NamespaceTraffic:
     """Traffic of all interfaces since the last reading.
 
-    An interface that appears counts from its second reading on, one that disappears
-    not at all for that reading, and one whose counter went back from zero.  Where
-    traffic passes several interfaces (a bridge and the card behind it) each counts it.
+    Where traffic passes several interfaces (a bridge and the card behind it) each counts it.
     """
 
     def __init__(self, pid: int, *, loopback: bool, proc: str | os.PathLike[str] = "/proc") -> None:
@@ -60,14 +51,10 @@ class NamespaceTraffic:
     def read(self) -> Traffic:
         """Return the bytes since the last reading."""
         now = self._counters()
-        pairs = [
-            (counter, self._before[name]) for name, counter in now.items() if name in self._before
-        ]
+        # One that appeared has no difference yet; one that started again counts from zero.
+        grown = _grown({name: now[name] for name in now if name in self._before}, self._before)
         self._before = now
-        return Traffic(
-            sum(_grown(after.sent, before.sent) for after, before in pairs),
-            sum(_grown(after.received, before.received) for after, before in pairs),
-        )
+        return grown
 
     def _counters(self) -> Mapping[str, Traffic]:
         counters = self._from_proc() if sys.platform == "linux" else _from_psutil()
@@ -100,15 +87,21 @@ def namespace_scope(pid: int, *, loopback: bool) -> str:
 
 
 def _from_psutil() -> dict[str, Traffic]:
-    counters = extras.psutil().net_io_counters(pernic=True)
+    counters = optional.load("psutil", "network metrics").net_io_counters(pernic=True)
     return {
         name: Traffic(sent=nic.bytes_sent, received=nic.bytes_recv)
         for name, nic in counters.items()
     }
 
 
-def _grown(after: int, before: int) -> int:
-    return after - before if after >= before else after
+def _grown(now: Mapping[Any, Traffic], before: Mapping[Any, Traffic]) -> Traffic:
+    """Add up what counters grew by; one that is new or went back grew from zero."""
+    sent = received = 0
+    for key, after in now.items():
+        old = before.get(key, Traffic(0, 0))
+        sent += after.sent - (old.sent if old.sent <= after.sent else 0)
+        received += after.received - (old.received if old.received <= after.received else 0)
+    return Traffic(sent, received)
 
 
 def _is_loopback(name: str) -> bool:
@@ -153,12 +146,8 @@ class ConnectionTraffic:
     def read(self) -> Traffic:
         """Return the bytes since the last reading; a new connection counts whole."""
         now = self._counters()
-        pairs = [(now[cookie], self._before.get(cookie, Traffic(0, 0))) for cookie in now]
-        self._before = now
-        return Traffic(
-            sum(max(0, after.sent - before.sent) for after, before in pairs),
-            sum(max(0, after.received - before.received) for after, before in pairs),
-        )
+        grown, self._before = _grown(now, self._before), now
+        return grown
 
     def _counters(self) -> dict[int, Traffic]:
         held = set(_socket_inodes(self._tree.pids()))

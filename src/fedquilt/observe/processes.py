@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fedquilt.observe import extras
+from fedquilt.common import optional
 from fedquilt.observe.samples import MonitorError
 
 
@@ -72,7 +72,7 @@ class ProcessTree:
     """
 
     def __init__(self, pid: int, *, children: bool) -> None:
-        self._psutil = extras.psutil()
+        self._psutil = optional.load("psutil", "CPU and memory metrics")
         self._children = children
         self._pid = pid
         self._sampler = os.getpid() if os.getpid() != pid else None

@@ -1,17 +1,13 @@
 """Sampling at equal intervals, in a thread or in a process of its own.
 
-What a sampler's process and the process that started it tell each other.
-
-Lines of JSON.  The settings come first; then `{"metrics": ...}` or `{"stop": true}` go to
-the sampler, and back come `{"ready": {"port": ...}}`, `{"sample": ...}`,
-`{"switched": true}`, `{"refused": error}`, and at the end `{"failed": error}` or
-`{"done": true}`.
+A runner begins to sample when it is made, which raises what is wrong with meters or sink.
+What fails later ends the sampling and is in `failure` from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
 import queue
 import subprocess
@@ -19,23 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, Protocol
+from typing import IO, Any
 
-from fedquilt.common.errors import FedquiltError, InvalidValueError, StorageError
-from fedquilt.observe.meters import Sampler, network_scope
-from fedquilt.observe.samples import (
-    DeliveryError,
-    Metrics,
-    MissingExtraError,
-    MonitorError,
-    PowerUnavailableError,
-    Sample,
-    Settings,
-)
-from fedquilt.observe.sinks import open_sink
+from fedquilt.common.errors import FedquiltError
+from fedquilt.observe.meters import Sampler
+from fedquilt.observe.samples import Metrics, MonitorError, Sample, Settings
 
 
 class SamplingLoop:
@@ -43,21 +28,19 @@ class SamplingLoop:
 
     Making one opens meters and sink, so what is wrong with them is known at once and
     the first sample covers everything from here on.  `run` takes a sample every
-    `interval` seconds and a last, shorter one when it is told to stop, so the
-    samples cover the whole time without a gap.
+    `interval` seconds and a last, shorter one at the end, so the samples cover the whole
+    time without a gap.
     """
 
     def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
         self._interval = settings.interval
         self._emit = emit
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._sampler = Sampler(settings.pid, settings.reach, settings.metrics)
-        try:
-            self._sink = open_sink(settings.target, network_scope(settings.pid, settings.reach))
-        except BaseException:
-            self._sampler.close()
-            raise
+        with contextlib.ExitStack() as opened:
+            self._sampler = Sampler(settings.pid, settings.reach, settings.metrics)
+            opened.callback(self._sampler.close)
+            self._sink = settings.open_sink()
+            opened.pop_all()
         self._next = time.monotonic() + self._interval
 
     @property
@@ -65,10 +48,10 @@ class SamplingLoop:
         """The port of the sink, None when it has none."""
         return self._sink.port
 
-    def run(self) -> None:
-        """Sample until `stop`; whatever fails is raised, and everything closed."""
+    def run(self, wait: Callable[[float], bool]) -> None:
+        """Sample until `wait(seconds)` is True; whatever fails is raised, all is closed."""
         try:
-            while not self._stop.wait(max(0.0, self._next - time.monotonic())):
+            while not wait(max(0.0, self._next - time.monotonic())):
                 self._sample()
                 # A sample that took too long costs its successors, never their rhythm.
                 late = max(0.0, time.monotonic() - self._next)
@@ -80,24 +63,17 @@ class SamplingLoop:
             raise
         self._close()
 
-    def stop(self) -> None:
-        """Make `run` take its last sample and return."""
-        self._stop.set()
-
     def switch(self, metrics: Metrics) -> None:
         """Measure something else from now on; the sample until now is taken first."""
-        with self._lock:
-            self._take()
-            self._sampler.switch(metrics)
+        self._sample(metrics)
 
-    def _sample(self) -> None:
+    def _sample(self, switched_to: Metrics | None = None) -> None:
         with self._lock:
-            self._take()
-
-    def _take(self) -> None:
-        sample = self._sampler.read()
-        self._emit(sample)
-        self._sink.write(sample)
+            sample = self._sampler.read()
+            self._emit(sample)
+            self._sink.write(sample)
+            if switched_to is not None:
+                self._sampler.switch(switched_to)
 
     def _close(self) -> None:
         try:
@@ -106,41 +82,15 @@ class SamplingLoop:
             self._sink.close()
 
 
-class Runner(Protocol):
-    """A sampling loop that is running somewhere from the moment the runner is made.
-
-    Making one raises what is wrong with meters or sink.  What fails later ends the
-    loop and is in `failure` from then on.
-    """
-
-    def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
-        """Open everything and begin to sample."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still samples."""
-
-    @property
-    def failure(self) -> FedquiltError | None:
-        """Why it ended, None when it did not or was told to."""
-
-    @property
-    def port(self) -> int | None:
-        """The port of the sink, None when it has none."""
-
-    def switch(self, metrics: Metrics) -> None:
-        """Measure something else from now on, or raise and leave all as it was."""
-
-    def stop(self) -> None:
-        """Take the last sample and end; nothing is left behind when this returns."""
-
-
 class ThreadRunner:
     """Samples in a thread of this process."""
 
     def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
         self.failure: FedquiltError | None = None
         self._loop = SamplingLoop(settings, emit)
+        self.port = self._loop.port
+        self.switch = self._loop.switch
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fedquilt-monitor", daemon=True)
         self._thread.start()
 
@@ -149,28 +99,19 @@ class ThreadRunner:
         """Whether it still samples."""
         return self._thread.is_alive()
 
-    @property
-    def port(self) -> int | None:
-        """The port of the sink, None when it has none."""
-        return self._loop.port
-
-    def switch(self, metrics: Metrics) -> None:
-        """Measure something else from now on."""
-        self._loop.switch(metrics)
-
     def stop(self) -> None:
         """Take the last sample and end the thread."""
-        self._loop.stop()
+        self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._loop.run()
+            self._loop.run(self._stop.wait)
         except BaseException as error:
-            self.failure = surfaced(error)
+            self.failure = as_fedquilt_error(error)
 
 
-def surfaced(error: BaseException) -> FedquiltError:
+def as_fedquilt_error(error: BaseException) -> FedquiltError:
     """Return an error of a sampler as one that users can catch, with its cause."""
     if isinstance(error, FedquiltError):
         return error
@@ -179,63 +120,36 @@ def surfaced(error: BaseException) -> FedquiltError:
     return failure
 
 
-_KINDS: dict[str, type[FedquiltError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(MonitorError, PowerUnavailableError, DeliveryError, MissingExtraError),
-        *(StorageError, InvalidValueError),
-    )
-}
-
-
-def pack_error(error: BaseException) -> dict[str, str]:
-    """Return an error as plain data, with the place where it happened."""
-    shown = surfaced(error)
-    trace = "".join(traceback.format_exception(error))
-    return {"kind": type(shown).__name__, "text": str(shown), "trace": trace}
-
-
-def unpack_error(held: dict[str, str]) -> FedquiltError:
-    """Return the error that `pack_error` packed; its trace is a note."""
-    error = _KINDS.get(held["kind"], MonitorError)(held["text"])
-    error.add_note(f"in the sampler's process:\n{held['trace']}")
-    return error
-
-
-def pack_sample(sample: Sample) -> dict[str, Any]:
-    """Return a sample as plain data."""
-    return asdict(sample)
-
-
-def unpack_sample(held: dict[str, Any]) -> Sample:
-    """Return the sample that `pack_sample` packed."""
-    return Sample(**held)
-
-
 ANSWER_SECONDS = 30.0
 END_SECONDS = 5.0
 
 
 class ProcessRunner:
-    """Samples this process from another one.
+    """Samples this process from another one, and talks to it over a `multiprocessing.Pipe`.
 
-    The other one is a fresh interpreter, not a fork: a fork of a process with threads
-    or a GPU can hang, and a program needs no `__main__` guard this way.  It ends when
-    it is told to, and also when this process ends without telling it.
+    The other one is a fresh interpreter and not a `multiprocessing.Process`: a fork of a
+    process with threads or a GPU can hang, and a spawned process imports the program's main
+    module again, which costs seconds and needs a `__main__` guard.  It ends when it is told
+    to, and also when this process ends without telling it.
+
+    Settings, metrics (to switch to) and None (to stop) go to the other process; back come
+    ("answer", error or port) to each of the first two, ("sample", sample), and at the end
+    ("end", error or None).
     """
 
     def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
         self.failure: FedquiltError | None = None
         self.port: int | None = None
         self._emit = emit
-        self._done = False
-        self._answers: queue.SimpleQueue[FedquiltError | None] = queue.SimpleQueue()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = _launch(self._said)
+        self._answers: queue.SimpleQueue[FedquiltError | int | None] = queue.SimpleQueue()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = _launch(theirs.fileno(), self._output)
         self._reader = threading.Thread(target=self._read, name="fedquilt-monitor", daemon=True)
         self._reader.start()
         try:
-            self._order(settings.to_json())
+            self.port = self._ask(settings)
         except BaseException:
             self.stop()
             raise
@@ -246,87 +160,78 @@ class ProcessRunner:
         return self._reader.is_alive()
 
     def switch(self, metrics: Metrics) -> None:
-        """Measure something else from now on."""
-        self._order(json.dumps({"metrics": asdict(metrics)}))
+        """Measure something else from now on, or raise and leave all as it was."""
+        self._ask(metrics)
 
     def stop(self) -> None:
         """Take the last sample and end the process."""
-        self._send(json.dumps({"stop": True}))
+        self._send(None)
         self._reader.join(END_SECONDS)
         if self._reader.is_alive():
             self._process.kill()
             self._reader.join()
-        # Closing a pipe that is broken already is no news.
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()  # type: ignore[union-attr]
-        self._said.close()
+        self._pipe.close()
+        self._output.close()
 
-    def _order(self, line: str) -> None:
-        """Send a line and wait for the answer to it; raise when it is an error."""
-        self._send(line)
+    def _ask(self, order: Settings | Metrics) -> int | None:
+        """Send an order and wait for the answer; raise when it is an error."""
+        self._send(order)
         try:
             answer = self._answers.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
             raise MonitorError(
                 f"the sampler's process says nothing for {ANSWER_SECONDS} s"
             ) from None
-        if answer is not None:
+        if isinstance(answer, FedquiltError):
             raise answer
+        return answer
 
-    def _send(self, line: str) -> None:
+    def _send(self, order: Settings | Metrics | None) -> None:
         # When the process is gone, the reader says why.
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(f"{line}\n")  # type: ignore[union-attr]
-            self._process.stdin.flush()  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
+            self._pipe.send(order)
 
     def _read(self) -> None:
         """Take messages until the process ends."""
+        told = False
         try:
-            with self._process.stdout as lines:  # type: ignore[union-attr]
-                for line in lines:
-                    self._take(json.loads(line))
+            while not told:
+                kind, content = self._pipe.recv()
+                if kind == "sample":
+                    self._emit(content)
+                elif kind == "answer":
+                    self._answers.put(content)
+                else:
+                    told, self.failure = True, content
+        except (EOFError, OSError):
+            pass  # it died
         except Exception as error:
-            self.failure = surfaced(error)
+            told, self.failure = True, as_fedquilt_error(error)
             self._process.kill()
         code = self._process.wait()
-        if not self._done and self.failure is None:
+        if not told:
             self.failure = MonitorError(
                 f"the sampler's process ended with code {code}: {self._last_words()}"
             )
         self._answers.put(self.failure or MonitorError("the monitor has been stopped"))
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "sample" in message:
-            self._emit(unpack_sample(message["sample"]))
-        elif "ready" in message:
-            self.port = message["ready"]["port"]
-            self._answers.put(None)
-        elif "switched" in message:
-            self._answers.put(None)
-        elif "refused" in message:
-            self._answers.put(unpack_error(message["refused"]))
-        elif "failed" in message:
-            self.failure = unpack_error(message["failed"])
-        else:
-            self._done = True
-
     def _last_words(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace").strip()[-2000:] or "it said nothing"
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace").strip()[-2000:] or "it said nothing"
 
 
-def _launch(said: Any) -> subprocess.Popen[str]:
+def _launch(pipe: int, output: IO[bytes]) -> subprocess.Popen[Any]:
     if not sys.executable:
         raise MonitorError("process monitors must know the Python interpreter; use thread_monitor")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
         # -P: a module of the current folder must not be taken for one of Python's.
-        [sys.executable, "-P", "-m", "fedquilt.observe.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=said,
+        [sys.executable, "-P", "-m", "fedquilt.observe.child", str(pipe)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         env={**os.environ, "PYTHONPATH": path},
-        encoding="utf-8",
+        pass_fds=(pipe,),
         # Ctrl-C is for the program; it decides when its monitor ends.
         start_new_session=True,
     )

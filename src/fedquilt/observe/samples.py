@@ -1,21 +1,20 @@
 """What a monitor samples: metrics, settings, samples, errors.
 
-Everything that says what a monitor samples, as plain data.
-
-A process monitor hands its settings to another process, so they are made of
-numbers, texts and truth values and survive a trip through JSON.
+All of it is plain data: a process monitor sends its settings to another process and
+gets samples back.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.errors import FedquiltError
 
 
 class MonitorError(FedquiltError, RuntimeError):
@@ -34,10 +33,6 @@ class DeliveryError(MonitorError):
     """Samples were taken but could not all be delivered to the remote server."""
 
 
-class MissingExtraError(MonitorError, ImportError):
-    """A package of the extra `monitor` is needed and not installed."""
-
-
 CPU = "cpu_usage"
 MEMORY = "memory_usage"
 BYTES_SENT = "network_bytes_sent"
@@ -48,7 +43,18 @@ VDD_SOC = "power_vdd_soc"
 
 NETWORK = (BYTES_SENT, BYTES_RECV)
 POWER = (VDD_IN, VDD_CPU_GPU_CV, VDD_SOC)
-KEYS = (CPU, MEMORY, *NETWORK, *POWER)
+
+# The wording of HeFlwr's file, which programs may already read.
+_TEXT = {
+    CPU: "CPU Usage: {:.2f}%",
+    MEMORY: "Memory Usage: {:.4f}%",
+    BYTES_SENT: "Bytes Sent: {:.0f}",
+    BYTES_RECV: "Bytes Recv: {:.0f}",
+    VDD_IN: "VDD_IN: {:.0f}mW",
+    VDD_CPU_GPU_CV: "VDD_CPU_GPU_CV: {:.0f}mW",
+    VDD_SOC: "VDD_SOC: {:.0f}mW",
+}
+KEYS = tuple(_TEXT)
 
 
 @dataclass(frozen=True)
@@ -71,18 +77,6 @@ class Metrics:
         return replace(self, **known)
 
 
-# The wording of the seed system's file, which programs may already read.
-_TEXT: dict[str, Callable[[float], str]] = {
-    CPU: lambda value: f"CPU Usage: {value:.2f}%",
-    MEMORY: lambda value: f"Memory Usage: {value:.4f}%",
-    BYTES_SENT: lambda value: f"Bytes Sent: {value:.0f}",
-    BYTES_RECV: lambda value: f"Bytes Recv: {value:.0f}",
-    VDD_IN: lambda value: f"VDD_IN: {value:.0f}mW",
-    VDD_CPU_GPU_CV: lambda value: f"VDD_CPU_GPU_CV: {value:.0f}mW",
-    VDD_SOC: lambda value: f"VDD_SOC: {value:.0f}mW",
-}
-
-
 @dataclass(frozen=True)
 class Sample:
     """What was measured over the `seconds` before `time` (seconds since 1970)."""
@@ -93,7 +87,7 @@ class Sample:
 
     def text(self) -> str:
         """Return the sample as one line."""
-        parts = [_TEXT[key](self.values[key]) for key in KEYS if key in self.values]
+        parts = [_TEXT[key].format(self.values[key]) for key in KEYS if key in self.values]
         return ", ".join([*parts, f"Seconds: {self.seconds:.2f}"])
 
 
@@ -109,10 +103,13 @@ class Series:
         with self._lock:
             self._samples.append(sample)
 
+    def _copy(self) -> list[Sample]:
+        with self._lock:
+            return list(self._samples)
+
     def stats(self) -> dict[str, list[float]]:
         """Return the values of each metric in order; empty where it was not measured."""
-        with self._lock:
-            samples = list(self._samples)
+        samples = self._copy()
         return {key: [s.values[key] for s in samples if key in s.values] for key in KEYS}
 
     def summary(self) -> dict[str, float]:
@@ -123,23 +120,17 @@ class Series:
         Σ x_i, a total of power Σ x_i t_i in mW s = mJ.  The average of no sample
         is nan.
         """
-        with self._lock:
-            samples = list(self._samples)
-        averages = {f"avg_{key}": _average(samples, key) for key in (CPU, MEMORY)}
-        sums = {f"total_{key}": sum(s.values.get(key, 0) for s in samples) for key in NETWORK}
-        energies = {
-            f"total_{key}": sum(s.values.get(key, 0) * s.seconds for s in samples) for key in POWER
+        samples = self._copy()
+        over_time = {
+            key: sum(s.values.get(key, 0) * s.seconds for s in samples)
+            for key in (CPU, MEMORY, *POWER)
         }
-        return {**averages, **sums, **energies}
-
-
-def _average(samples: list[Sample], key: str) -> float:
-    held = [(s.values[key], s.seconds) for s in samples if key in s.values]
-    time = sum(seconds for _, seconds in held)
-    return sum(value * seconds for value, seconds in held) / time if time else math.nan
-
-
-NETWORK_SCOPES = ("namespace", "process")
+        averages = {}
+        for key in (CPU, MEMORY):
+            seconds = sum(s.seconds for s in samples if key in s.values)
+            averages[f"avg_{key}"] = over_time[key] / seconds if seconds else math.nan
+        sums = {f"total_{key}": sum(s.values.get(key, 0) for s in samples) for key in NETWORK}
+        return {**averages, **sums, **{f"total_{key}": over_time[key] for key in POWER}}
 
 
 @dataclass(frozen=True)
@@ -156,57 +147,41 @@ class Reach:
         processes (Linux).
     loopback : bool
         Whether traffic of the machine with itself counts in the namespace's.
-    sysfs : str
+    sysfs : str or path
         Where the files of power sensors are.
     """
 
     children: bool = True
     network_scope: str = "namespace"
     loopback: bool = True
-    sysfs: str = "/sys"
+    sysfs: str | os.PathLike[str] = "/sys"
 
     def __post_init__(self) -> None:
         for name in ("children", "loopback"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        checks.choice("network_scope", self.network_scope, NETWORK_SCOPES)
+            checks.flag(name, getattr(self, name))
+        checks.choice("network_scope", self.network_scope, ("namespace", "process"))
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where samples go: "file", "prometheus" or "remote", and its own settings."""
+class Sink(Protocol):
+    """A place for samples."""
 
-    kind: str
-    file: str = ""
-    address: str = ""
-    port: int = 0
-    host: str = ""
-    identifier: str = ""
-    simple: bool = True
+    @property
+    def port(self) -> int | None:
+        """The port it listens on, None when it does not listen."""
+
+    def write(self, sample: Sample) -> None:
+        """Take a sample."""
+
+    def close(self) -> None:
+        """End; raise when something that was written did not arrive."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is sampled, how often, and where it goes."""
+    """What is sampled, how often, and what opens the place where it goes."""
 
     pid: int
     interval: float
     metrics: Metrics
     reach: Reach
-    target: Target
-
-    def to_json(self) -> str:
-        """Return the settings as one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read what `to_json` wrote."""
-        held = json.loads(text)
-        return cls(
-            pid=held["pid"],
-            interval=held["interval"],
-            metrics=Metrics(**held["metrics"]),
-            reach=Reach(**held["reach"]),
-            target=Target(**held["target"]),
-        )
+    open_sink: Callable[[], Sink]

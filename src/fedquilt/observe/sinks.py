@@ -1,79 +1,32 @@
-"""Where samples go: a file, Prometheus, an HTTP server.
-
-The latest sample, for Prometheus to fetch.
-
-Each sink has a registry of its own, so monitors do not clash with one another nor
-with the metrics of the application, and a server of its own, which ends with it.
-"""
+"""Where samples go: a file, Prometheus, an HTTP server."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import socket
-import socketserver
 import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Any
 
-from fedquilt.common.errors import StorageError
-from fedquilt.observe import extras
-from fedquilt.observe.delivery import Address, Delivery
-from fedquilt.observe.log_handlers import record_fields
+from fedquilt.common import optional
+from fedquilt.common.storage import storage_errors
+from fedquilt.observe.delivery import CLOSE_SECONDS, Address, Delivery, post_fields
 from fedquilt.observe.samples import (
     BYTES_RECV,
     BYTES_SENT,
     CPU,
     MEMORY,
+    POWER,
     VDD_CPU_GPU_CV,
     VDD_IN,
     VDD_SOC,
     DeliveryError,
     MonitorError,
     Sample,
-    Target,
 )
-
-
-class Sink(Protocol):
-    """A place for samples."""
-
-    @property
-    def port(self) -> int | None:
-        """The port it listens on, None when it does not listen."""
-
-    def write(self, sample: Sample) -> None:
-        """Take a sample."""
-
-    def close(self) -> None:
-        """End; raise when something that was written did not arrive."""
-
-
-def open_sink(target: Target, network_scope: str) -> Sink:
-    """Open the sink that `target` describes; `network_scope` says whose bytes it gets."""
-    if target.kind == "file":
-        return _open_file(target)
-    if target.kind == "remote":
-        return _open_remote(target)
-    return _open_prometheus(target, network_scope)
-
-
-def _open_file(target: Target) -> Sink:
-
-    return FileSink(target.file)
-
-
-def _open_prometheus(target: Target, network_scope: str) -> Sink:
-
-    return PrometheusSink(target.address, target.port, network_scope)
-
-
-def _open_remote(target: Target) -> Sink:
-
-    return RemoteSink(target.host, target.identifier, simple=target.simple)
 
 
 class FileSink:
@@ -82,42 +35,26 @@ class FileSink:
     port = None
 
     def __init__(self, file: str) -> None:
-        self._path = Path(file)
-        with self._storage_errors():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        try:
-            self._line(datetime.now().strftime("%Y-%m-%d %H:%M:%S"))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            raise
+        self._path = file
+        with storage_errors(file), contextlib.ExitStack() as opened:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            # Buffered by lines: what was written is in the file.
+            self._file = opened.enter_context(open(file, "a", 1, encoding="utf-8"))
+            self._file.write(datetime.now().strftime("%Y-%m-%d %H:%M:%S\n"))
+            opened.pop_all()
 
     def write(self, sample: Sample) -> None:
         """Append a sample; it is in the file when this returns."""
-        self._line(sample.text())
+        with storage_errors(self._path):
+            self._file.write(f"{sample.text()}\n")
 
     def close(self) -> None:
         """Close the file."""
-        with self._storage_errors():
+        with storage_errors(self._path):
             self._file.close()
 
-    def _line(self, text: str) -> None:
-        with self._storage_errors():
-            self._file.write(f"{text}\n")
-            self._file.flush()
 
-    @contextlib.contextmanager
-    def _storage_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(f"file={str(self._path)!r} cannot be written: {error}") from error
-
-
-POLL_SECONDS = 0.05
-
-# The seed system's gauges: what the latest sample measured.
+# HeFlwr's gauges: what the latest sample measured.
 GAUGES = {
     CPU: ("cpu_usage", "Processor load in percent, 100 is one core."),
     MEMORY: ("memory_usage", "Resident memory in percent of the machine's."),
@@ -128,11 +65,9 @@ GAUGES = {
     VDD_SOC: ("vdd_soc", "Power of memory and the rest of the chip in mW."),
 }
 # What only grows loses nothing when Prometheus looks less often than samples come.
-BYTES = {
+COUNTERS = {
     BYTES_SENT: ("network_bytes_sent", "Bytes sent since the monitor started by {scope}."),
     BYTES_RECV: ("network_bytes_recv", "Bytes received since the monitor started by {scope}."),
-}
-ENERGY = {
     VDD_IN: ("energy_vdd_in_joules", "Energy since the monitor started."),
     VDD_CPU_GPU_CV: ("energy_vdd_cpu_gpu_cv_joules", "Energy since the monitor started."),
     VDD_SOC: ("energy_vdd_soc_joules", "Energy since the monitor started."),
@@ -144,7 +79,7 @@ class LatestSample:
 
     def __init__(self, network_scope: str) -> None:
         self._scope = network_scope
-        self._families = extras.prometheus_client().core
+        self._families = optional.load("prometheus_client.core", "PrometheusMonitor")
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
         self._totals: dict[str, float] = {}
@@ -155,73 +90,44 @@ class LatestSample:
         with self._lock:
             self._samples += 1
             self._latest = dict(sample.values)
-            for key in (*BYTES, *ENERGY):
-                if key in sample.values:
-                    grown = sample.values[key]
-                    if key in ENERGY:
-                        grown *= sample.seconds / 1000.0
-                    self._totals[key] = self._totals.get(key, 0.0) + grown
+            for key in COUNTERS.keys() & sample.values.keys():
+                # mW times seconds are mJ.
+                factor = sample.seconds / 1000.0 if key in POWER else 1.0
+                self._totals[key] = self._totals.get(key, 0.0) + factor * sample.values[key]
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families."""
         with self._lock:
             latest, totals, samples = self._latest, dict(self._totals), self._samples
-        for key, (name, text) in GAUGES.items():
-            if key in latest:
-                told = text.format(scope=self._scope)
-                yield self._families.GaugeMetricFamily(name, told, value=latest[key])
-        for key, (name, text) in {**BYTES, **ENERGY}.items():
-            if key in totals:
-                told = text.format(scope=self._scope)
-                yield self._families.CounterMetricFamily(name, told, value=totals[key])
+        for table, values, family in (
+            (GAUGES, latest, self._families.GaugeMetricFamily),
+            (COUNTERS, totals, self._families.CounterMetricFamily),
+        ):
+            for key, (name, text) in table.items():
+                if key in values:
+                    yield family(name, text.format(scope=self._scope), value=values[key])
         text = "Samples taken since the monitor started."
         yield self._families.CounterMetricFamily("monitor_samples", text, value=samples)
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = 5
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: Prometheus comes every few seconds."""
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Bind without asking the name service who we are, which can take seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.socket.getsockname()[:2]
-        self.setup_environ()
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
-
-
 class PrometheusSink:
-    """Serves the latest sample at `http://address:port/metrics`."""
+    """Serves the latest sample at `http://address:port/metrics`.
+
+    Each has a registry and a server of its own, so monitors clash neither with one another
+    nor with the metrics of the program, and the server ends with its monitor.
+    """
 
     def __init__(self, address: str, port: int, network_scope: str) -> None:
-        client = extras.prometheus_client()
+        client = optional.load("prometheus_client", "PrometheusMonitor")
         self._latest = LatestSample(network_scope)
         registry = client.CollectorRegistry()
         registry.register(self._latest)
-        kind = _ServerV6 if ":" in address else _Server
         try:
-            self._server = kind((address, port), _Handler)
+            self._server, self._thread = client.start_http_server(port, address, registry)
         except OSError as error:
             raise MonitorError(
                 f"cannot listen on address={address!r} port={port}: {error}"
             ) from error
-        self._server.set_app(client.make_wsgi_app(registry))
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(POLL_SECONDS,),
-            name="fedquilt-prometheus",
-            daemon=True,
-        )
-        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -234,37 +140,41 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
+        ending = threading.Thread(target=self._server.shutdown)
+        ending.start()
+        # The server looks every half a second whether to end; this wakes it (on Linux).
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        ending.join()
         self._server.server_close()
         self._thread.join()
-
-
-CLOSE_SECONDS = 2.0
 
 
 class RemoteSink:
     """Posts every sample from a thread of its own; an outage does not stop the sampling.
 
-    `simple` posts the fields `identifier` and `message` to `/simple_log`; otherwise a
-    whole log record goes to `/log`, with the sample's numbers as further fields.
+    `simple` posts the line of the file; otherwise a whole log record goes out, with the
+    sample's numbers as further fields.
     """
 
     port = None
 
-    def __init__(self, host: str, identifier: str, *, simple: bool) -> None:
+    def __init__(self, address: Address, identifier: str, *, simple: bool) -> None:
         self._identifier = identifier
         self._simple = simple
         self._written = 0
-        self._delivery = Delivery(Address.parse(host))
+        self._delivery = Delivery(address)
 
     def write(self, sample: Sample) -> None:
         """Queue a sample."""
         self._written += 1
-        if self._simple:
-            fields: dict[str, Any] = {"identifier": self._identifier, "message": sample.text()}
-            self._delivery.put("/simple_log", fields)
-        else:
-            self._delivery.put("/log", self._record(sample))
+        record = logging.LogRecord(
+            "fedquilt.monitor", logging.INFO, __file__, 0, sample.text(), None, None
+        )
+        path, fields = post_fields(record, self._identifier, simple=self._simple)
+        if not self._simple:
+            fields |= {"seconds": sample.seconds, "time": sample.time, **sample.values}
+        self._delivery.put(path, fields)
 
     def close(self) -> None:
         """Deliver what waits, for at most two seconds; raise when something is left."""
@@ -275,10 +185,3 @@ class RemoteSink:
                 f"{lost} of {self._written} samples were not delivered to "
                 f"{self._delivery.address}: {self._delivery.last_error}; stats() has them all"
             )
-
-    def _record(self, sample: Sample) -> dict[str, Any]:
-        record = logging.LogRecord(
-            "fedquilt.monitor", logging.INFO, __file__, 0, sample.text(), None, None
-        )
-        fields = record_fields(record, self._identifier)
-        return {**fields, "seconds": sample.seconds, "time": sample.time, **sample.values}

@@ -1,6 +1,4 @@
-"""Experiment trackers: Weights & Biases and TensorBoard.
-
-Experiment trackers: a run's rounds in Weights & Biases and in TensorBoard.
+"""Experiment trackers: a run's rounds in Weights & Biases and in TensorBoard.
 
 Trackers only watch.  What they cannot write is lost to them and to nobody else: the
 record of a run is its own folder.  By default nothing leaves the machine.
@@ -12,16 +10,15 @@ record of a run is its own folder.  By default nothing leaves the machine.
     ) as trackers:
         trackers.log({"round": 0, "train_loss": 2.3, "seconds": 0.8})
 
-A run in Weights & Biases: offline, in the folder `wandb` of the run.
-
-Unless the environment variable WANDB_MODE says otherwise, nothing is sent anywhere;
-`wandb sync` uploads the folder later.  Machine statistics, the command line, installed
-packages, source code and console output are not collected: a tracker tells of a run
-what it was given, and no more.
+Weights & Biases works offline, in the folder `wandb` of the run, unless the environment
+variable WANDB_MODE says otherwise; `wandb sync` uploads the folder later.  Machine
+statistics, the command line, installed packages, source code and console output are not
+collected: a tracker tells of a run what it was given, and no more.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
@@ -31,9 +28,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common import checks
+from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError, StorageError
-from fedquilt.observe import extras
+from fedquilt.common.storage import write_file
 from fedquilt.observe.tracking import Tracker, Trackers, scalars_of, step_of, withholds_time
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
@@ -52,7 +49,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._module = extras.tensorboard_writer()
+        self._module = _tensorboard()
         self._folder = folder / TENSORBOARD_FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         self._opened = time.time()
@@ -117,7 +114,7 @@ class WandbTracker:
         mode = wandb_mode()
         self._kept: list[tuple[int, dict[str, int | float]]] = []
         with _quiet(mode):
-            wandb = extras.wandb()
+            wandb = _wandb()
             id_file = folder / WANDB_FOLDER / ID_FILE
             run_id, resumed = _run_id(id_file)
             try:
@@ -176,9 +173,8 @@ def _run_id(file: Path) -> tuple[str, bool]:
         written = file.read_text(encoding="utf-8", errors="replace").strip()
         if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", written):
             return written, True
-    file.parent.mkdir(parents=True, exist_ok=True)
     run_id = uuid.uuid4().hex[:12]
-    file.write_text(f"{run_id}\n", encoding="utf-8")
+    write_file(file, f"{run_id}\n".encode(), parents=True)
     return run_id, False
 
 
@@ -227,7 +223,9 @@ def open_trackers(
     Raises
     ------
     InvalidValueError
-        If a name is unknown, its package is not installed, or wandb cannot start.
+        If a name is unknown, or wandb cannot start.
+    MissingPackageError
+        If a package is not installed.
     StorageError
         If the folder cannot be written.
     """
@@ -244,28 +242,29 @@ def open_trackers(
 
 def check_trackers(names: str) -> list[str]:
     """Return the trackers of a list of names; raise where one is unknown or not installed."""
-    wanted = _parse(names)
-    _check(wanted)
-    return wanted
-
-
-def _parse(names: str) -> list[str]:
     if not isinstance(names, str):
         raise InvalidValueError(f"trackers={names!r} must be names parted by commas, or {NONE!r}")
     given = [name.strip() for name in names.split(",")]
     if given == [NONE]:
         return []
     allowed = NAMES if len(given) > 1 else (*NAMES, NONE)
-    return list(dict.fromkeys(checks.choice("trackers", name, allowed) for name in given))
-
-
-def _check(names: list[str]) -> None:
-    """Find what is missing before anything is written."""
-    if "wandb" in names:
+    wanted = list(dict.fromkeys(checks.choice("trackers", name, allowed) for name in given))
+    if "wandb" in wanted:
         wandb_mode()
-        extras.wandb()
-    if "tensorboard" in names:
-        extras.tensorboard_writer()
+        _wandb()
+    if "tensorboard" in wanted:
+        _tensorboard()
+    return wanted
+
+
+def _wandb() -> Any:
+    return optional.load("wandb", "trackers='wandb'")
+
+
+def _tensorboard() -> Any:
+    """Return torch's module with SummaryWriter, which needs the package tensorboard."""
+    optional.load("tensorboard", "trackers='tensorboard'")
+    return importlib.import_module("torch.utils.tensorboard")
 
 
 def _open(

@@ -70,7 +70,8 @@ class ParticipationTracker:
 
     def get_participation_rate(self, client_id: int) -> float:
         """Return the rate of one client; 0.0 before the first round."""
-        return float(self.rates(checked_ids([client_id], self.num_clients))[0])
+        client = checks.integer("client_id", client_id, at_least=0, at_most=self.num_clients - 1)
+        return float(self.rates(np.asarray([client]))[0])
 
     def get_all_participation_rates(self) -> NDArray[np.float64]:
         """Return the rates of all clients, in id order."""
@@ -131,32 +132,5 @@ class ParticipationTracker:
 
 
 def checked_ids(clients: Iterable[Any], num_clients: int) -> NDArray[np.int64]:
-    """Return client ids as an array, or raise for one that is foreign or listed twice.
-
-    The ids may be ints, NumPy numbers or torch tensors, one by one or in an array.
-    """
-    if isinstance(clients, np.ndarray):
-        ids = _checked_array(clients, num_clients)
-    else:
-        items = clients.tolist() if hasattr(clients, "tolist") else list(clients)
-        last = num_clients - 1
-        listed = [checks.integer("client_id", item, at_least=0, at_most=last) for item in items]
-        ids = np.asarray(listed, dtype=np.int64)
-    unique, counts = np.unique(ids, return_counts=True)
-    if unique.size != ids.size:
-        repeated = int(unique[counts > 1][0])
-        raise InvalidValueError(f"client_id={repeated} must be listed once, not repeatedly")
-    return ids
-
-
-def _checked_array(given: NDArray[Any], num_clients: int) -> NDArray[np.int64]:
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise InvalidValueError(
-            f"client ids={given.tolist()!r} must be a flat list of whole numbers"
-        )
-    outside = given[(given < 0) | (given >= num_clients)]
-    if outside.size:
-        raise InvalidValueError(
-            f"client_id={int(outside[0])} must be >= 0 and <= {num_clients - 1}"
-        )
-    return given.astype(np.int64)
+    """Return client ids as an array, or raise for one that is foreign or listed twice."""
+    return checks.indices("clients", clients, num_clients, unique=True)

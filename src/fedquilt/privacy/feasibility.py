@@ -23,14 +23,16 @@ cancels.
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedquilt.common import checks
+from fedquilt.common import checks, optional
 from fedquilt.common.bounds import format_bound
-from fedquilt.common.errors import InvalidValueError, StorageError
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
 from fedquilt.privacy.accounting import Adjacency, Release, calibrate
 from fedquilt.privacy.accounting import epsilon as total_epsilon
 
@@ -173,6 +175,7 @@ def plan_figure(plan: Feasibility, path: str | Path) -> Path:
     One line each for the asked cohort, 10 and 100 times as many clients per
     round; the asked point is marked.  The suffix chooses png, pdf or svg.
     """
+    optional.load("matplotlib", "a figure")
     from matplotlib.figure import Figure
 
     path = Path(path)
@@ -180,10 +183,9 @@ def plan_figure(plan: Feasibility, path: str | Path) -> Path:
     figure = Figure(figsize=(7.2, 5.2), layout="constrained")
     _draw(figure.add_subplot(), plan)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StorageError(f"the figure {path} could not be written: {error}") from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
+    write_file(path, drawn.getvalue())
     return path
 
 

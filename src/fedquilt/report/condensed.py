@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
 from fedquilt.report.sheet import (
     FONT_SIZE,
     GAP,
@@ -29,7 +30,6 @@ from fedquilt.report.sheet import (
     encode_gif,
     target_of,
     write_png,
-    write_whole,
 )
 
 ClassNames = Sequence[str] | Mapping[int, str]
@@ -148,7 +148,8 @@ def animate_condensed(
         grey = shown[0][1].shape[3] == 1
         return encode_gif(pictures, [*[stay[0]] * (len(shown) - 1), stay[1]], colours, grey)
 
-    return write_whole(target, _encode_within(max_bytes, moments, encode))
+    write_file(target, _encode_within(max_bytes, moments, encode), parents=True)
+    return target
 
 
 def _encode_within(

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.series import (
     ROUND,
     Array,
@@ -84,24 +83,12 @@ def consumption_by_group(
 def _cohorts(history: Mapping[str, Any], num_clients: int) -> list[NDArray[np.int64]]:
     """Return the ids of every round; a repeated id changes nothing downstream."""
     recorded = entries(history, "client_participation")
-    return [_cohort(number, ids, num_clients) for number, ids in enumerate(recorded, start=1)]
-
-
-def _cohort(number: int, ids: Any, num_clients: int) -> NDArray[np.int64]:
-    given = np.asarray([] if ids is None else list(ids))
-    if not given.size:
-        return np.zeros(0, dtype=np.int64)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise InvalidValueError(
-            f"client_participation of round {number} is {ids!r:.60}, must be a list of client ids"
+    return [
+        checks.indices(
+            f"client_participation of round {number}", () if ids is None else ids, num_clients
         )
-    outside = given[(given < 0) | (given >= num_clients)]
-    if outside.size:
-        raise InvalidValueError(
-            f"client_participation of round {number} holds client {outside[0]}, "
-            f"must be >= 0 and < num_clients={num_clients}"
-        )
-    return given.astype(np.int64)
+        for number, ids in enumerate(recorded, start=1)
+    ]
 
 
 def _consumption(

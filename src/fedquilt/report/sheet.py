@@ -6,7 +6,6 @@ import io
 import os
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.common.errors import InvalidValueError, StorageError
+from fedquilt.common import optional
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,6 +81,8 @@ class Sheet:
 
 def _font() -> FreeTypeFont:
     """Return the typeface of matplotlib, which every machine that draws has."""
+    for package in ("matplotlib", "PIL"):
+        optional.load(package, "a picture")
     import matplotlib
     from PIL import ImageFont
 
@@ -99,24 +102,7 @@ def write_png(path: Path, sheet: Sheet, channels: int) -> Path:
     picture = sheet.picture()
     stream = io.BytesIO()
     (picture.convert("L") if channels == 1 else picture).save(stream, "PNG", optimize=True)
-    return write_whole(path, stream.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write the file beside its place, then move it there in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"cannot write the picture {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_file(path, stream.getvalue(), parents=True)
     return path
 
 

@@ -8,11 +8,12 @@ needs no screen.  Only `show_plot` brings pyplot in.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError, StorageError
+from fedquilt.common import checks, optional
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
 from fedquilt.report.series import Array, Series
 
 if TYPE_CHECKING:
@@ -87,23 +89,18 @@ def figure_settings(
     defaults = VISUALIZATION_CONFIG | ({"figsize": figsize} if figsize else {})
     merged = {key: given.get(key, default) for key, default in defaults.items()}
     return FigureSettings(
-        enabled=_flag("enabled", merged["enabled"]),
-        show_plot=_flag("show_plot", merged["show_plot"]),
+        enabled=checks.flag("enabled", merged["enabled"]),
+        show_plot=checks.flag("show_plot", merged["show_plot"]),
         dpi=checks.number("dpi", merged["dpi"], at_least=10, at_most=2400),
         format=checks.choice("format", merged["format"], FORMATS),
         style=_style(merged["style"]),
         figsize=_size(merged["figsize"]),
-        include_table=_flag("include_table", merged["include_table"]),
+        include_table=checks.flag("include_table", merged["include_table"]),
     )
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidValueError(f"{name}={value!r} must be true or false")
-    return value
-
-
 def _style(value: object) -> str:
+    optional.load("matplotlib", "a figure")
     import matplotlib.style
 
     return checks.choice("style", value, ["default", *matplotlib.style.available])
@@ -171,18 +168,11 @@ def figure_path(
 
 
 def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
-    """Write the figure beside its place, then move it there in one step."""
+    """Write the figure in the format of its ending; return where it is."""
     kind = path.suffix.lower().lstrip(".")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"cannot write the figure {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])
+    write_file(path, drawn.getvalue(), parents=True)
     return str(path)
 
 

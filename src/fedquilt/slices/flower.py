@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.slices.aggregate import (
     check_weights,
@@ -128,11 +129,4 @@ def _parameters(net: nn.Module) -> Parameters:
 
 
 def _flower() -> Any:
-    try:
-        import flwr.common  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise ImportError(
-            "fedquilt.fed.extract and merge work on Flower's types and need flwr >= 1.41: "
-            "pip install 'fedquilt[flower]'; extract_state and merge_states need only torch"
-        ) from error
-    return flwr.common
+    return optional.load("flwr.common", "fedquilt.fed.extract (unlike extract_state)")

@@ -57,9 +57,9 @@ def test_damaged_charges_are_refused() -> None:
 @pytest.mark.parametrize(
     ("clients", "message"),
     [
-        ([0, 10], "client=10 must be >= 0 and < 10"),
-        ([-1], "client=-1 must be >= 0"),
-        ([3, 4, 3], "client=3 must be named only once"),
+        ([0, 10], "clients holds 10, every number must be >= 0 and < 10"),
+        ([-1], "clients holds -1"),
+        ([3, 4, 3], "clients holds 3 more than once"),
         ([1.0], "flat list of whole numbers"),
         ([[1]], "flat list of whole numbers"),
         ([True], "flat list of whole numbers"),

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.common import optional
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting.release import Adjacency, Release
 
 if TYPE_CHECKING:
@@ -111,16 +112,10 @@ def _event(package: ModuleType, release: Release, factor: float) -> DpEvent:
 
 
 def _package(method: str) -> ModuleType:
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-        import dp_accounting.rdp
-    except ImportError as error:
-        raise NotReadyError(
-            f"method={method!r} needs the package dp-accounting, which is not installed: "
-            "pip install 'dp-accounting>=0.6,<0.7' (without sampling, method='gdp' needs nothing)"
-        ) from error
-    package: ModuleType = dp_accounting
+    purpose = f"method={method!r} (unlike 'gdp', for releases without sampling)"
+    for part in ("pld", "rdp"):  # becomes an attribute of the whole
+        optional.load(f"dp_accounting.{part}", purpose)
+    package: ModuleType = optional.load("dp_accounting", purpose)
     return package
 
 

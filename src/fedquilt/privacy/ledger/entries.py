@@ -198,25 +198,7 @@ def decode_charges(blob: bytes, count: int) -> FloatArray:
 
 def check_clients(clients: npt.ArrayLike, num_clients: int) -> IntArray:
     """Return `clients` as whole numbers, each once, all in the population; or raise."""
-    array = np.asarray(clients)
-    if array.size == 0:
-        return np.empty(0, dtype=np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidValueError(
-            f"clients of type {array.dtype} and shape {array.shape} must be a flat list "
-            "of whole numbers"
-        )
-    outside = (array < 0) | (array >= num_clients)
-    if np.any(outside):
-        raise InvalidValueError(
-            f"client={int(array[outside][0])} must be >= 0 and < {num_clients}, "
-            "the number of clients in the population"
-        )
-    numbers, counts = np.unique(array, return_counts=True)
-    if numbers.size < array.size:
-        twice = int(numbers[counts > 1][0])
-        raise InvalidValueError(f"client={twice} must be named only once in a cohort")
-    return array.astype(np.int64)
+    return checks.indices("clients", clients, num_clients, unique=True)
 
 
 def check_charges(charges_mu2: npt.ArrayLike, count: int) -> FloatArray:

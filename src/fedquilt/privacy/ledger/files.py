@@ -47,6 +47,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fedquilt.common.errors import DataError, StorageError
+from fedquilt.common.storage import read_json, sync_folder, write_file
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
 from fedquilt.privacy.ledger.errors import (
     LedgerBusyError,
@@ -112,7 +114,7 @@ def create_file(path: Path, time: str) -> None:
             _fill(draft, Entry(1, LEDGER, time, digest=secrets.token_hex(16)))
             with contextlib.suppress(FileExistsError):
                 os.link(draft, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -127,16 +129,6 @@ def _fill(draft: Path, first: Entry) -> None:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         insert_entry(connection, first, GENESIS)
         connection.execute("COMMIT")
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connection:
@@ -278,26 +270,19 @@ def snapshot_digest(row: Sequence[Any]) -> str:
 def read_mark(ledger: Path) -> Mark | None:
     """Return the mark if there is one and the file still looks as it did then."""
     try:
-        said = json.loads(mark_path(ledger).read_text(encoding="utf-8"))
+        said = read_json(mark_path(ledger))
         if said.pop("schema_version") != MARK_VERSION:
             return None
         snapshots = {int(key): str(value) for key, value in said["snapshots"].items()}
         mark = Mark(int(said["seq"]), str(said["hash"]), tuple(said["file"]), snapshots)
         fits = mark.file == looks(ledger)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a mark that cannot be read saves no time, and that is all it is for
     return mark if fits else None
 
 
 def write_mark(ledger: Path, mark: Mark) -> None:
     """Replace the mark; where it cannot be written the next check starts from the beginning."""
-    path = mark_path(ledger)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
     text = json.dumps({"schema_version": MARK_VERSION, **asdict(mark)})
-    with contextlib.suppress(OSError):
-        try:
-            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
-                stream.write(text)
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+    with contextlib.suppress(StorageError):
+        write_file(mark_path(ledger), text.encode(), 0o600)

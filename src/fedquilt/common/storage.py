@@ -1,0 +1,142 @@
+"""Files that survive a crash: one writer, one appender, one lock, one reader of JSON.
+
+`write_file` replaces a file whole or leaves the old one: the bytes go to a temporary
+file in the same folder and to the disk, then the name is moved, then the folder goes to
+the disk.  A kill at any moment leaves the old file or the new one, and at most a
+temporary file `.name.*.tmp`, which `remove_leftovers` deletes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedquilt.common.errors import DataError, FedquiltError, StorageError
+
+_CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EACCES: "no permission",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+@contextlib.contextmanager
+def storage_errors(path: object) -> Iterator[None]:
+    """Turn failures to write into a `StorageError` that names the place and the cause."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
+        raise StorageError(f"cannot write {str(path)!r}: {cause}") from error
+
+
+def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool = False) -> None:
+    """Replace the file at `path`, whole or not at all, and make it durable.
+
+    Parameters
+    ----------
+    path
+        The file.  A symbolic link is replaced, never followed.
+    content
+        All of it.
+    mode
+        The rights of the new file, less the umask.
+    parents
+        Whether to make the folders above it.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with storage_errors(path):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        # O_EXCL: the temporary file is ours, and no link that somebody put there.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+        try:
+            with open(handle, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            # Gone after the rename; a failure to remove it must not hide the first one.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def append_line(path: Path, line: str, mode: int = 0o666) -> None:
+    """Add a line to a file, made with `mode` where there is none; links are not followed.
+
+    The line survives the death of the process when this returns, and a power cut after
+    `sync_file`: many lines are worth one wait for the disk.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    with storage_errors(path), open(os.open(path, flags, mode), "ab") as stream:
+        stream.write(line.encode() + b"\n")
+
+
+def sync_file(path: Path) -> None:
+    """Make what was appended to a file durable; a file that is not there has nothing."""
+    with storage_errors(path), contextlib.suppress(FileNotFoundError), open(path, "rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make new names in a folder durable: after a rename it is the folder that has changed."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed; nobody else may write there."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):  # in nobody's way
+            path.unlink()
+
+
+def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
+    """Open a file and lock it for this process; closing it unlocks it.
+
+    The file is made where there is none, and its content stays as it is.
+
+    Raises
+    ------
+    BlockingIOError
+        Another process holds the lock.
+    OSError
+        The file cannot be opened, or the file system knows no locks.
+    """
+    import fcntl  # posix only
+
+    held = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode), "r+")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def read_json(path: Path, error: type[FedquiltError] = DataError) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise `error` with the name of the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise error(f"{path} must be a JSON object: {cause}") from cause
+    if not isinstance(content, dict):
+        raise error(f"{path} must be a JSON object; it is a {type(content).__name__}")
+    return content

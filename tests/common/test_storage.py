@@ -1,0 +1,153 @@
+"""The one writer, appender, lock and reader of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fedquilt.common.errors import DataError, RunFolderError, StorageError
+from fedquilt.common.storage import (
+    append_line,
+    lock_file,
+    read_json,
+    remove_leftovers,
+    sync_file,
+    write_file,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_file_is_replaced_whole_with_its_rights(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_file(path, b"one", 0o600, parents=True)
+    assert (path.read_bytes(), mode_of(path)) == (b"one", 0o600)
+    with path.open("rb") as reader:
+        write_file(path, b"two", 0o640)
+        assert reader.read() == b"one"
+    assert path.read_bytes() == b"two"
+    assert mode_of(path) == 0o640 & ~_umask()
+    assert names(path.parent) == ["file"]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_bytes_then_name_then_folder_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
+        if kind == "file":
+            assert os.fstat(handle).st_size == 5, "synced before it was written"
+        happened.append(kind)
+        fsync(handle)
+
+    def replaced(source: Path, target: Path) -> None:
+        happened.append("rename")
+        assert Path(source).parent == target.parent
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_file(tmp_path / "file", b"bytes")
+    assert happened == ["file", "rename", "folder"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_old_file_and_no_rest(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(StorageError) as raised:
+        write_file(path, b"new")
+    assert str(raised.value) == f"cannot write '{path}': the disk is full"
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    link = tmp_path / "link"
+    link.symlink_to("precious")
+    with pytest.raises(StorageError, match="link"):
+        append_line(link, "line")
+    with pytest.raises(OSError, match="link"):
+        lock_file(link)
+    write_file(link, b"new")
+    assert not link.is_symlink()
+    assert (link.read_text(), (tmp_path / "precious").read_text()) == ("new", "precious")
+
+
+def test_lines_are_appended_and_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    sync_file(path)  # nothing there, nothing to do
+    for line in ("one", "zwölf"):
+        append_line(path, line, 0o600)
+    assert path.read_text(encoding="utf-8") == "one\nzwölf\n"
+    assert mode_of(path) == 0o600
+    seen: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(os.fstat(handle).st_ino))
+    sync_file(path)
+    assert seen == [path.stat().st_ino]
+
+
+def test_a_lock_keeps_the_file_and_everybody_else_out(tmp_path: Path) -> None:
+    path = tmp_path / "locked"
+    path.write_text("content")
+    with lock_file(path) as held:
+        with pytest.raises(BlockingIOError):
+            lock_file(path)
+        assert held.read() == b"content"
+    lock_file(path).close()
+    assert path.read_text() == "content"
+
+
+def test_leftovers_of_killed_writers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", lambda path: None)
+        killed.setattr(os, "replace", lambda source, target: None)
+        write_file(tmp_path / "file", b"new")
+    assert len(names(tmp_path)) == 1
+    (tmp_path / "kept.tmp").touch()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["kept.tmp"]
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "{", "", "\udce4"])
+def test_json_that_is_no_object_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"x\.json must be a JSON object"):
+        read_json(path)
+    with pytest.raises(RunFolderError, match=r"x\.json must be a JSON object"):
+        read_json(path, RunFolderError)
+
+
+def test_json_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": [1, null]}')
+    assert read_json(tmp_path / "x.json") == {"a": [1, None]}
+    with pytest.raises(DataError, match=r"y\.json .*No such file"):
+        read_json(tmp_path / "y.json")
