@@ -136,8 +136,8 @@ def cautions(epsilon: float, delta: float, num_clients: int) -> tuple[str, ...]:
     notes = []
     if delta > 1.0 / num_clients:
         notes.append(
-            f"caution: delta {format_bound(delta, 6)} is above 1/{num_clients}, one over the number of "
-            "clients; so large a delta would permit showing one client's data outright"
+            f"caution: delta {format_bound(delta, 6)} is above 1/{num_clients}, one over the "
+            "number of clients; so large a delta would permit showing one client's data outright"
         )
     elif delta > _LARGE_DELTA:
         notes.append(
