@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt import assemble, assemble_account
+from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.experiment import RunResult, resume_run, run_config
@@ -94,7 +96,7 @@ def test_some_of_the_writers_are_among_all_of_them(tmp_path: Path) -> None:
     assert all(everybody[client] > amount for client, amount in few.items())
     assert second.result["ledger"]["created"] is None
     assert second.result["ledger"]["enrolled"] == 3
-    assert any("3 clients joined the population" in note for note in second.statement.notes)
+    assert any("3 clients joined with this run" in note for note in second.statement.notes)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,171 @@ def test_a_population_of_an_older_ledger_is_found_and_continued(tmp_path: Path) 
         assert (ledger.population(name).spent() > 0).all()
 
 
+def older_ledger(folder: Path, name: str) -> None:
+    """Make a population as ledgers of schema 1 have them: by number."""
+    with Ledger.open(folder / "clients.sqlite", create=True) as ledger:
+        ledger.population(name, num_clients=6, epsilon=6.0, delta=1e-5)
+
+
+OLDER = population_name("digits", {"kind": "iid", "alpha": 0.5, "classes": 2}, 0, 6)
+
+
+@pytest.mark.parametrize("changes", [{"dirichlet_alpha": 0.3}, {"population": "zebra"}], ids=str)
+@pytest.mark.parametrize("name", [OLDER, "clinics"])
+def test_what_an_older_split_ignored_makes_no_new_population(
+    tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
+    older_ledger(tmp_path, name)
+    with pytest.raises(InvalidValueError, match=f"and '{name}' is, which knows its 6 clients by"):
+        certify(tmp_path, partition="iid", **changes)
+    assert names(tmp_path) == [name]
+    certify(tmp_path, partition="iid", **changes, new_population=True)
+    assert len(names(tmp_path)) == 2
+
+
+def test_an_older_population_of_another_split_is_no_hindrance(tmp_path: Path) -> None:
+    older_ledger(tmp_path, OLDER.replace("digits", "mnist"))
+    certify(tmp_path, partition="iid")
+    assert len(names(tmp_path)) == 2
+
+
+def test_an_older_population_is_preferred(tmp_path: Path) -> None:
+    older_ledger(tmp_path, OLDER)
+    certify(tmp_path, partition="iid", dirichlet_alpha=0.3, new_population=True)
+    assert certify(tmp_path, partition="iid").result["ledger"]["population"] == OLDER
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_stopped_run_of_an_older_population_goes_on(tmp_path: Path, adopted: bool) -> None:
+    older_ledger(tmp_path, OLDER)
+    place = {"ledger": str(tmp_path / "clients.sqlite"), "output_dir": str(tmp_path / "runs")}
+    folder = stopped(run_config, tiny(**{**CERTIFIED, **place, "partition": "iid"}))
+    if adopted:
+        _, problem = assemble.build_problem(tiny(**{**CERTIFIED, "partition": "iid"}))
+        assert problem.roster.ids is not None
+        with Ledger.open(tmp_path / "clients.sqlite") as ledger:
+            population = ledger.population(OLDER)
+            population.adopt_ids(problem.roster.ids)
+            population.enrol(["somebody else"])
+    else:
+        certify(tmp_path, partition="iid", dirichlet_alpha=0.3, new_population=True)
+    result = resume_run(folder)
+    assert result.result["ledger"]["population"] == OLDER
+    assert result.result["rounds"] == 2
+
+
+# One client, one account
+
+
+@pytest.mark.parametrize("name", [None, "hospitals"])
+def test_another_name_is_no_fresh_allowance(tmp_path: Path, name: str | None) -> None:
+    certify(tmp_path, population="clinics", epsilon=5.0)
+    with pytest.raises(InvalidValueError, match=r"client 'digits:\w+' is not .* is in 'clinics'"):
+        certify(tmp_path, population=name, epsilon=5.0)
+    assert names(tmp_path) == ["clinics"]
+    certify(tmp_path, population=name, new_population=True)
+    certify(tmp_path, population=name)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_client_is_in_one_population(tmp_path: Path) -> None:
+    own(tmp_path, {"a": [0], "b": [1]})
+    own(tmp_path, {"x": [0], "y": [1]}, population="zebras")
+    for population, clients in (("others", {"z": [0], "B": [1]}), ("zebras", {"x": [0], "b": [1]})):
+        with pytest.raises(InvalidValueError, match=r"client '[bB]' is not .* is in 'wards'"):
+            own(tmp_path, clients, population=population)
+    assert list(spent(tmp_path / "own.sqlite", "zebras")) == ["x", "y"]
+    own(tmp_path, {"x": [0], "b": [1]}, population="zebras", new_population=True)
+    assert list(spent(tmp_path / "own.sqlite", "zebras")) == ["x", "y", "b"]
+
+
+def test_splits_that_share_a_client_share_its_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [np.arange(first, first + 20) for first in range(0, 140, 20)]
+    for dealt in (parts[:6], parts[1:]):
+        monkeypatch.setattr(assemble, "split_clients", lambda *given, d=dealt, **named: d)
+        if dealt[0] is parts[0]:
+            certify(tmp_path)
+            continue
+        with pytest.raises(InvalidValueError, match=r"is not in population .* is in 'digits-6-"):
+            certify(tmp_path)
+    assert len(names(tmp_path)) == 1
+
+
+def test_ids_that_read_alike_are_one_client(tmp_path: Path) -> None:
+    own(tmp_path, {"Zürich": [0], "Bern": [1]})
+    for clients in ({"Zürich": [0], "bern": [1]}, {"Zürich": [0], "Be rn": [1]}):
+        with pytest.raises(LedgerConflictError, match="and 'Bern' is, which differs"):
+            own(tmp_path, clients)
+    with pytest.raises(InvalidValueError, match="composed form"):
+        own(tmp_path, {"Zu\u0308rich": [0], "Bern": [1]})
+    assert list(spent(tmp_path / "own.sqlite", "wards")) == ["Zürich", "Bern"]
+    own(tmp_path, {"Zürich": [0], "bern": [1]}, new_population=True)
+    own(tmp_path, {"1": [0], "01": [1]}, population="numbers")
+
+
+# A refused run leaves nothing behind
+
+
+def kinds(path: Path) -> list[str]:
+    with Ledger.open(path, read_only=True) as ledger:
+        return [entry["kind"] for entry in ledger.export()["entries"]]
+
+
+def test_an_epsilon_above_the_allowance_fixes_no_allowance(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"epsilon=3.0 .* <= allowance=2.0"):
+        certify(tmp_path, population="clinics", allowance=2.0)
+    assert not (tmp_path / "clients.sqlite").exists()
+    certify(tmp_path, population="clinics")
+    with pytest.raises(InvalidValueError, match=r"epsilon=7.0 .* must be <= 6.0"):
+        certify(tmp_path, population="clinics", allowance=None, epsilon=7.0)
+
+
+def test_an_epsilon_that_cannot_be_counted_is_not_entered(tmp_path: Path) -> None:
+    certify(tmp_path, population="clinics")
+    before = kinds(tmp_path / "clients.sqlite")
+    tiny_delta = {"delta": 1e-200, "allowance": None, "seed": 1}
+    for epsilon in (1e-200, 1e-300):
+        with pytest.raises(InvalidValueError, match="an amount that can be counted"):
+            certify(tmp_path, population="zebra", epsilon=epsilon, **tiny_delta)
+    assert kinds(tmp_path / "clients.sqlite") == before
+    certify(tmp_path, population="clinics")
+
+
+AMPLIFIED = {"amplification": True, "selection": "poisson", "policy": "worst_case"}
+
+
+def test_a_refused_amplification_leaves_nothing_behind(tmp_path: Path) -> None:
+    own(tmp_path, {"a": [0], "b": [1]}, epsilon=1.0, allowance=3.0)
+    before = kinds(tmp_path / "own.sqlite")
+    settings = {**AMPLIFIED, "on_short": "sit_out", "allowance": None, "clients_per_round": 1}
+    with pytest.raises(InvalidValueError, match="needs clients with an untouched account"):
+        own(tmp_path, {"a": [0], "n": [1]}, **settings)
+    assert kinds(tmp_path / "own.sqlite") == before
+
+
+def test_whoever_was_charged_first_in_this_run_is_new(tmp_path: Path) -> None:
+    """Clients that an earlier run entered and never charged began with this one."""
+    own(tmp_path, {"a": [0], "b": [1]})
+    with Ledger.open(tmp_path / "own.sqlite") as ledger:
+        ledger.population("wards").enrol(["n1", "n2"])
+    result = own(tmp_path, {"a": [0], "n1": [1], "n2": [2]}, epsilon=1.0)
+    assert result.result["ledger"]["enrolled"] == 2
+    assert any(note.startswith("new: 2 clients joined with") for note in result.statement.notes)
+
+
 # What a run says about its ledger
+
+
+def test_a_weak_lifetime_is_called_weak(tmp_path: Path) -> None:
+    first, second = (
+        certify(tmp_path, population="clinics", epsilon=9.0, allowance=40.0) for _ in range(2)
+    )
+    weak = [[n for n in r.statement.notes if "lifetime epsilon" in n] for r in (first, second)]
+    assert not weak[0]
+    assert weak[1][0].startswith("caution: lifetime epsilon 1")
+    assert not any("caution: epsilon" in note for note in second.statement.notes)
 
 
 def test_the_statement_says_what_the_whole_life_cost(tmp_path: Path) -> None:
@@ -188,7 +354,7 @@ def test_a_misspelt_population_is_refused(tmp_path: Path, name: str) -> None:
     assert names(tmp_path) == ["clinics"]
     certify(tmp_path, population=name, new_population=True)
     certify(tmp_path, population=name)
-    certify(tmp_path, population="hospitals")
+    certify(tmp_path, population="hospitals", new_population=True)
     assert names(tmp_path) == ["clinics", name, "hospitals"]
 
 
@@ -209,6 +375,24 @@ def test_a_misspelt_ledger_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / name).exists()
     certify(tmp_path, ledger=str(tmp_path / name), new_population=True)
     certify(tmp_path, ledger=str(tmp_path / "wards.sqlite"))
+
+
+@pytest.mark.parametrize("state", ["at rest", "locked", "left by a kill"])
+def test_other_files_of_the_same_stem_hide_no_ledger(tmp_path: Path, state: str) -> None:
+    certify(tmp_path)
+    for suffix in ("toml", "csv", "txt", "a", "z"):
+        (tmp_path / f"clients.{suffix}").touch()
+    connection = sqlite3.connect(tmp_path / "clients.sqlite", isolation_level=None)
+    if state != "at rest":
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.execute("UPDATE entries SET time = 'x'")
+    if state == "left by a kill":
+        journal = (tmp_path / "clients.sqlite-journal").read_bytes()
+        connection.execute("ROLLBACK")
+        (tmp_path / "clients.sqlite-journal").write_bytes(journal)
+    with pytest.raises(InvalidValueError, match=r"and 'clients.sqlite' does"):
+        certify(tmp_path, ledger=str(tmp_path / "client.sqlite"))
+    connection.close()
 
 
 def test_a_run_does_not_believe_an_edited_ledger(tmp_path: Path) -> None:
@@ -379,7 +563,7 @@ def test_the_original_is_refused_when_its_copy_went_on(tmp_path: Path) -> None:
 def test_a_copy_is_refused_while_the_run_goes_on(tmp_path: Path) -> None:
     refusals = []
 
-    class Copying:
+    class Copying(Observer):
         def opened(self, config: object, folder: Path) -> None:
             self.folder = folder
 
@@ -402,7 +586,7 @@ def test_a_run_that_was_moved_goes_on(tmp_path: Path) -> None:
     result = resume_run(moved)
     assert result.result["rounds"] == 3
     (note,) = [note for note in result.statement.notes if note.startswith("resumed with")]
-    assert "resumed by another user or on another machine" in note
+    assert "by another user, on another machine or with another state folder" in note
 
 
 def test_without_a_state_folder_the_copy_is_not_seen(
@@ -416,7 +600,8 @@ def test_without_a_state_folder_the_copy_is_not_seen(
     for one in (folder, tmp_path / "copy"):
         result = resume_run(one)
         assert result.statement.is_bounded
-        assert any(note.startswith("resumed with") for note in result.statement.notes)
+        (note,) = [note for note in result.statement.notes if note.startswith("resumed with")]
+        assert "leaves out what any copy of that folder released" in note
 
 
 def test_the_note_of_a_run_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +609,49 @@ def test_the_note_of_a_run_is_its_owners(tmp_path: Path, monkeypatch: pytest.Mon
     stopped_run(tmp_path / "runs")
     (note,) = assemble_account.state_folder().iterdir()
     assert note.stat().st_mode & 0o777 == 0o600
+
+
+NOTES = [b"{", b"\0" * 64, b"[]", b'{"head": 3}', b'{"head": "a"}}', b"[" * 9999]
+
+
+@pytest.mark.parametrize("text", NOTES, ids=range(len(NOTES)))
+def test_a_note_that_cannot_be_read_is_no_absent_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = stopped_run(tmp_path / "runs")
+    (note,) = assemble_account.state_folder().iterdir()
+    note.write_bytes(text)
+    with pytest.raises(RunFolderError, match=r"cannot be read .*delete the note"):
+        resume_run(folder)
+    note.unlink()
+    assert resume_run(folder).statement.is_bounded
+
+
+def test_a_shorter_note_leaves_nothing_of_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was moved to a shorter path is killed in the middle of its note."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def killed(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with Ledger.open(tmp_path / "newer.sqlite", create=True) as newer:
+        for place in (tmp_path / ("x" * 60), tmp_path / "y"):
+            witness = assemble_account.open_witness("run", place)
+            assert witness is not None
+            if place.name == "y":
+                monkeypatch.setattr(os, "ftruncate", killed)
+            with contextlib.suppress(KeyboardInterrupt):
+                witness.note(newer.head())
+            witness.close()
+    witness = assemble_account.open_witness("run", tmp_path / "y")
+    assert witness is not None
+    behind = pytest.raises(RunFolderError, match=r"is behind: the same run has gone on in '.*y'")
+    with Ledger.open(tmp_path / "older.sqlite", create=True) as older, behind:
+        witness.check(older)
+    witness.close()
 
 
 def test_a_run_killed_after_its_ledger_was_made_can_be_resumed(tmp_path: Path) -> None:

@@ -21,20 +21,30 @@ import contextlib
 import difflib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
+import re
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from typing import Any
 
 from fedquilt.assemble import Problem
+from fedquilt.assemble_mechanism import check_untouched
+from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.ledger import Ledger, Population, is_ledger, population_name
-from fedquilt.privacy.ledger.members import UNKNOWN
+from fedquilt.privacy.ledger import (
+    Ledger,
+    Population,
+    PopulationInfo,
+    is_ledger,
+    population_name,
+)
+from fedquilt.privacy.ledger.members import UNKNOWN, alike
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.statement import weak_epsilon
 
 
 def state_folder() -> Path:
@@ -54,12 +64,18 @@ class Witness:
 
     def check(self, ledger: Ledger) -> None:
         """Refuse to go on with a ledger that lacks what was noted last."""
-        said = self._read()
-        head = said.get("head")
-        if isinstance(head, str) and head and ledger.missing_heads([head]):
+        try:
+            said = _said(self._handle)
+        except ValueError as error:
+            raise RunFolderError(
+                f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
+                f"({self.path}: {error}): whether a copy of it has gone on is not known. When you "
+                "know that this folder is the newest one, delete the note"
+            ) from error
+        if said is not None and ledger.missing_heads([said["head"]]):
             raise RunFolderError(
                 f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
-                f"{said.get('folder')!r} and its ledger there has entries that this one lacks "
+                f"{said['folder']!r} and its ledger there has entries that this one lacks "
                 f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
                 "exchanged; resume the newest one, because what both release counts together"
             )
@@ -68,15 +84,14 @@ class Witness:
         """Write down the newest head; a disk that cannot take it does not stop the run."""
         text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
         with contextlib.suppress(OSError):
-            os.pwrite(self._handle, text, 0)
-            os.ftruncate(self._handle, len(text))
+            # Blanks up to whole blocks, and over all that was there: a run killed at any
+            # moment leaves no end of a longer note behind.
+            size = max(len(text), os.fstat(self._handle).st_size)
+            os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
 
     def close(self) -> None:
         """Unlock the note; it stays, for copies that are resumed later."""
         os.close(self._handle)
-
-    def _read(self) -> dict[str, Any]:
-        return _said(self._handle)
 
 
 def open_witness(run_id: str, folder: Path) -> Witness | None:
@@ -89,13 +104,16 @@ def open_witness(run_id: str, folder: Path) -> Witness | None:
         handle = os.open(place / name, flags, 0o600)
     except (OSError, RuntimeError):  # no home, or a read-only one
         return None
+    said = None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        where = _said(handle).get("folder")
+        with contextlib.suppress(ValueError):
+            said = _said(handle)
+        where = "another folder" if said is None else repr(said["folder"])
         os.close(handle)
         raise RunFolderError(
-            f"run folder {str(folder)!r} is a copy of a run that is going on in {where!r}"
+            f"run folder {str(folder)!r} is a copy of a run that is going on in {where}"
         ) from error
     except OSError:  # a file system without locks
         os.close(handle)
@@ -103,12 +121,22 @@ def open_witness(run_id: str, folder: Path) -> Witness | None:
     return Witness(place / name, folder, handle)
 
 
-def _said(handle: int) -> dict[str, Any]:
+_BLOCK = 4096
+_LONGEST_NOTE = 1 << 16
+
+
+def _said(handle: int) -> dict[str, str] | None:
+    """Return the head and the folder of a note, None of an empty one; or raise ValueError."""
     try:
-        said = json.loads(os.pread(handle, 1 << 16, 0) or b"{}")
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
+        text = os.pread(handle, _LONGEST_NOTE, 0)
+        said = json.loads(text) if text else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if said is None and not text:
+        return None
+    if not isinstance(said, dict) or not isinstance(said.get("head"), str):
+        raise ValueError("it names no entry of a ledger")
+    return {"head": said["head"], "folder": str(said.get("folder"))}
 
 
 # Names at least so alike are taken for one name and a slip of the keyboard.
@@ -139,6 +167,8 @@ def open_account(
             "population must be named when your own data meet a ledger that outlives the run: "
             "a name is how the same clients are known again"
         )
+    if not resumed:
+        _check_new_run(config, problem)
     if config.ledger is not None and not resumed:
         _check_new_ledger(config, path)
     if resumed and not path.exists():
@@ -150,26 +180,73 @@ def open_account(
     try:
         if witness is not None:
             witness.check(ledger)
-        population = _population(ledger, config, problem)
-        run = population.start_run(
-            run_id,
-            epsilon=config.epsilon if is_bounded(config, problem) else None,
-            on_short=config.on_short,
-            client_ids=problem.roster.ids if population.info.named else None,
-        )
+        ledger.populations()  # a long ledger is hashed here, while nobody has to wait
+        with ledger.transaction():
+            account = _start(ledger, config, problem, run_id, resumed, witness)
         if witness is not None:
-            witness.note(run.head)
-        return RunAccount(
-            ledger,
-            population,
-            run,
-            reproducible=config.noise_seed is not None,
-            adjacency=Adjacency.of(config.adjacency),
-            seen=None if witness is None else witness.note,
-        )
+            witness.note(account.run.head)
+        return account
     except BaseException:
         ledger.close()
         raise
+
+
+def _start(
+    ledger: Ledger,
+    config: RunConfig,
+    problem: Problem,
+    run_id: str,
+    resumed: bool,
+    witness: Witness | None,
+) -> RunAccount:
+    """Find or make the population and start or resume the run, in a transaction."""
+    if resumed:
+        population = _population_of_run(ledger, config, run_id)
+    else:
+        population = _population(ledger, config, problem)
+    run = population.start_run(
+        run_id,
+        epsilon=config.epsilon if is_bounded(config, problem) else None,
+        on_short=config.on_short,
+        client_ids=problem.roster.ids if population.info.named else None,
+        allow_alike=config.new_population,
+    )
+    account = RunAccount(
+        ledger,
+        population,
+        run,
+        reproducible=config.noise_seed is not None,
+        adjacency=Adjacency.of(config.adjacency),
+        seen=None if witness is None else witness.note,
+    )
+    if account.is_bounded and problem.selector.secret:
+        check_untouched(account)
+    return account
+
+
+def _check_new_run(config: RunConfig, problem: Problem) -> None:
+    """Refuse a run that no ledger can take, before there is one."""
+    if config.allowance is None or not is_bounded(config, problem):
+        return
+    if config.epsilon > config.allowance:
+        raise InvalidValueError(
+            f"epsilon={config.epsilon!r} of a run must be <= allowance={config.allowance!r}, what "
+            "each client may give away in its life"
+        )
+
+
+def _population_of_run(ledger: Ledger, config: RunConfig, run_id: str) -> Population:
+    """Return the population in which a run was begun, whatever it would be called today."""
+    found = ledger.population_of(run_id)
+    if found is None:
+        raise RunFolderError(
+            f"ledger {ledger.path} does not contain the run {run_id!r}: it was rolled back or "
+            "exchanged. Restore the newest copy; a run must not go on with a ledger that has "
+            "forgotten charges"
+        )
+    return ledger.population(
+        found.info.name, epsilon=config.allowance, delta=config.delta, adjacency=config.adjacency
+    )
 
 
 def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
@@ -199,7 +276,9 @@ def is_bounded(config: RunConfig, problem: Problem) -> bool:
     return config.is_bounded(covered=covered >= set(problem.flat.names))
 
 
-def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tuple[str, ...]:
+def account_notes(
+    record: dict[str, Any], *, shared: bool, resumed: bool, witnessed: bool
+) -> tuple[str, ...]:
     """Return what a statement says about the ledger, given the run's `ledger` record.
 
     Parameters
@@ -208,12 +287,17 @@ def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tup
         The ledger outlives the run.
     resumed
         The run went on after it had been stopped.
+    witnessed
+        How far it has come was noted outside its folder.
     """
     if not shared:
-        alone = (
-            "resumed with the ledger in its own folder: this claim leaves out what a copy of "
-            "that folder released that was resumed by another user or on another machine"
-        )
+        copies = "any copy of that folder released: no note of the run could be kept outside it"
+        if witnessed:
+            copies = (
+                "a copy of that folder released that was resumed by another user, on another "
+                "machine or with another state folder"
+            )
+        alone = f"resumed with the ledger in its own folder: this claim leaves out what {copies}"
         return (alone,) if resumed else ()
     where = f"ledger {record['ledger']}, population {record['population']!r}"
     worst = record["lifetime_epsilon_max"]
@@ -221,7 +305,8 @@ def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tup
     if worst == "inf":
         notes = [lifetime + "some client has no bound (epsilon inf)"]
     else:
-        notes = [f"{lifetime}every client has epsilon <= {_rounded_up(worst)}"]
+        notes = [f"{lifetime}every client has epsilon <= {format_bound(worst)}"]
+        notes += weak_epsilon(worst, "lifetime epsilon")
     if record["created"] is not None:
         notes.append(
             f"new: this {record['created']} begins with this run; what its clients gave away "
@@ -229,15 +314,10 @@ def account_notes(record: dict[str, Any], *, shared: bool, resumed: bool) -> tup
         )
     elif record["enrolled"]:
         notes.append(
-            f"new: {record['enrolled']} clients joined the population with this run, each with "
-            "an untouched allowance"
+            f"new: {record['enrolled']} clients joined with this run: none of them was charged "
+            "before it, and what they gave away elsewhere is not counted"
         )
     return tuple(notes)
-
-
-def _rounded_up(epsilon: float) -> str:
-    """Return three digits of an epsilon that are never below it."""
-    return f"{float(Context(prec=3, rounding=ROUND_CEILING).plus(Decimal(epsilon))):g}"
 
 
 def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
@@ -246,15 +326,15 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
     known = {population.info.name: population.info for population in ledger.populations()}
     name = config.population or roster.name or f"{config.dataset}-{count}"
     older = _older_name(config, count)
-    if config.population is None and name not in known and older in known:
+    if config.population is None and older in known:
         name = older
     allowance, ids = config.allowance, roster.ids
     if name not in known:
-        near = [] if config.population is None else _near(name, known)
-        if near and not config.new_population:
-            raise _not_there(
-                f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
-            )
+        if not config.new_population:
+            _check_new_name(ledger, config, name, known)
+            if ids is not None and not roster.given:
+                _check_not_by_number(config.dataset, count, name, known.values())
+            _check_not_elsewhere(ledger, name, ids or ())
         allowance = config.epsilon if allowance is None else allowance
     elif not known[name].named and not roster.given:
         ids = None  # made when clients were known by number only, and goes on so
@@ -268,7 +348,56 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
     )
     if ids is not None and population.info.named and not config.new_population:
         _check_somebody_known(population, ids)
+        joining = population.numbers(ids) == UNKNOWN
+        _check_not_elsewhere(ledger, name, itertools.compress(ids, joining))
     return population
+
+
+def _check_new_name(ledger: Ledger, config: RunConfig, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is nearly one of those that are there."""
+    near = [] if config.population is None else _near(name, known)
+    if near:
+        raise _not_there(
+            f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
+        )
+
+
+def _check_not_elsewhere(ledger: Ledger, name: str, joining: Iterable[str]) -> None:
+    """Refuse to open a second account for a client whom the ledger knows elsewhere."""
+    new = {alike(value): value for value in joining}
+    for other in ledger.populations() if new else ():
+        if other.info.name == name:
+            continue
+        found = next((value for value in other.ids() if alike(value) in new), None)
+        if found is not None:
+            raise _not_there(
+                f"client {new[alike(found)]!r} is not in population {name!r} of the ledger "
+                f"{ledger.path}, and is in {other.info.name!r} (--population "
+                f"{other.info.name})"
+            )
+
+
+# The form of a name that fedquilt gave to the clients of a split.
+_SPLIT_NAME = re.compile(r".+-\d+-[0-9a-f]{16}")
+
+
+def _check_not_by_number(
+    dataset: str, count: int, name: str, known: Iterable[PopulationInfo]
+) -> None:
+    """Refuse a new population of a split when one without ids may be of the same clients.
+
+    Ledgers of schema 1 knew the clients of a split by number: under a name that somebody
+    gave, or one that changed with options which the split ignores.  So any of them that has
+    as many clients may be these, unless its name is that of another data set's split.
+    """
+    for info in known:
+        others = _SPLIT_NAME.fullmatch(info.name) and not info.name.startswith(f"{dataset}-")
+        if not info.named and info.num_clients == count and not others:
+            raise _not_there(
+                f"population {name!r} is not in the ledger, and {info.name!r} is, which knows its "
+                f"{count} clients by number: they may be those of this run (then say --population "
+                f"{info.name})"
+            )
 
 
 def _check_somebody_known(population: Population, ids: tuple[str, ...]) -> None:
@@ -287,17 +416,25 @@ def _check_new_ledger(config: RunConfig, path: Path) -> None:
     """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
     if config.new_population or path.exists() or not path.parent.is_dir():
         return
-    beside = {file.stem: file for file in path.parent.iterdir() if file.is_file()}
-    for near in _near(path.stem, beside):
-        if is_ledger(beside[near]):
-            raise _not_there(f"ledger {path} does not exist, and {beside[near].name!r} does")
+    beside = [file for file in sorted(path.parent.iterdir()) if file.is_file()]
+    for near in _near(path.stem, {_plain(file.stem) for file in beside}):
+        # Settings, lists and journals may have the same stem: only ledgers count.
+        alike_files = (file for file in beside if _plain(file.stem) == near)
+        found = [file.name for file in alike_files if is_ledger(file)]
+        if found:
+            raise _not_there(f"ledger {path} does not exist, and {found[0]!r} does")
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names that are nearly this one, the nearest first."""
-    plain = {other.strip().casefold(): other for other in known}
-    near = difflib.get_close_matches(name.strip().casefold(), plain, n=5, cutoff=_ALIKE)
+    plain = {_plain(other): other for other in known}
+    count = max(1, len(plain))
+    near = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=_ALIKE)
     return [plain[other] for other in near]
+
+
+def _plain(name: str) -> str:
+    return name.strip().casefold()
 
 
 def _not_there(found: str) -> InvalidValueError:

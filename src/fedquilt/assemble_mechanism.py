@@ -190,14 +190,8 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
     return kind(settings, policy, noise, quantile, num_clients)
 
 
-def make_amplified(
-    config: RunConfig,
-    settings: CertifiedSettings,
-    noise: BandedNoise,
-    selector: CohortSelector,
-    account: RunAccount,
-) -> AmplifiedCertified:
-    """Build `certified` under the selector's secret coin; accounts must be untouched."""
+def check_untouched(account: RunAccount) -> None:
+    """Refuse clients that other runs have charged, or a part of their allowance only."""
     elsewhere = account.spent_elsewhere()
     whole = account.population.info.epsilon
     begins = not account.joins().any()  # later on, whoever was touched simply takes no part
@@ -206,6 +200,17 @@ def make_amplified(
             "amplification=True needs clients with an untouched account and takes their whole "
             f"allowance, epsilon {whole:g}: subsampled releases cannot share an account with others"
         )
+
+
+def make_amplified(
+    config: RunConfig,
+    settings: CertifiedSettings,
+    noise: BandedNoise,
+    selector: CohortSelector,
+    account: RunAccount,
+) -> AmplifiedCertified:
+    """Build `certified` under the selector's secret coin; accounts must be untouched."""
+    check_untouched(account)
     exposures = config.num_rounds
     if config.policy == "cap" and config.max_joins is not None:
         exposures = min(exposures, config.max_joins)

@@ -311,7 +311,9 @@ class Experiment:
         result["ledger"] = account.summary()
         shared = self.config.ledger is not None
         resumed = account.run.is_resumed and statement.is_bounded
-        notes = account_notes(result["ledger"], shared=shared, resumed=resumed)
+        notes = account_notes(
+            result["ledger"], shared=shared, resumed=resumed, witnessed=account.is_witnessed
+        )
         statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
         result["statement"] = statement.as_json()
         return statement

@@ -86,6 +86,16 @@ def test_bounds_are_never_shown_smaller_than_they_are(epsilon: float) -> None:
     assert float(claim.split("median ")[1].split(")")[0]) == shown
 
 
+@pytest.mark.parametrize(
+    ("delta", "shown"), [(1e-5, "1e-05"), (1.0000049e-5, "1.00001e-05"), (1 / 60000, "1.66667e-05")]
+)
+def test_a_delta_is_never_shown_smaller_than_it_is(delta: float, shown: str) -> None:
+    stated = dataclasses.replace(BOUNDED, delta=delta)
+    assert stated.as_text().splitlines()[0].endswith(f" at delta {shown}")
+    (caution,) = cautions(3.0, 0.50000049, 100)
+    assert "delta 0.500001 is above" in caution
+
+
 def test_the_text_of_the_review() -> None:
     stated = dataclasses.replace(BOUNDED, epsilon_max=4.6549)
     assert "epsilon <= 4.66 " in stated.as_text()

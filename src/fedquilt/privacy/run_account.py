@@ -71,6 +71,11 @@ class RunAccount:
         return self.run.info.epsilon is not None
 
     @property
+    def is_witnessed(self) -> bool:
+        """Whether somebody outside the ledger is told of every settled release."""
+        return self._seen is not None
+
+    @property
     def budget_mu2(self) -> float:
         """What the run may charge each client, in squared GDP units of zero-out."""
         return self.run.budget_mu2 / self._per_charge

@@ -108,7 +108,8 @@ class Statement:
         if self.is_bounded:
             claim = (
                 f"every client: epsilon <= {format_bound(self.epsilon_max)} "
-                f"(median {format_bound(self.epsilon_median)}) at delta {self.delta:g}"
+                f"(median {format_bound(self.epsilon_median)}) "
+                f"at delta {format_bound(self.delta, 6)}"
             )
         else:
             claim = "epsilon: inf, no guarantee for the released model"
@@ -136,19 +137,25 @@ def cautions(epsilon: float, delta: float, num_clients: int) -> tuple[str, ...]:
     notes = []
     if delta > 1.0 / num_clients:
         notes.append(
-            f"caution: delta {delta:g} is above 1/{num_clients}, one over the number of clients; "
-            "so large a delta would permit showing one client's data outright"
+            f"caution: delta {format_bound(delta, 6)} is above 1/{num_clients}, one over the "
+            "number of clients; so large a delta would permit showing one client's data outright"
         )
     elif delta > _LARGE_DELTA:
         notes.append(
-            f"caution: delta {delta:g} is the probability with which the claim may fail altogether"
+            f"caution: delta {format_bound(delta, 6)} is the probability with which the claim may "
+            "fail altogether"
         )
-    if epsilon > _WEAK_EPSILON:
-        notes.append(
-            f"caution: epsilon {format_bound(epsilon)} is above 10; what is released may then be "
-            "more than 20,000 times as likely with a client's data as without: hardly a protection"
-        )
-    return tuple(notes)
+    return *notes, *weak_epsilon(epsilon)
+
+
+def weak_epsilon(epsilon: float, what: str = "epsilon") -> tuple[str, ...]:
+    """Say that an epsilon protects little, where it does; `what` is how it is called."""
+    if epsilon <= _WEAK_EPSILON:
+        return ()
+    return (
+        f"caution: {what} {format_bound(epsilon)} is above 10; what is released may then be "
+        "more than 20,000 times as likely with a client's data as without: hardly a protection",
+    )
 
 
 def _json_epsilon(value: float) -> float | str:

@@ -42,7 +42,7 @@ def ledger_tables(
             s.population,
             s.clients,
             s.joined,
-            f"{s.epsilon_allowance:g} at {s.delta:g}"
+            f"{format_bound(s.epsilon_allowance, 6)} at {format_bound(s.delta, 6)}"
             + (", replace-one" if s.adjacency == "replace_one" else ""),
             _spent(s.epsilon_max),
             _spent(s.epsilon_median),
@@ -112,7 +112,7 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
         axes.scatter(joins[near], spent[near], s=18, color=VERMILION, marker="D", label=label)
     axes.axhline(summary.epsilon_allowance, color=GREY, linestyle="--", linewidth=1.2)
     axes.annotate(
-        f"allowance {summary.epsilon_allowance:g}",
+        f"allowance {format_bound(summary.epsilon_allowance, 6)}",
         (0.01, summary.epsilon_allowance),
         xycoords=("axes fraction", "data"),
         xytext=(0, -4),
@@ -126,7 +126,7 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     axes.set_ylim(0, 1.12 * summary.epsilon_allowance)
     axes.set_xlim(left=min(0, -0.02 * joins.max(initial=1)))
     axes.set_xlabel("joins")
-    axes.set_ylabel(f"epsilon spent at delta {summary.delta:g}")
+    axes.set_ylabel(f"epsilon spent at delta {format_bound(summary.delta, 6)}")
     axes.legend(loc="lower right", frameon=True)
 
 

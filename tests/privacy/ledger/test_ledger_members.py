@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -19,6 +20,7 @@ from fedquilt.privacy.ledger import (
     Ledger,
     LedgerConflictError,
     LedgerCorruptError,
+    LedgerError,
     Population,
     csv_rows,
     files,
@@ -28,6 +30,7 @@ from fedquilt.privacy.ledger import (
     balances as account,
 )
 from fedquilt.privacy.ledger.entries import COLUMNS, Entry
+from fedquilt.privacy.ledger.population import append_members
 
 fork = multiprocessing.get_context("fork")
 CHARGE = 2.0**-8
@@ -57,7 +60,7 @@ def test_permuted_absent_and_new_clients_find_their_accounts(path: Path, ledger:
     expected = {"a": 3 * CHARGE, "b": CHARGE, "c": 0.0, "d": CHARGE, "e": 0.0}
     assert balances(clinics) == expected
     assert clinics.info.num_clients == 5
-    assert [run.enrolled for run in clinics.runs()] == [0, 0, 0, 2]
+    assert [run.enrolled for run in clinics.runs()] == [3, 2, 1, 2]
     report = ledger.verify()
     assert report.ok, report.problems
     with Ledger.open(path, read_only=True) as reader:
@@ -316,3 +319,119 @@ def test_a_hundred_thousand_members(path: Path) -> None:
     with Ledger.open(path) as ledger:
         spent = ledger.population("clinics").spent()
         assert np.flatnonzero(spent).tolist() == list(range(99_990, 100_000))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("Zu\u0308rich", "composed form"),
+        ("B\u034fern", "prints nothing"),
+        ("Bern\ufe0f", "prints nothing"),
+        ("\u3164", "prints nothing"),
+        ("Be\u200drn", "printable"),
+        ("Be\u00adrn", "printable"),
+    ],
+)
+def test_ids_read_one_way(ledger: Ledger, value: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make(ledger, "a", value)
+
+
+@pytest.mark.parametrize("pair", [("Bern", "BERN"), ("ward 7", "ward7"), ("ward7", "ward\uff17")])
+def test_no_two_ids_of_one_list_read_alike(ledger: Ledger, pair: tuple[str, str]) -> None:
+    with pytest.raises(InvalidValueError, match=r"must differ in more than letter case"):
+        make(ledger, *pair)
+    clinics = make(ledger, pair[0])
+    for join in (clinics.enrol, lambda ids: clinics.start_run("r", epsilon=1.0, client_ids=ids)):
+        with pytest.raises(LedgerConflictError, match="differs in letter case"):
+            join([pair[1]])
+    assert clinics.ids() == [pair[0]]
+    clinics.enrol([pair[1]], allow_alike=True)
+    assert clinics.ids() == list(pair)
+
+
+def test_numbers_are_texts(ledger: Ledger) -> None:
+    assert make(ledger, "1", "01").ids() == ["1", "01"]
+
+
+def test_members_that_an_older_fedquilt_let_pass_are_read(ledger: Ledger) -> None:
+    clinics = make(ledger, "a")
+    with ledger._store.writing():
+        append_members(ledger._store, clinics.info.key, ["Zu\u0308rich", "A"])
+    assert clinics.ids() == ["a", "Zu\u0308rich", "A"]
+    assert ledger.verify().ok
+
+
+def test_a_run_charges_whom_it_named(ledger: Ledger) -> None:
+    clinics = make(ledger, "a", "b")
+    run = clinics.start_run("r", epsilon=1.0, client_ids=["a"])
+    clinics.enrol(["c"])
+    for outside in (1, 2):
+        for amount in (CHARGE, 0.0):
+            with pytest.raises(InvalidValueError, match=f"client={outside} must be one of the"):
+                run.reserve(0, [0, outside], amount)
+    assert run.remaining().tolist() == [run.budget_mu2, 0.0, 0.0]
+    everybody = clinics.start_run("all", epsilon=1.0)
+    clinics.enrol(["d"])
+    everybody.reserve(0, [0, 3], CHARGE)
+
+
+def test_a_run_begun_by_number_goes_on_with_the_ids_of_its_numbers(ledger: Ledger) -> None:
+    numbered = ledger.population("numbered", num_clients=2, epsilon=6.0, delta=1e-5)
+    numbered.start_run("r", epsilon=1.0)
+    numbered.adopt_ids(["a", "b"])
+    numbered.enrol(["c"])
+    for others in (["b", "a"], ["a", "c"]):
+        with pytest.raises(LedgerConflictError, match="started with other clients"):
+            numbered.start_run("r", epsilon=1.0, client_ids=others)
+    assert numbered.start_run("r", epsilon=1.0, client_ids=["a", "b"]).places.tolist() == [0, 1]
+
+
+# All together or nothing
+
+
+def test_what_is_refused_together_leaves_nothing(ledger: Ledger) -> None:
+    clinics = make(ledger, "a", "b")
+    charge(clinics, "first", ["a", "b"], [0])
+    before, spent = ledger.head(), clinics.spent().tolist()
+
+    def refused() -> None:
+        with ledger.transaction():
+            wards = ledger.population("wards", client_ids=["x"], epsilon=3.0, delta=1e-5)
+            clinics.enrol(["c"])
+            charge(clinics, "second", ["c", "a"], [0, 1])
+            wards.start_run("third", epsilon=4.0)
+
+    with pytest.raises(InvalidValueError, match=r"epsilon=4.0 of a run must be <= 3.0"):
+        refused()
+    assert ledger.head() == before
+    assert (clinics.ids(), clinics.spent().tolist()) == (["a", "b"], spent)
+    # The numbers of what came to nothing are given again, and to others.
+    other = ledger.population("other", client_ids=["y", "z"], epsilon=1.0, delta=1e-5)
+    charge(clinics, "second", ["b"], [0])
+    assert (other.ids(), clinics.spent().tolist()) == (["y", "z"], [CHARGE, CHARGE])
+    assert [one.info.name for one in ledger.populations()] == ["clinics", "other"]
+    assert ledger.verify().ok
+
+
+def test_a_refusal_that_is_caught_inside_undoes_everything_too(ledger: Ledger) -> None:
+    clinics = make(ledger, "a", "b")
+    charge(clinics, "first", ["a", "b"], [0])
+    before = ledger.head()
+
+    def half() -> None:
+        with ledger.transaction(), contextlib.suppress(BudgetExceededError):
+            clinics.start_run("second", epsilon=6.0, client_ids=["a", "c"])
+
+    with pytest.raises(LedgerError, match="a part of what was to be recorded together"):
+        half()
+    assert ledger.head() == before
+    assert clinics.ids() == ["a", "b"]
+
+
+def test_the_population_of_a_run(ledger: Ledger) -> None:
+    charge(make(ledger, "a"), "first", ["a"], [0])
+    found = ledger.population_of("first")
+    assert found is not None
+    assert found.info.name == "clinics"
+    assert ledger.population_of("second") is None

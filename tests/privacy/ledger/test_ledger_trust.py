@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import stat
@@ -177,3 +178,71 @@ def test_balances_of_a_bit_that_the_disk_turned(filled: Path) -> None:
     files.mark_path(filled).write_text(said[:start] + str(looks) + said[end:])
     with Ledger.open(filled) as ledger, pytest.raises(LedgerCorruptError, match="add up to"):
         ledger.population("p").spent()
+
+
+def hide(path: Path, index: str, where: str) -> None:
+    """Leave entries out of an index, which still says that it has them all."""
+
+    def rewrite(sql: str) -> None:
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_master SET sql = ? WHERE name = ?", (sql, index))
+        (version,) = connection.execute("PRAGMA schema_version").fetchone()
+        connection.execute(f"PRAGMA schema_version = {version + 1}")
+        connection.close()
+
+    connection = sqlite3.connect(path)
+    query = "SELECT sql FROM sqlite_master WHERE name = ?"
+    (said,) = connection.execute(query, (index,)).fetchone()
+    connection.close()
+    rewrite(f"{said.split(' WHERE ')[0]} WHERE {where}")
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute(f"REINDEX {index}")
+    connection.close()
+    rewrite(said)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    ("index", "where"),
+    [
+        ("entries_by_name", "name IS NOT NULL AND kind = 'run'"),
+        ("entries_by_run", "kind <> 'settle'"),
+        ("entries_by_population", "kind <> 'run'"),
+    ],
+)
+def test_an_index_that_hides_entries_is_found(
+    filled: Path, index: str, where: str, use: Callable[[Ledger], Any]
+) -> None:
+    hide(filled, index, where)
+    with Ledger.open(filled) as ledger, pytest.raises(LedgerCorruptError, match="NOT WHOLE"):
+        use(ledger)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_balances_of_no_population_are_found(filled: Path, use: Callable[[Ledger], Any]) -> None:
+    edit(filled, "UPDATE snapshots SET population = 3")
+    with Ledger.open(filled) as ledger, pytest.raises(LedgerCorruptError, match="population 3"):
+        use(ledger)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("seq", value) for value in ("1e999", "NaN", str(2**80), "true", '"3"')],
+        *(("file", "5"), ("snapshots", "[]"), ("hash", "null"), ("deep", "[" * 50_000)),
+    ],
+    ids=lambda value: value[:8],
+)
+def test_a_malformed_mark_is_no_mark(
+    path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.setattr(files, "MARK_FROM", 1)
+    with Ledger.open(path, create=True) as ledger:
+        ledger.population("p", num_clients=4, epsilon=6.0, delta=1e-5)
+    said = json.loads(files.mark_path(path).read_text())
+    fields = {**{name: json.dumps(field) for name, field in said.items()}, key: value}
+    text = ", ".join(f'"{name}": {field}' for name, field in fields.items())
+    files.mark_path(path).write_text(f"{{{text}}}")
+    with Ledger.open(path, read_only=True) as ledger:
+        assert ledger.population("p").info.num_clients == 4

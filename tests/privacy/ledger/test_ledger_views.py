@@ -19,6 +19,7 @@ from fedquilt.privacy.ledger import (
     csv_rows,
     population_name,
 )
+from fedquilt.report.ledger import ledger_tables
 
 CHARGE = 2.0**-4
 
@@ -194,3 +195,51 @@ def test_another_connection_sees_what_is_settled(path: Path, used: Population) -
         run = used.start_run("more", epsilon=1.0, on_short="sit_out")
         run.settle(run.reserve(0, [9], CHARGE / 8), "x")
         assert theirs.spent()[9] == CHARGE / 8
+
+
+def test_who_was_never_charged_can_pay_the_whole_allowance(ledger: Ledger) -> None:
+    fresh = ledger.population("fresh", client_ids=["a", "b"], epsilon=3.0, delta=1e-5)
+    assert fresh.largest_run_epsilon() == fresh.summary().largest_run_epsilon == 3.0
+    assert [row.epsilon_left for row in fresh.rows()] == fresh.epsilon_left().tolist() == [3.0, 3.0]
+    assert fresh.start_run("all of it", epsilon=3.0).budget_mu2 <= fresh.info.allowance_mu2
+    table = ledger_tables([fresh.summary()], {"fresh": list(fresh.rows())})
+    assert "2.99" not in table
+    run = fresh.start_run("all but nothing", epsilon=3.0)
+    run.settle(run.reserve(0, [0], 2.0**-40), "x")
+    assert fresh.largest_run_epsilon() < 3.0
+
+
+def test_an_allowance_is_not_shown_smaller_than_it_is(ledger: Ledger) -> None:
+    odd = ledger.population("odd", num_clients=2, epsilon=5.0000049, delta=1.0000049e-5)
+    assert "5.00001 at 1.00001e-05" in ledger_tables([odd.summary()], {"odd": list(odd.rows())})
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(1e-200, 1e-200), (1e-160, 1e-150), (1e308, 1e-5), (1e-300, 1e-300)]
+)
+def test_an_allowance_that_cannot_be_counted_is_refused(
+    ledger: Ledger, epsilon: float, delta: float
+) -> None:
+    before = ledger.head()
+    with pytest.raises(InvalidValueError, match="an amount that can be counted"):
+        ledger.population("p", num_clients=2, epsilon=epsilon, delta=delta)
+    assert ledger.head() == before
+    assert ledger.populations() == []
+
+
+def test_a_run_that_cannot_be_counted_beside_the_allowance_is_refused(ledger: Ledger) -> None:
+    large = ledger.population("large", num_clients=2, epsilon=1e100, delta=1e-5)
+    before = ledger.head()
+    with pytest.raises(InvalidValueError, match="counted beside"):
+        large.start_run("r", epsilon=1.0)
+    assert ledger.head() == before
+
+
+def test_nothing_is_charged_to_a_client_without_a_bound(ledger: Ledger) -> None:
+    """A charge of zero takes nobody above an allowance, at infinity neither."""
+    wards = ledger.population("wards", client_ids=["a", "b"], epsilon=3.0, delta=1e-5)
+    wards.start_run("open", epsilon=None).record_unbounded(0, [0], "x")
+    run = wards.start_run("bounded", epsilon=1.0, on_short="sit_out")
+    run.settle(run.reserve(0, [0, 1], [0.0, CHARGE / 2]), "y")
+    report = ledger.verify()
+    assert report.ok, report.problems

@@ -63,6 +63,8 @@ class Balances:
     def refresh(self, store: Store) -> None:
         """Read what was committed since the last time; call it first in a transaction."""
         store.check()
+        if self.seq and store.hash_of(self.seq) != self.hash:
+            self._clear()  # read in a transaction that came to nothing
         head, digest = store.head()
         try:
             if not self.seq:
@@ -332,6 +334,15 @@ def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
     return np.where(within, np.minimum(epsilons, info.epsilon), epsilons)
 
 
+def payable_epsilons(left: FloatArray, info: PopulationInfo) -> FloatArray:
+    """Return the largest epsilon that a new run may ask of who has `left`.
+
+    Who has the whole allowance can pay all of it, to the last digit.
+    """
+    whole = left >= info.allowance_mu2
+    return np.where(whole, info.epsilon, epsilon_left(left, info.delta))
+
+
 def client_rows(account: Balances, places: Mapping[int, tuple[str, int]]) -> Iterator[ClientRow]:
     """Return the row of each client; `places` maps an entry to its run and round.
 
@@ -347,7 +358,7 @@ def client_rows(account: Balances, places: Mapping[int, tuple[str, int]]) -> Ite
         bounded_epsilons(account.spent, info).tolist(),
         account.reserved.tolist(),
         left.tolist(),
-        epsilon_left(left, info.delta).tolist(),
+        payable_epsilons(left, info).tolist(),
         account.last_entry.tolist(),
         strict=True,
     )
@@ -387,7 +398,7 @@ def summarise(account: Balances) -> Summary:
         unbounded=int(np.count_nonzero(np.isinf(account.spent))),
         reserved=int(np.count_nonzero(account.reserved)),
         open_reservations=len(account.open),
-        largest_run_epsilon=float(epsilon_left(left.min(keepdims=True), info.delta)[0]),
+        largest_run_epsilon=float(payable_epsilons(left.min(keepdims=True), info)[0]),
         adjacency=info.adjacency,
         named=info.named,
     )

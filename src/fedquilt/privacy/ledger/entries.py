@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -257,7 +258,7 @@ class PopulationInfo:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise LedgerCorruptError(f"entry {entry.seq} is not a population: {error}") from error
-        wrong = not 0 < info.num_clients <= MAX_CLIENTS or not info.allowance_mu2 > 0
+        wrong = not 0 < info.num_clients <= MAX_CLIENTS or not 0 < info.allowance_mu2 < math.inf
         if wrong or info.adjacency not in ADJACENCIES:
             raise LedgerCorruptError(f"entry {entry.seq} is not a population: {entry.body}")
         return info
@@ -268,7 +269,7 @@ class RunInfo:
     """What a run may spend of each client's allowance; None: it has no bound to state.
 
     `roster` is the digest of the ids of its clients, in the run's order, where it named
-    them; `enrolled` of them were new to the population.
+    them; `enrolled` of them had been in no release of the population before it.
     """
 
     key: int

@@ -29,8 +29,9 @@ user's own folder.  A mark elsewhere would be safer against somebody who may wri
 the ledger lies and not in the home of its owner; but the chain carries no secret, so such
 a person can rewrite the ledger itself, and only heads kept elsewhere tell.  The mark is
 there to save time and not to add protection, and beside the file it is seen, moved and
-deleted together with it.  What it cannot see is a bit that the disk turned by itself in an
-entry that is read no more; `ledger verify` never uses it.
+deleted together with it.  The mark itself is believed: whoever edits the ledger and writes
+a mark to match is not found by runs.  What it cannot see is a bit that the disk turned by
+itself in an entry that is read no more; `ledger verify` never uses it.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def insert_entry(connection: sqlite3.Connection, entry: Entry, previous: bytes) 
 def is_ledger(path: Path) -> bool:
     """Tell whether a file is a fedquilt ledger, whole or not."""
     try:
-        uri = f"file:{quote(str(path.absolute()))}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+        # Only the header is asked for: a lock, or a journal left by a kill, does not matter.
+        uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             row = connection.execute("PRAGMA application_id").fetchone()
             return bool(row is not None and row[0] == _APPLICATION_ID)
     except sqlite3.Error:
@@ -236,6 +238,8 @@ MARK_FROM = 10_000
 
 MARK_VERSION = 1
 
+_LARGEST = 2**63 - 1  # of SQLite's whole numbers
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -274,11 +278,12 @@ def read_mark(ledger: Path) -> Mark | None:
         if said.pop("schema_version") != MARK_VERSION:
             return None
         snapshots = {int(key): str(value) for key, value in said["snapshots"].items()}
-        mark = Mark(int(said["seq"]), str(said["hash"]), tuple(said["file"]), snapshots)
+        mark = Mark(said["seq"], str(said["hash"]), tuple(said["file"]), snapshots)
         fits = mark.file == looks(ledger)
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # a mark that cannot be read saves no time, and that is all it is for
-    return mark if fits else None
+    whole = type(mark.seq) is int and 0 < mark.seq <= _LARGEST
+    return mark if fits and whole else None
 
 
 def write_mark(ledger: Path, mark: Mark) -> None:

@@ -7,6 +7,7 @@ Infinity is written as the text "inf", which every reader of JSON accepts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -138,6 +139,30 @@ class Ledger:
     def path(self) -> Path:
         """Return where the file is."""
         return self._store.path
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Record all that the block does together, or nothing of it.
+
+        Other processes wait while it lasts.  When anything in it is refused, nothing is
+        recorded, and populations and runs that were made in it are void.
+        """
+        try:
+            with self._store.writing():
+                yield
+        except BaseException:
+            self._populations.clear()
+            raise
+
+    def population_of(self, run_id: str) -> Population | None:
+        """Return the population that a run belongs to; None when there is no such run."""
+        with self._store.reading():
+            self._store.check()
+            run = self._store.named(entries.RUN, run_id)
+            if run is None:
+                return None
+            made = next(self._store.entries("seq = ?", run.population))
+        return self._handle(PopulationInfo.of(made))
 
     def population(
         self,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -25,8 +27,56 @@ UNKNOWN = -1
 
 _LONGEST = 200
 
+# What Unicode calls default-ignorable and Python printable, and the blank Braille pattern.
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
+    "\U000e0000-\U000e0fff]"
+)
+
 
 def check_ids(client_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return the ids when each is a short text that reads one way, and no two read alike.
+
+    Reading one way: in Unicode's composed form (NFC), without characters that print
+    nothing and without blanks around it.  Reading alike: see `alike`.
+    """
+    ids = _as_texts(client_ids)
+    for value in ids:
+        if not unicodedata.is_normalized("NFC", value):
+            raise InvalidValueError(
+                f"client id {value!a} must be in Unicode's composed form (NFC): "
+                f"{unicodedata.normalize('NFC', value)!a}"
+            )
+        if unseen := _UNSEEN.search(value):
+            raise InvalidValueError(
+                f"client id {value!a} must not hold {unseen[0]!a}, which prints nothing"
+            )
+    firsts: dict[str, str] = {}
+    for value in ids:
+        first = firsts.setdefault(alike(value), value)
+        if first != value:
+            raise InvalidValueError(
+                f"client ids {first!r} and {value!r} must differ in more than letter case, width "
+                "of letters or blanks"
+            )
+    return ids
+
+
+def alike(client_id: str) -> str:
+    """Return what ids have in common that people take for one another.
+
+    That is the id under compatibility forms (NFKC) and case folding, without blanks.
+
+    >>> alike("Ward 7") == alike("ward７")
+    True
+    >>> alike("07") == alike("7")
+    False
+    """
+    folded = unicodedata.normalize("NFKC", client_id).casefold()
+    return "".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def _as_texts(client_ids: Iterable[str]) -> tuple[str, ...]:
     """Return the ids when each is a short text without blanks around it, and all differ."""
     if isinstance(client_ids, str):
         raise InvalidValueError(f"client_ids={client_ids!r} must be a list of texts, not a text")
@@ -77,7 +127,7 @@ def members_of(entry: Entry) -> list[str]:
     """Read a "members" entry."""
     try:
         ids = json.loads(entry.body or "")["ids"]
-        return list(check_ids(ids))
+        return list(_as_texts(ids))  # an older fedquilt let more ids pass
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerCorruptError(f"entry {entry.seq} is not a list of members: {error}") from error
 

@@ -19,12 +19,14 @@ from fedquilt.privacy.ledger.balances import (
     Summary,
     bounded_epsilons,
     client_rows,
+    payable_epsilons,
     summarise,
 )
 from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
 from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
 from fedquilt.privacy.ledger.members import (
     UNKNOWN,
+    alike,
     check_ids,
     members_body,
     numbers_of,
@@ -36,7 +38,6 @@ from fedquilt.privacy.ledger.units import (
     FloatArray,
     IntArray,
     allowance_mu2,
-    epsilon_left,
     falls_short,
     grid_unit,
     round_down,
@@ -111,12 +112,16 @@ class Population:
         """Return the number of each id; -1 for one that is not in the population."""
         return numbers_of(check_ids(client_ids), self._fresh().numbers)
 
-    def enrol(self, client_ids: Iterable[str]) -> IntArray:
-        """Return the numbers of these clients; those who are new get an untouched account."""
+    def enrol(self, client_ids: Iterable[str], *, allow_alike: bool = False) -> IntArray:
+        """Return the numbers of these clients; those who are new get an untouched account.
+
+        One whose id reads like a member's (letter case, width of letters, blanks) is taken
+        for a slip and refused, unless `allow_alike`.
+        """
         ids = check_ids(client_ids)
         with self._store.writing():
             self._account.refresh(self._store)
-            numbers, _ = self._enrol(ids)
+            numbers = self._enrol(ids, allow_alike)
         self.refresh()
         return numbers
 
@@ -139,8 +144,8 @@ class Population:
             append_members(self._store, self.info.key, ids)
         self.refresh()
 
-    def _enrol(self, ids: tuple[str, ...]) -> tuple[IntArray, int]:
-        """Append those of `ids` that are new; return the numbers of all, and how many were.
+    def _enrol(self, ids: tuple[str, ...], allow_alike: bool) -> IntArray:
+        """Append those of `ids` that are new; return the numbers of all.
 
         The account in memory learns of them when the transaction is over.
         """
@@ -148,9 +153,25 @@ class Population:
         numbers = numbers_of(ids, self._account.numbers)
         new = np.flatnonzero(numbers == UNKNOWN)
         if new.size:
-            append_members(self._store, self.info.key, [ids[place] for place in new])
+            joining = [ids[place] for place in new]
+            if not allow_alike:
+                self._check_unlike(joining)
+            append_members(self._store, self.info.key, joining)
             numbers[new] = self.info.num_clients + np.arange(new.size)
-        return numbers, int(new.size)
+        return numbers
+
+    def _check_unlike(self, joining: Iterable[str]) -> None:
+        """Refuse ids that read like a member's: a fresh allowance for the same client."""
+        members = {alike(value): value for value in self._account.ids}
+        for value in joining:
+            if alike(value) in members:
+                raise LedgerConflictError(
+                    f"client id {value!r} is not in population {self.info.name!r}, and "
+                    f"{members[alike(value)]!r} is, which differs in letter case, width of letters "
+                    "or blanks only: a new client would have a fresh allowance. If it is another "
+                    "client, say allow_alike=True (in a run: new_population=True, "
+                    "--new-population)"
+                )
 
     def start_run(
         self,
@@ -159,6 +180,7 @@ class Population:
         epsilon: float | None,
         on_short: str = "refuse",
         client_ids: Iterable[str] | None = None,
+        allow_alike: bool = False,
     ) -> Run:
         """Start a run that may spend `epsilon` of each client's allowance, or resume it.
 
@@ -169,7 +191,7 @@ class Population:
 
         `client_ids` names the clients of the run in its own order (`Run.places` has their
         numbers).  Those who are new join the population; members who are not named sit
-        out.  Without it everybody takes part.
+        out.  Without it everybody takes part.  `allow_alike` is as in `enrol`.
 
         Calling it again with the same `run_id`, `epsilon` and ids resumes the run.  What
         it had reserved and not settled is dropped then: a release is settled before
@@ -189,7 +211,8 @@ class Population:
             found = self._store.named(entries.RUN, name)
             if found is not None:
                 return self._resume(found, epsilon, ids)
-            places, enrolled = (None, 0) if ids is None else self._enrol(ids)
+            places = None if ids is None else self._enrol(ids, allow_alike)
+            enrolled = 0 if places is None else self._untouched(places)
             absent = self._absent(places)
             if epsilon is not None:
                 short = self._short_of(budget, epsilon, on_short, places)
@@ -202,6 +225,11 @@ class Population:
         self.refresh()  # who has just joined is in the account from here on
         info = RunInfo(seq, name, self.info.key, epsilon, budget, absent, roster, enrolled)
         return Run(self._store, self._account, info, session=seq, places=places)
+
+    def _untouched(self, places: IntArray) -> int:
+        """Return how many clients at these numbers were in no release so far."""
+        known = places[places < self._account.joins.size]  # the others join just now
+        return int(places.size - np.count_nonzero(self._account.joins[known]))
 
     def _absent(self, places: IntArray | None) -> IntArray:
         """Return the members that a run at these numbers does not name."""
@@ -218,7 +246,13 @@ class Population:
                 f"allowance of population {self.info.name!r}"
             )
         asked = min(allowance_mu2(epsilon, self.info.delta), self.info.allowance_mu2)
-        return round_down(asked, grid_unit(self.info.allowance_mu2))
+        budget = round_down(asked, grid_unit(self.info.allowance_mu2))
+        if not budget > 0:
+            raise InvalidValueError(
+                f"epsilon={epsilon!r} of a run must be an amount that can be counted beside "
+                f"{self.info.epsilon!r}, the allowance of population {self.info.name!r}"
+            )
+        return budget
 
     def _resume(self, found: Entry, epsilon: float | None, ids: tuple[str, ...] | None) -> Run:
         info = RunInfo.of(found, self.info.num_clients)
@@ -229,12 +263,17 @@ class Population:
                 f"run {info.name!r} was started with epsilon={info.epsilon!r} and cannot go on "
                 f"with epsilon={epsilon!r}; use that epsilon or another run_id"
             )
-        if info.roster != (None if ids is None else roster_digest(ids)):
+        places = None if ids is None else numbers_of(ids, self._account.numbers)
+        if info.roster is None and places is not None:
+            # It was begun when clients were known by number; these got their ids later.
+            same = np.array_equal(places, np.arange(places.size))
+        else:
+            same = info.roster == (None if ids is None else roster_digest(ids))
+        if not same:
             raise LedgerConflictError(
                 f"run {info.name!r} was started with other clients, or with the same in another "
                 "order, and cannot go on with these"
             )
-        places = None if ids is None else numbers_of(ids, self._account.numbers)
         entry = Entry(0, entries.RESUME, now(), self.info.key, info.key)
         seq, _ = self._store.append(entry)
         return Run(self._store, self._account, info, session=seq, places=places)
@@ -252,7 +291,7 @@ class Population:
         size = who.size if places is None else places.size
         if short.size == 0 or (on_short == "sit_out" and short.size < size):
             return short
-        payable = float(epsilon_left(left.min(keepdims=True), self.info.delta)[0])
+        payable = float(payable_epsilons(left.min(keepdims=True), self.info)[0])
         nobody = short.size == size
         whose = "any client" if nobody else f"{short.size} of {size} clients"
         hint = "" if on_short == "sit_out" else ', or on_short="sit_out" to leave them out'
@@ -309,7 +348,7 @@ class Population:
 
     def epsilon_left(self) -> FloatArray:
         """Return the largest epsilon that a new run may ask of each client."""
-        return epsilon_left(self.left(), self.info.delta)
+        return payable_epsilons(self.left(), self.info)
 
     def largest_run_epsilon(self) -> float:
         """Return the largest epsilon that a new run may ask of everybody; 0 when nothing is left.
@@ -317,7 +356,7 @@ class Population:
         This is gaussian_epsilon(√(smallest allowance left), delta), which is more
         than the difference of epsilons: see the module `units`.
         """
-        return float(epsilon_left(self.left().min(keepdims=True), self.info.delta)[0])
+        return float(payable_epsilons(self.left().min(keepdims=True), self.info)[0])
 
     def rows(self) -> Iterator[ClientRow]:
         """Return what `show` prints of each client, one after the other."""

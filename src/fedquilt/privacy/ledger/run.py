@@ -155,12 +155,14 @@ class Run:
         """Return the squared GDP units this run may still spend of each client.
 
         That is min(budget − spent in this run, allowance − spent − reserved by
-        other runs), never negative; zero for clients that sit out.
+        other runs), never negative; zero for clients that sit out or are not the run's.
         """
         with self._store.reading():
             self._account.refresh(self._store)
             in_run = self._account.track(self._store, self.info.key)
-            return remaining(self._account, self.info, in_run, self._ids(clients))
+            ids = self._ids(clients)
+            left = remaining(self._account, self.info, in_run, ids)
+            return np.where(self._outside(ids), 0.0, left)
 
     def spent(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the squared GDP units spent in this run alone."""
@@ -211,6 +213,12 @@ class Run:
         round_index = checks.integer("round_index", round_index, at_least=0, at_most=_LAST_ROUND)
         ids = entries.check_clients(clients, self._account.info.num_clients)
         asked = entries.check_charges(charges_mu2, ids.size)
+        outside = ids[self._outside(ids)]
+        if outside.size:
+            raise InvalidValueError(
+                f"client={int(outside[0])} must be one of the clients that run {self.info.name!r} "
+                "named when it started"
+            )
         order = np.argsort(ids)
         with self._store.writing():
             self._require_session()
@@ -294,6 +302,12 @@ class Run:
         if clients is None:
             return np.arange(self._account.info.num_clients)
         return entries.check_clients(clients, self._account.info.num_clients)
+
+    def _outside(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Tell which of `ids` are members that this run did not name, where it named any."""
+        if self._places is None:
+            return np.zeros(ids.size, dtype=np.bool_)
+        return np.isin(ids, self._places, invert=True)
 
     def _require_session(self) -> None:
         newest = self._store.session(self.info.key)

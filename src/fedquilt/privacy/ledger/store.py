@@ -43,6 +43,8 @@ class Store:
         self._cursors: list[sqlite3.Cursor] = []
         self._checked = (0, entries.GENESIS)
         self._snapshots: dict[int, str] = {}
+        self._writes = False
+        self._refused = False
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -56,7 +58,8 @@ class Store:
 
         The first call hashes every entry, or those after the mark (see `files`); later
         ones hash what was appended since.  Whether charges keep the rules is for
-        `verify`; that nobody changed them is found here.
+        `verify`; that nobody changed them is found here.  Entries are found by SQLite's
+        indexes, which no hash covers: where everything is hashed, these are compared too.
         """
         seq, previous = self._checked
         if seq and self.hash_of(seq) != previous:
@@ -66,6 +69,9 @@ class Store:
             )
         if not seq:
             seq, previous = self._take_mark()
+            if not seq:
+                self._check_indexes()
+            self._check_snapshot_keys()
         head = self.head()
         query = f"SELECT {_ENTRY}, hash FROM entries WHERE seq > ? ORDER BY seq"
         for row in self.select(query, seq):
@@ -76,6 +82,22 @@ class Store:
         if head != (seq, previous):
             raise self._not_whole("the newest entries are missing: the stored head is another")
         self._checked = (seq, previous)
+
+    def _check_indexes(self) -> None:
+        """Refuse a file whose indexes leave entries out, or that is damaged otherwise."""
+        found = self.first("PRAGMA integrity_check(1)")
+        if found != ("ok",):
+            raise self._not_whole(f"the file is damaged: {found[0] if found else 'unreadable'}")
+
+    def _check_snapshot_keys(self) -> None:
+        """Refuse balances of what is not a population; entries are looked up by number."""
+        found = self.first(
+            "SELECT s.population FROM snapshots s WHERE NOT EXISTS "
+            "(SELECT 1 FROM entries e WHERE e.seq = s.population AND +e.kind = ?)",
+            POPULATION,
+        )
+        if found is not None:
+            raise self._not_whole(f"there are balances of population {found[0]}, which is not one")
 
     def _not_whole(self, problem: str) -> LedgerCorruptError:
         return LedgerCorruptError(
@@ -136,11 +158,36 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the only right to write; all of the block reaches the disk, or nothing."""
+        """Hold the only right to write; all of the block reaches the disk, or nothing.
+
+        Inside another such block it is part of that one, which then comes to nothing when
+        anything in it was refused.
+        """
         if self.read_only:
             raise LedgerError(f"ledger {self.path} was opened for reading only")
-        with self._transaction("BEGIN IMMEDIATE"):
-            yield
+        if self._writes:
+            try:
+                yield
+            except BaseException:
+                self._refused = True
+                raise
+            return
+        before = self._checked, dict(self._snapshots)
+        self._writes, self._refused = True, False
+        try:
+            with self._transaction("BEGIN IMMEDIATE"):
+                yield
+                if self._refused:
+                    raise LedgerError(
+                        f"ledger {self.path}: nothing was recorded, because a part of what was "
+                        "to be recorded together was refused"
+                    )
+        except BaseException:
+            # What was read of a transaction that came to nothing is not in the file.
+            self._checked, self._snapshots = before
+            raise
+        finally:
+            self._writes = False
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:

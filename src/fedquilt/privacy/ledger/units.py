@@ -29,6 +29,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting.gaussian import (
     gaussian_epsilon,
     gaussian_epsilon_many,
@@ -48,9 +49,22 @@ a millionth of itself) is lowered to what is left: K charges of 1/K pass."""
 _SHARP_VALUES = 512  # up to so many different values, epsilon is computed one by one
 
 
+LEAST_MU2 = 1e-290
+"""A smaller allowance is refused: below it float64 keeps fewer digits, then none."""
+
+
 def allowance_mu2(epsilon: float, delta: float) -> float:
     """Return the squared GDP units that (epsilon, delta) allows, on the safe side."""
-    return gaussian_mu(epsilon, delta) ** 2 * (1.0 - MARGIN)
+    try:
+        allowed = gaussian_mu(epsilon, delta) ** 2 * (1.0 - MARGIN)
+    except OverflowError:
+        allowed = math.inf
+    if not LEAST_MU2 <= allowed < math.inf:
+        raise InvalidValueError(
+            f"epsilon={epsilon!r} at delta={delta!r} must be an amount that can be counted: it "
+            f"allows mu²={allowed:g}, which must be >= {LEAST_MU2:g} and finite"
+        )
+    return allowed
 
 
 def grid_unit(limit_mu2: float) -> float:
@@ -112,7 +126,9 @@ def epsilon_left(mu2: FloatArray, delta: float) -> FloatArray:
 
 def _payable_epsilon(mu2: float, delta: float) -> float:
     """Return an epsilon with allowance_mu2(epsilon, delta) <= mu2, as large as can be told."""
+    if mu2 < LEAST_MU2:
+        return 0.0
     epsilon = gaussian_epsilon(math.sqrt(mu2), delta)
-    while epsilon > 0 and allowance_mu2(epsilon, delta) > mu2:
+    while epsilon > 0 and gaussian_mu(epsilon, delta) ** 2 * (1.0 - MARGIN) > mu2:
         epsilon *= 1.0 - 1e-9
     return epsilon

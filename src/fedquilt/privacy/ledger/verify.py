@@ -179,9 +179,10 @@ class _Walk:
             self._charged.add(release)
         account.apply(entry)
         if entry.kind == entries.RESERVE:
-            clients = account.open[entry.seq].clients
+            reservation = account.open[entry.seq]
+            clients, charged = reservation.clients, reservation.charges_mu2 > 0
             counted = account.spent[clients] + account.reserved[clients]
-            if np.any(counted > account.info.allowance_mu2):
+            if np.any(charged & (counted > account.info.allowance_mu2)):
                 raise LedgerError(f"entry {entry.seq} takes a client above its allowance")
 
     def _check_snapshot(self, population: int) -> None:
