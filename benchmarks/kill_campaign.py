@@ -107,7 +107,7 @@ def _note_releases(log: Path) -> None:
 
     def build_noting(*given: Any, **named: Any) -> Federation:
         federation = build(*given, **named)
-        step = federation.server.step
+        step = federation.method.server.step
 
         def note_and_step(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
             line = json.dumps({"pid": os.getpid(), "cost": given_away(federation)}) + "\n"
@@ -116,7 +116,7 @@ def _note_releases(log: Path) -> None:
             os.close(target)
             return step(weights, update)
 
-        federation.server.step = note_and_step  # type: ignore[method-assign]
+        federation.method.server.step = note_and_step  # type: ignore[method-assign]
         return federation
 
     experiment.build_federation = build_noting

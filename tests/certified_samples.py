@@ -90,7 +90,7 @@ def make_federation(
 ) -> Federation:
     """Return the federation of a configuration on the ledger at `path`."""
     federation = build_federation(config, problem, open_account(config, problem, path, run_id))
-    federation.engine = Sending(update)
+    federation.method.engine = Sending(update)
     return federation
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import fedquilt
-from fedquilt import experiment
+from fedquilt import assemble, experiment
 from fedquilt.assemble import build_problem
 from fedquilt.config import MODES
 from fedquilt.data import ImageDataset, load_dataset
@@ -159,7 +159,7 @@ def test_early_stopping_looks_at_the_validation_split_only(
     ) -> tuple[float, float]:
         return (on_test if len(targets) == 355 else on_validation), 1.0
 
-    monkeypatch.setattr(experiment, "evaluate", pretend)
+    monkeypatch.setattr(assemble, "evaluate", pretend)
     stopped = start(tmp_path, mode="fedavg", early_stopping=True, target_accuracy=0.5)
     assert stopped.result["rounds"] == rounds
     assert stopped.result["history"]["evaluation_rounds"][-1] == rounds
@@ -411,7 +411,7 @@ def test_engines_are_closed_whatever_happens(
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
     start(tmp_path)
     assert closed == ["closed"]
-    monkeypatch.setattr(experiment, "measure", lambda *given: 1 / 0)
+    monkeypatch.setattr(experiment.Experiment, "measure", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(tmp_path)
     assert closed == ["closed", "closed"]

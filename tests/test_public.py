@@ -151,7 +151,7 @@ def test_a_made_up_measurement_stays_private(
 ) -> None:
     """From the server's report, from an evaluation, from the end of a run."""
     monkeypatch.setattr(ServerOptimizer, "report", lambda self: {"mean_update_norm": 3.2})
-    adding(monkeypatch, experiment, "measure", {"largest_loss": 7.25})
+    adding(monkeypatch, experiment.Experiment, "measure", {"largest_loss": 7.25})
     adding(monkeypatch, experiment, "build_result", {"norms": [4.125]})
     adding(monkeypatch, RunAccount, "summary", {"samples": 8.5})
     told: list[Any] = []

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.aggregation import make_server_optimizer
+from fedquilt.aggregation import RunningMean, make_server_optimizer
 from fedquilt.assemble import build_federation, build_problem, build_selector
-from fedquilt.assemble_mechanism import make_mechanism
+from fedquilt.assemble_mechanism import MechanismParts, make_mechanism
 from fedquilt.config import MODES, RunConfig
 from fedquilt.learning import ClientUpdate, FlatModel
+from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
@@ -77,6 +78,16 @@ class KnownNoise:
         return np.arange(1.0, size + 1.0)
 
 
+class Given(Method):
+    """Whole updates of five numbers, from a given engine to a given server."""
+
+    def __init__(self, engine, server) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(engine, server, released=FlatModel(Two()).names)
+
+    def new_sum(self) -> RunningMean:
+        return RunningMean(5)
+
+
 def cohort_of(clients: Sequence[int]) -> Cohort:
     who = np.asarray(clients, dtype=np.int64)
     return Cohort(who, who)
@@ -85,15 +96,17 @@ def cohort_of(clients: Sequence[int]) -> Cohort:
 def federation_of(
     config: RunConfig, updates: dict[int, list[float]] = UPDATES, cohort: Sequence[int] = (0, 1, 2)
 ) -> Federation:
-    mechanism = make_mechanism(config, FlatModel(Two()), build_selector(config, 3), None)
+    method = Given(FixedUpdates(updates), make_server_optimizer("sgd", None, 0.9))
+    selector = build_selector(config, 3)
+    parts = MechanismParts(config, FlatModel(Two()), method, selector, None)
+    mechanism = make_mechanism(parts)
     if config.mode != "fedavg":
         mechanism.noise = KnownNoise()  # type: ignore[attr-defined]
     return Federation(
         select=lambda round_index, allowed: cohort_of(cohort),
         tracker=ParticipationTracker(3),
-        engine=FixedUpdates(updates),
+        method=method,
         mechanism=mechanism,
-        server=make_server_optimizer("sgd", None, 0.9),
         learning_rate_at=lambda round_index: RATE,
         weights=torch.zeros(5),
     )
@@ -334,9 +347,8 @@ def watched(
     federation = Federation(
         select=select,
         tracker=Tracker(3),
-        engine=FixedUpdates(UPDATES, seen),
+        method=Given(FixedUpdates(UPDATES, seen), Server()),
         mechanism=Watching(seen, whole),  # type: ignore[arg-type]
-        server=Server(),  # type: ignore[arg-type]
         learning_rate_at=lambda round_index: RATE,
         weights=torch.zeros(5),
         account=account,  # type: ignore[arg-type]

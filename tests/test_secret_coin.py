@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from certified_samples import memory_folder
 from fedquilt import assemble_mechanism
+from fedquilt.common.observer import Observer
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
@@ -59,7 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method, "GrowingSettings", lambda: GrowingSettings(steps=2))
 
 
-class Watching:
+class Watching(Observer):
     """An observer that keeps everything it is given, in order."""
 
     def __init__(self) -> None:

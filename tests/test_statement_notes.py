@@ -12,7 +12,7 @@ import pytest
 import fedquilt
 import fedquilt.experiment
 import fedquilt.models.features
-from fedquilt.assemble import build_problem
+from fedquilt.assemble import build_method, build_problem
 from fedquilt.assemble_mechanism import front_notes
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_dataset, split_clients
@@ -146,7 +146,6 @@ def test_a_condensation_says_it_of_its_front_and_of_its_defaults() -> None:
         }
     )
     _, problem = build_problem(config)
-    assert problem.condensing is not None
-    notes = "\n".join(problem.condensing.notes)
+    notes = "\n".join(build_method(config, problem).notes)
     assert "the front's settings were chosen on MNIST; none of it is data of a client" in notes
     assert "the condensation's default settings were chosen on MNIST and CIFAR-10; none" in notes

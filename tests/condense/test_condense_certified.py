@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from certified_samples import memory_folder, refine_in_few_steps
-from fedquilt.assemble import Problem, build_federation, build_problem
+from fedquilt.assemble import Problem, build_federation, build_method, build_problem
 from fedquilt.assemble_account import open_account
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import KAPPA, Released
-from fedquilt.condense.method import make_condensing
+from fedquilt.condense.method import make_condensation
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, run_config, run_in_memory
@@ -133,13 +133,13 @@ def test_traffic_is_counted_for_a_public_number_of_clients() -> None:
 def test_a_secret_coin_is_not_told_by_traffic() -> None:
     coin = {"selection": "poisson", "amplification": True, "policy": "worst_case"}
     config, problem = build_problem(certified(**coin, clients_per_round=0.5))
-    assert problem.condensing is not None
-    assert isinstance(problem.condensing.engine, CertifiedEngine)
-    assert problem.condensing.engine.senders == config.cohort_limit(4) == 2
+    engine = build_method(config, problem).engine
+    assert isinstance(engine, CertifiedEngine)
+    assert engine.senders == config.cohort_limit(4) == 2
     _, public = build_problem(certified())
-    assert public.condensing is not None
-    assert isinstance(public.condensing.engine, CertifiedEngine)
-    assert public.condensing.engine.senders is None
+    engine = build_method(certified(), public).engine
+    assert isinstance(engine, CertifiedEngine)
+    assert engine.senders is None
 
 
 def spoil_nan(problem: Problem) -> None:
@@ -202,9 +202,8 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
             if normalise and spoil is spoil_nothing:
                 assert lengths[0] == pytest.approx(mechanism._clips[0])
         account.close()
-    assert problem.condensing is not None
-    assert isinstance(problem.condensing.engine, CertifiedEngine)
-    released = problem.condensing.engine.released
+    assert isinstance(federation.method.engine, CertifiedEngine)
+    released = federation.method.engine.released
     assert torch.isfinite(released.head).all()
     assert released.means_seen == 2
 
@@ -364,7 +363,7 @@ def test_enough_allowance_teaches_digits() -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_servers_state_is_all_there_is() -> None:
     _, problem = build_problem(certified())
-    made = [make_condensing(certified(), problem.flat.module, problem.task, 10) for _ in "ab"]
+    made = [make_condensation(certified(), problem.flat.module, problem.task, 10) for _ in "ab"]
     first, second = (one.server for one in made)
     assert isinstance(first, GrowingServer)
     assert isinstance(second, GrowingServer)

@@ -21,7 +21,7 @@ from fedquilt.condense.method import (
     augmentation_of,
     first_images,
     groups_per_step,
-    make_condensing,
+    make_condensation,
     normalisation,
 )
 from fedquilt.condense.server import CondensingServer
@@ -319,7 +319,7 @@ def test_only_images_can_be_condensed() -> None:
     task = make_task()
     flat = Task(task.inputs.flatten(1), task.targets, task.clients)
     with pytest.raises(InvalidValueError, match=r"inputs of shape \(64,\) must be images"):
-        make_condensing(small(embed_layer="body"), Linear(), flat, 10)
+        make_condensation(small(embed_layer="body"), Linear(), flat, 10)
 
 
 def test_the_global_generators_of_others_are_left_alone() -> None:

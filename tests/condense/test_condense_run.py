@@ -13,6 +13,7 @@ from condense_samples import WIDTH, Linear, condense, images_of, small
 from torch import nn
 
 import fedquilt
+from fedquilt.common.observer import Observer
 from fedquilt.data import DATASETS, condensed_info, load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_config, run_in_memory
@@ -290,7 +291,7 @@ def test_nobody_ever_comes(tmp_path: Path) -> None:
     assert same_tensors(result.state_dict, dict(Linear().state_dict()))
 
 
-class Watching:
+class Watching(Observer):
     """Remembers everything an observer can be told."""
 
     def __init__(self) -> None:

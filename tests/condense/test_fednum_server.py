@@ -332,7 +332,7 @@ def test_a_client_may_send_its_own_dictionary() -> None:
         made.fit()
     assert made.history == []
     assert torch.equal(made.synthetic.images, images)
-    assert made._federation.tracker.total_rounds == 0
+    assert made._experiment.federation.tracker.total_rounds == 0
 
 
 def test_a_client_that_sends_nan_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,7 +86,7 @@ class CertifiedRun:
         self.federation: Federation = make_federation(
             self.config, self.problem, self.path, self.name, self.update
         )
-        self.federation.server = MortalServer(self)
+        self.federation.method.server = MortalServer(self)
         self.joined: dict[int, int] = {}
         if self.saved is not None:
             self.next_round, state, weights = self.saved

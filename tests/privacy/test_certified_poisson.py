@@ -61,8 +61,8 @@ def keep(federation: Federation, *kept: list[int]) -> None:
 
 
 def trained(federation: Federation) -> list[list[int]]:
-    assert isinstance(federation.engine, Sending)
-    return federation.engine.trained
+    assert isinstance(federation.method.engine, Sending)
+    return federation.method.engine.trained
 
 
 def test_everybody_available_is_exposed_and_the_coin_keeps_some(folder: Path) -> None:

@@ -22,6 +22,7 @@ from fedquilt.models import ExitNet
 from fedquilt.report import slices_table
 from fedquilt.round import run_round
 from fedquilt.slices.engine import class_mask
+from fedquilt.slices.method import Slices
 from run_samples import tiny
 
 
@@ -61,13 +62,13 @@ def test_depth_slices_are_those_of_numpy() -> None:
         torch.manual_seed(4)
         model = TwoExits()
     sample = federation(model=model, method="depthfl", tiers="1,1/2", local_epochs=1)
-    assert sample.slicing is not None
+    assert isinstance(sample.method, Slices)
     before = sample.weights.double().numpy()
     inputs, labels, clients = data()
     updates = []
     for client, index in enumerate(clients):
         x, y = inputs.double().numpy()[index], labels.numpy()[index]
-        depth = 2 if sample.slicing.widths[client] == 1 else 1
+        depth = 2 if sample.method.slicing.widths[client] == 1 else 1
 
         def loss(v: np.ndarray, start: np.ndarray, x: Any = x, y: Any = y, d: int = depth) -> float:
             own, fixed = exits_in_numpy(v, x, d), exits_in_numpy(start, x, d)
@@ -87,9 +88,9 @@ def test_depth_slices_are_those_of_numpy() -> None:
 
 def test_nobody_has_less_than_one_block() -> None:
     sample = federation(model=TwoExits(), method="depthfl", tiers="1,1/8")
-    assert sample.slicing is not None
-    small = sample.slicing.widths.index(Fraction(1, 8))
-    assert sample.slicing.place(small, 0).size == 12 + 4 + 12 + 3
+    assert isinstance(sample.method, Slices)
+    small = sample.method.slicing.widths.index(Fraction(1, 8))
+    assert sample.method.slicing.place(small, 0).size == 12 + 4 + 12 + 3
 
 
 class Halves(nn.Module):
@@ -120,7 +121,7 @@ def test_the_mask_of_missing_classes(normalised: bool) -> None:
 def test_costs_are_counted_by_hand() -> None:
     """3 -> h -> h -> 3 has h (3 + h + 3) multiply-adds and as many weights, and 2h + 3 biases."""
     sample = federation(method="fedrolex", tiers="1,1/2,1/4")
-    assert sample.slicing is not None
+    assert isinstance(sample.method, Slices)
     _, its = problem(method="fedrolex", tiers="1,1/2,1/4")
     record = its.costs("fedrolex")
     expected = []
@@ -162,10 +163,10 @@ def test_frozen_layers_are_cut_with_the_window() -> None:
     """What never travels is cut from the whole model, anew for every window."""
     settings = {"method": "fedrolex", "tiers": "1/2", "trainable": "4", "local_epochs": 1}
     sample = federation(**settings)
-    assert sample.slicing is not None
-    model = sample.slicing.model
+    assert isinstance(sample.method, Slices)
+    model = sample.method.slicing.model
     for index in range(3):
-        small = sample.slicing.sub_model(sample.slicing.cut(0, index))
+        small = sample.method.slicing.sub_model(sample.method.slicing.cut(0, index))
         units = [(index + place) % 4 for place in range(2)]
         whole = dict(model.named_parameters())
         assert torch.equal(dict(small.named_parameters())["0.weight"], whole["0.weight"][units])

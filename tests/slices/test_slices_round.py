@@ -28,6 +28,7 @@ from fedquilt.common.randomness import generator
 from fedquilt.experiment import resume_run, run_config, run_in_memory
 from fedquilt.privacy.noise import SeededNoise
 from fedquilt.round import Federation, run_round
+from fedquilt.slices.method import Slices
 from fedquilt.slices.selection import fjord
 from run_samples import assert_same_run, same_tensors, tiny
 
@@ -43,8 +44,8 @@ def prefix(width: Fraction) -> Held:
 
 def held_by(sample: Federation, method: str, client: int, index: int) -> Held:
     """Return the units of a client in a round, from the description of the method."""
-    assert sample.slicing is not None
-    width = sample.slicing.widths[client]
+    assert isinstance(sample.method, Slices)
+    width = sample.method.slicing.widths[client]
     count = kept(width)
     if method == "largest" or width == 1:
         return ALL
@@ -64,7 +65,7 @@ def held_by(sample: Federation, method: str, client: int, index: int) -> Held:
 
 def losses(sample: Federation, method: str, client: int, index: int) -> list[Loss]:
     """Return the loss of every local step."""
-    assert sample.slicing is not None
+    assert isinstance(sample.method, Slices)
     inputs, labels, clients = data()
     x, y = inputs.numpy().astype(np.float64)[clients[client]], labels.numpy()[clients[client]]
     held = held_by(sample, method, client, index)
@@ -76,10 +77,13 @@ def losses(sample: Federation, method: str, client: int, index: int) -> list[Los
         ] * EPOCHS
     if method != "fjord":
         return [lambda v, _: cross_entropy(logits(v, x, held), y)] * EPOCHS
-    limit, random = sample.slicing.widths[client], generator(SEED, "ordered dropout", index, client)
+    limit, random = (
+        sample.method.slicing.widths[client],
+        generator(SEED, "ordered dropout", index, client),
+    )
     steps: list[Loss] = []
     for _ in range(EPOCHS):
-        narrow = fjord(limit, sample.slicing.widths, random).width
+        narrow = fjord(limit, sample.method.slicing.widths, random).width
         steps.append(distilled(x, y, held, prefix(narrow) if narrow < limit else None))
     return steps
 
@@ -135,11 +139,11 @@ def test_elements_that_nobody_holds_stay_as_they_are() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_coverage_counts_the_roster(method: str) -> None:
     sample = federation(method=method, seed=SEED)
-    assert sample.slicing is not None
+    assert isinstance(sample.method, Slices)
     roster = np.array([0, 2, 3, 5])
     for index in (0, 5):
         masks = [held_by(sample, method, int(client), index).mask() for client in roster]
-        coverage = sample.slicing.coverage(roster, index)
+        coverage = sample.method.slicing.coverage(roster, index)
         np.testing.assert_allclose(coverage.numpy(), np.mean(masks, axis=0), atol=1e-15)
 
 

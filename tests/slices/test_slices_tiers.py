@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from slices_samples import network, problem
 
+from fedquilt.assemble import build_method
 from fedquilt.errors import InvalidValueError
+from fedquilt.slices.method import Slices
 from fedquilt.slices.tiers import client_widths
 
 
@@ -69,9 +71,9 @@ def test_what_a_width_takes_is_counted_on_the_model(tmp_path: Path) -> None:
     rows = [(whole, 80), (whole, 79), (half, 80), (half * 0.99, 80), (half, 32), (half, 31)]
     lines = "".join(f"{client},{mb!r},{flops}\n" for client, (mb, flops) in enumerate(rows))
     path = table(tmp_path, f"client,memory_mb,flops\n{lines}")
-    _, its = problem(network(), method="heterofl", tiers=path)
-    assert its.slicing is not None
-    assert [str(w) for w in its.slicing.widths] == ["1", "1/2", "1/2", "1/4", "1/2", "1/4"]
+    method = build_method(*problem(network(), method="heterofl", tiers=path))
+    assert isinstance(method, Slices)
+    assert [str(w) for w in method.slicing.widths] == ["1", "1/2", "1/2", "1/4", "1/2", "1/4"]
 
 
 @pytest.mark.parametrize(
