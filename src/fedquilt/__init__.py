@@ -12,14 +12,45 @@ from typing import TYPE_CHECKING, Any
 from fedquilt._version import __version__
 
 if TYPE_CHECKING:
+    from fedquilt.assemble_mechanism import MechanismParts
+    from fedquilt.common.observer import Observer
     from fedquilt.config import RunConfig
     from fedquilt.experiment import run
+    from fedquilt.learning import ClientUpdate, Engine
+    from fedquilt.method import Method, MethodParts, WholeModel
+    from fedquilt.privacy.certified import Certified
+    from fedquilt.privacy.mechanism import Mechanism
     from fedquilt.privacy.statement import Statement
     from fedquilt.record import RunResult, load
 
-__all__ = ["RunConfig", "RunResult", "Statement", "__version__", "load", "run"]
+__all__ = [
+    "Certified",
+    "ClientUpdate",
+    "Engine",
+    "Mechanism",
+    "MechanismParts",
+    "Method",
+    "MethodParts",
+    "Observer",
+    "RunConfig",
+    "RunResult",
+    "Statement",
+    "WholeModel",
+    "__version__",
+    "load",
+    "run",
+]
 
 _HOME = {
+    "Certified": "fedquilt.privacy.certified",
+    "ClientUpdate": "fedquilt.learning",
+    "Engine": "fedquilt.learning",
+    "Mechanism": "fedquilt.privacy.mechanism",
+    "MechanismParts": "fedquilt.assemble_mechanism",
+    "Method": "fedquilt.method",
+    "MethodParts": "fedquilt.method",
+    "Observer": "fedquilt.common.observer",
+    "WholeModel": "fedquilt.method",
     "RunConfig": "fedquilt.config",
     "RunResult": "fedquilt.record",
     "Statement": "fedquilt.privacy.statement",
