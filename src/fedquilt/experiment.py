@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -261,6 +262,8 @@ class Experiment:
         folder.drop_images(0 if saved is None else saved.rounds)
         if saved is None:
             self.lines = folder.read_rounds(0)
+            if federation.account is not None:  # a round may have been settled before a checkpoint
+                federation.account.rewind(np.zeros_like(federation.account.spent()))
             return
         if federation.account is not None:
             check_not_rolled_back(federation.account, saved.ledger_head)

@@ -579,3 +579,28 @@ def test_importing_the_package_loads_nothing_above_it(tmp_path: Path) -> None:
         check=True,
     )
     assert ended.stdout.split() == ["False"]
+
+
+def test_the_folder_is_that_of_any_condensation(tmp_path: Path) -> None:
+    """What the server writes is read by `load` and taken up by the command line."""
+    made = server(output_dir=tmp_path / "fn")
+    model = made.fit()
+    finished = load(tmp_path / "fn", network())
+    assert finished.synthetic is not None
+    assert torch.equal(finished.synthetic.images, made.synthetic.images.detach().cpu())
+    record = finished.result["condensation"]
+    assert (record["ipc"], record["classes_not_sent"]) == (made.config.ipc, [])
+    assert record["bytes_up"] > 0
+    assert finished.model is not None
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(finished.model.state_dict()[name], tensor)
+    command = [sys.executable, "-m", "fedquilt", "condense", "--resume", str(tmp_path / "fn")]
+    ended = subprocess.run(
+        [*command, "--json", "--quiet"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert '"condensation"' in ended.stdout

@@ -101,7 +101,11 @@ def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
     data, and their accuracies are covered by no claim.
     """
     if text is None:
-        return [] if config.is_bounded(covered=True) else list(_USUAL)
+        from fedquilt.data import DATASETS
+
+        # Nor beside somebody's own data: they cannot be loaded by name.
+        theirs = config.dataset not in DATASETS
+        return [] if theirs or config.is_bounded(covered=True) else list(_USUAL)
     if text == "none":
         return []
     if text == "all":
