@@ -194,7 +194,7 @@ def test_ctrl_c_names_the_command_that_goes_on(
     tmp_path: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:
     """The real command in the real shell, progress bar and all."""
-    changes = {**RICH, "num_rounds": 100, "batch_size": 1024}
+    changes = {**RICH, "num_rounds": 300, "batch_size": 1024}
     command = [sys.executable, "-m", "fedquilt", "run", *flags(**changes, output_dir=tmp_path)]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
