@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedquilt.common import checks
+from fedquilt.common.bounds import format_left
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ON_SHORT
 from fedquilt.privacy.ledger import entries
@@ -299,7 +300,7 @@ class Population:
             f"a run at epsilon={epsilon!r} asks more than {whose} of population "
             f"{self.info.name!r} {'has' if nobody else 'have'} left (client "
             f"{self._label(int(short[0]))} has mu²={left_of_short[0]:.6g} of {budget:.6g} asked). "
-            f"The largest epsilon that everybody can still pay is {payable:.6g}{hint}",
+            f"The largest epsilon that everybody can still pay is {format_left(payable, 6)}{hint}",
             *(short, np.full(short.size, budget), left_of_short),
         )
 
