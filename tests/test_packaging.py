@@ -22,12 +22,12 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
-REQUIRE = re.compile(r"(\w+\.)*_?require(_\w+)?")
+REQUIRE = re.compile(r"optional\.load")
 EXTRAS = ("flower", "monitor", "gpu", "trackers")
 
 
 def imported(source: str) -> set[str]:
-    """Return the packages that a module imports, also by a `require("name", ...)`."""
+    """Return the packages that a module imports, also by `optional.load("name", ...)`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -123,7 +123,7 @@ def test_a_full_disk_when_the_rounds_are_cut_back(
 ) -> None:
     """Resuming drops the rounds after the checkpoint; that write can fail as well."""
     monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 3600.0)
-    monkeypatch.setattr(experiment, "_finish", lambda *given: pytest.fail("stop here"))
+    monkeypatch.setattr(experiment.Experiment, "finish", lambda *given: pytest.fail("stop here"))
     with pytest.raises(pytest.fail.Exception):
         run_config(tiny(output_dir=str(tmp_path)))
     folder = only_folder(tmp_path)

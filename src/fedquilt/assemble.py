@@ -51,7 +51,7 @@ from fedquilt.privacy.ledger import check_ids, roster_name
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
 from fedquilt.slices.method import Slices, Smallest
-from fedquilt.slices.methods import smallest_model
+from fedquilt.slices.slicing import smallest_model
 
 Parts = Sequence[NDArray[np.int64]]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import fedquilt
-from fedquilt.condense import baselines
 from fedquilt.config import MODE_TABLE, MODES, Claim, RunConfig, choices, modes, option_fields
 from fedquilt.data import DATASETS
+from fedquilt.fednum import baselines
 from fedquilt.models.features.model import _PUBLIC_IMAGES
 from fedquilt.models.registry import MODELS
 from fedquilt.privacy.accounting import Adjacency

@@ -15,6 +15,7 @@ from slices_samples import RATE, SIZES, data, federation, network, problem
 from torch import nn
 
 import fedquilt
+from fedquilt.assemble import build_method
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import load, run_config, run_in_memory
 from fedquilt.learning import Task
@@ -122,8 +123,7 @@ def test_costs_are_counted_by_hand() -> None:
     """3 -> h -> h -> 3 has h (3 + h + 3) multiply-adds and as many weights, and 2h + 3 biases."""
     sample = federation(method="fedrolex", tiers="1,1/2,1/4")
     assert isinstance(sample.method, Slices)
-    _, its = problem(method="fedrolex", tiers="1,1/2,1/4")
-    record = its.costs("fedrolex")
+    record = sample.method.result([])["slices"]
     expected = []
     for width, hidden in (("1", 4), ("1/2", 2), ("1/4", 1)):
         products = hidden * (3 + hidden + 3)
@@ -225,7 +225,7 @@ def test_what_cannot_be_sliced_changes_nothing(
 
 def test_a_model_without_a_hidden_axis_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="must have an axis that can be cut"):
-        problem(nn.Linear(3, 3), method="heterofl")
+        build_method(*problem(nn.Linear(3, 3), method="heterofl"))
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32)])

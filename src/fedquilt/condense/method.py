@@ -72,6 +72,7 @@ class Condensation(Method):
         *,
         channels: int,
         num_classes: int,
+        trains_late: bool = True,
     ) -> None:
         super().__init__(engine, server, released=RELEASED, notes=notes)
         self.source = engine
@@ -80,6 +81,7 @@ class Condensation(Method):
         self._config = config
         self._new_sum = new_sum
         self._channels, self._num_classes = channels, num_classes
+        self._trains_late = trains_late
 
     def new_sum(self) -> Accumulator:
         """Return tables laid end to end, or a sum of bounded ones."""
@@ -91,7 +93,7 @@ class Condensation(Method):
         It is trained in the rounds that are evaluated; where nobody came to such a round,
         or the run ended before one, that is made up for.
         """
-        return self.images.train_if_stale(weights)
+        return self.images.train_if_stale(weights) if self._trains_late else (weights, {})
 
     def keep(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""

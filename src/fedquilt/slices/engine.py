@@ -28,10 +28,10 @@ from fedquilt.learning import (
 )
 from fedquilt.learning.state import ModuleState
 from fedquilt.slices.depth import exits_loss
-from fedquilt.slices.methods import Cut, Slicing
 from fedquilt.slices.ranges import Axis
 from fedquilt.slices.selection import Selection, fjord
 from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.slicing import Cut, Slicing
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.method import MethodParts, WholeModel
 from fedquilt.slices.engine import SlicedEngine
-from fedquilt.slices.methods import Slicing, cost_of_everybody, cost_table, make_slicing
+from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
 
 
 class Slices(WholeModel):

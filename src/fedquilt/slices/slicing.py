@@ -181,6 +181,8 @@ class Slicing:
             return federated_dropout(width, generator(self.seed, "slice", round_index, client))
         if self.method == "mfl":
             return self._structure(client, round_index, width)
+        if self.method not in ("heterofl", "fjord"):
+            raise InvalidValueError(f"method={self.method!r} has no rule for what a client holds")
         return Prefix(width)
 
     def _structure(self, client: int, round_index: int, width: Fraction) -> Selection:
