@@ -37,7 +37,7 @@ from fedquilt.audit.bounds import epsilon_lower_bound
 from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.models import audit_model
 from fedquilt.audit.neighbours import CLIENTS, audit_data
-from fedquilt.audit.watch import known_entropy, swapped
+from fedquilt.audit.watch import known_entropy, one_thread, swapped
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.config import RunConfig, build_config
 from fedquilt.learning import Engine, Task
@@ -106,7 +106,7 @@ def canary(
     for epsilon in epsilons:
         settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
         config, problem = _problem({**settings, "device": device}, model, seed)
-        with clip_taken_away(without_clip):
+        with one_thread(), clip_taken_away(without_clip):
             outside, inside = _scores(config, problem, trials)
         found.append(judge("two hypotheses", epsilon, delta, outside, inside))
     return found

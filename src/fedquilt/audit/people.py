@@ -21,7 +21,7 @@ import torch
 
 from fedquilt import experiment, problem, validate
 from fedquilt.audit.findings import ReplayFinding, scratch_folder
-from fedquilt.audit.watch import swapped
+from fedquilt.audit.watch import one_thread, swapped
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import ImageDataset
 from fedquilt.errors import FedquiltError
@@ -75,6 +75,7 @@ def replay_people(cases: Sequence[str] | None = None) -> list[ReplayFinding]:
 
 def _replayed(name: str, pair: People) -> ReplayFinding:
     with (
+        one_thread(),
         tempfile.TemporaryDirectory(dir=scratch_folder()) as folder,
         swapped(problem, "load_dataset", _made_up),
     ):

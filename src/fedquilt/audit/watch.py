@@ -194,3 +194,14 @@ def swapped_entry(mapping: MutableMapping[str, str], key: str, value: str) -> It
             del mapping[key]
         else:
             mapping[key] = real
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: on tensors as small as these, more take longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -31,7 +31,7 @@ from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.models import CONDENSED_SIDE, SIDE, audit_model
 from fedquilt.audit.neighbours import KINDS, NOTHING, Data, audit_data
 from fedquilt.audit.public import differing, same
-from fedquilt.audit.watch import Seen, WatchedRound, swapped, swapped_entry, watched_run
+from fedquilt.audit.watch import Seen, WatchedRound, one_thread, swapped, swapped_entry, watched_run
 from fedquilt.audit.whole_cases import SHARED, WholeCase, missing, whole_cases
 from fedquilt.condense.growing import GrowingSettings
 from fedquilt.condensing import build
@@ -108,6 +108,7 @@ def replay_case(
     """Run all worlds of a case and compare them."""
     chosen = [kind for kind in case.kinds if kinds is None or kind in kinds]
     with (
+        one_thread(),
         tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch,
         swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
         swapped(build, "GrowingSettings", _few_steps),
