@@ -109,7 +109,7 @@ class Witness:
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Note the release and hand it on."""
-        self.released = update.detach().to(torch.float64).clone()
+        self.released = update.detach().to("cpu", torch.float64, copy=True)
         return self._server.step(weights, update)
 
 

@@ -224,35 +224,23 @@ def _move(
     """Take one step in place: w <- w + pull * (w_start - w) - lr * gradient.
 
     Only clients that have samples in this step move; the other rows fill the program up.
+    A gradient of theirs is put aside, whatever it is: zero times NaN would be NaN.
     """
-    some = slice(step.active)
+    rows = [leaf[: step.active] for leaf in leaves]
+    moves = [None if g is None else g[: step.active] for g in gradients]
+    pulls: list[float | torch.Tensor] = [pull] * len(rows)
     if step.moving is not None:
-        _move_some(leaves, gradients, anchors, learning_rate, pull, step)
-        return
+        masks = [step.moving.view(-1, *(1,) * (row.dim() - 1)) for row in rows]
+        moves = [
+            None if g is None else torch.where(mask, g, 0.0)
+            for g, mask in zip(moves, masks, strict=True)
+        ]
+        pulls = [mask.to(row.dtype) * pull for mask, row in zip(masks, rows, strict=True)]
     if anchors:
-        for leaf, anchor in zip(leaves, anchors, strict=True):
-            leaf[some].lerp_(anchor, pull)
-    used = [(w[some], g[some]) for w, g in zip(leaves, gradients, strict=True) if g is not None]
+        for row, anchor, share in zip(rows, anchors, pulls, strict=True):
+            row.lerp_(anchor.expand_as(row), share)
+    used = [(w, g) for w, g in zip(rows, moves, strict=True) if g is not None]
     torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
-
-
-def _move_some(
-    leaves: list[torch.Tensor],
-    gradients: tuple[torch.Tensor | None, ...],
-    anchors: list[torch.Tensor],
-    learning_rate: float,
-    pull: float,
-    step: Step,
-) -> None:
-    """Take the step where finished clients stand between those still training."""
-    assert step.moving is not None
-    for number, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
-        old = leaf[: step.active]
-        new = old.lerp(anchors[number], pull) if anchors else old
-        if gradient is not None:
-            new = torch.add(new, gradient[: step.active], alpha=-learning_rate)
-        moving = step.moving.view(-1, *(1,) * (old.dim() - 1))
-        old.copy_(torch.where(moving, new, old))
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +328,11 @@ class BatchTable:
         keys = [torch.from_numpy(draw_keys(seeds, number, draw)).to(device) for draw in draws]
         bits = stack.bits(keys, columns)
         hidden = self._hidden(rows)
-        trains = torch.from_numpy(sizes[..., 0] > 0).to(device)
+        has_samples = sizes[..., 0] > 0
+        trains = torch.from_numpy(has_samples).to(device)
+        all_train = [
+            bool(has_samples[t, : self.active[first + t]].all()) for t in range(len(shapes))
+        ]
         for t, (count, width) in enumerate(shapes):
             active = self.active[first + t]
             yield Step(
@@ -348,7 +340,7 @@ class BatchTable:
                 there[t, :count, :width],
                 shares[t, :count, :width],
                 lengths[t, :active, 0].float(),
-                None if self.sorted_rows else trains[t, :active],
+                None if all_train[t] else trains[t, :active],
                 [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )
