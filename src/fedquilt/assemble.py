@@ -1,6 +1,6 @@
-"""From a configuration to a federation: data, clients, model, engine.
+"""From a configuration to a federation: data, clients, model, method, mechanism.
 
-Who the clients of a run are: an id for each, by which a ledger knows it again.
+Clients get ids here, so that a ledger recognises them in every run (`Roster`):
 
 | where clients come from | a client's id | the population's own name |
 |---|---|---|
@@ -9,8 +9,8 @@ Who the clients of a run are: an id for each, by which a ledger knows it again.
 | your own lists, with ids | the id you gave | none: you name it |
 | your own lists, without | none: its place in the list | none: you name it |
 
-Options do not enter: two configurations that deal the samples alike make the same clients,
-and one that deals them otherwise makes others.  Nor does the content of a sample: only
+Options do not enter an id: two configurations that deal the samples alike make the same
+clients, and one that deals them otherwise makes others.  Nor does the content of a sample: only
 sample numbers and the numbers of people.  (`dirichlet` and `shards` deal by label, so
 their lists follow from everybody's labels, as the clients themselves do.)
 """

@@ -76,7 +76,7 @@ class ServerOptimizer:
         return self._first / (self._second.sqrt() + TAU)
 
     def report(self) -> dict[str, float]:
-        """Say nothing."""
+        """Return no measurements."""
         return {}
 
     def state(self) -> dict[str, NDArray[Any]]:

@@ -1,17 +1,14 @@
-"""A whole run watched from inside, and what anybody may see of it.
-
-A whole run through the public entry, watched from inside and seen from outside.
+"""A whole run with its releases recorded, and all that is public of it.
 
 `fedquilt.run` does what it always does: engine, ledger, folder, observer.  Two things are
 exchanged while it runs.  The operating system's random bytes come from a seed, so that
 noise and secret coins are the same in two worlds, and still count as secret.  And after
-every round the run is watched: what it released, what that was charged as; then it takes
+every round the release and its charge are recorded (`WatchedRound`); then the run takes
 over what the base world has released, so that all worlds have the same public history and
 everything that is computed from releases is the same in them.
 
-What anybody may see of a run: every public file, and what an observer was told.
-
-Two views are compared value by value.  What the clock or a random name decides is named
+Public are all files of the run but the private ones, and the events of an observer.  Two
+worlds are compared value by value.  What the clock or a random name decides is listed
 here, by file and key; everything else counts, files that nobody thought of included.
 """
 

@@ -144,7 +144,7 @@ class Prescribed:
                 yield ClientUpdate(client, delta, 5 + 7 * client, 0.3 * (1 + client))
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Required of an engine; this one holds no resources."""
 
 
 class KnownNoise(SeededNoise):

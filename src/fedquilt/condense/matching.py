@@ -1,16 +1,13 @@
-"""Matching synthetic images to targets: views, losses, steps.
-
-Matching: moving the synthetic images until their statistics are the clients'.
+"""Matching: synthetic images are moved until their statistics are the clients'.
 
 One step, for a feature model with frozen weights: all images of all classes in one
 batch, one forward pass, one backward pass to the pixels and not to the weights.  With
 `S` images a class the mean embedding of a class is a mean over `S` rows of that batch.
 The images move by SGD with momentum (0.5 in DM, FedDM and FedNum).
 
-How far the synthetic set is from the statistics.
-
-For class c with mean embedding f and mean scores z of its synthetic images, and
-groups j with means F_j, Z_j and weights w_j (counts, scaled to sum 1),
+The loss is the distance of the synthetic set from the statistics.  For class c with mean
+embedding f and mean scores z of its synthetic images, and groups j with means F_j, Z_j and
+weights w_j (counts, scaled to sum 1),
 
     avg-loss   |f - sum_j w_j F_j|^2 + l(z, sum_j w_j Z_j)
     loss-avg   sum_j w_j ( |f - F_j|^2 + l(z, Z_j) )

@@ -165,10 +165,12 @@ def _make_grouped(
 ) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
     classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
-    lens = make_lens(config, model, task.public().inputs, trainer.augmentation, classes)
+    round_models = make_round_models(
+        config, model, task.public().inputs, trainer.augmentation, classes
+    )
     engine = StatisticsEngine(
         task,
-        lens,
+        round_models,
         avg_num=config.avg_num,
         min_group=config.min_group,
         max_samples=config.max_samples,
@@ -177,8 +179,8 @@ def _make_grouped(
     server = CondensingServer(
         trainer,
         first_images(config, task, classes),
-        lens,
-        matching_of(config, task.inputs[0].numel(), lens.num_features),
+        round_models,
+        matching_of(config, task.inputs[0].numel(), round_models.num_features),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
@@ -256,7 +258,7 @@ def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
     return tuple(note for note in notes if note is not None)
 
 
-def make_lens(
+def make_round_models(
     config: CondenseConfig,
     model: nn.Module,
     sample: torch.Tensor,

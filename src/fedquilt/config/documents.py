@@ -1,9 +1,8 @@
-"""The documents' dictionaries, and their settings in this package's words.
+"""The dictionaries of the QuAP-FL API document, and their translation to `RunConfig`.
 
-The dictionaries of the seed documents, with the values of the API document.
-
-The paper's experiments used other values (epsilon 6, five warm-up rounds, lower
-targets); they are the presets `paper-mnist` and `paper-cifar10`.
+Names and values are those of its sections Config and Config (Extended).  The experiments
+of the QuAP-FL paper used other values (epsilon 6, five warm-up rounds, lower targets);
+they are the presets `paper-mnist` and `paper-cifar10`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What FedNumClient and FedNumServer are given, checked and kept.
+"""Checks of the arguments of `FedNumClient` and `FedNumServer`, and of a resumed folder.
 
-Whether the folder of a run holds the run that a `FedNumServer` is about to go on with.
-
-`fedquilt.run_folder` knows the folder's files; it stands above this package, and the
-server hands over what it has read.
+A folder is resumed only with the settings, clients and first weights it was made with.
+`fedquilt.run_folder` reads the folder's files; it stands above this package, so the
+server passes on what it has read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The documents' image models, and the smallest ones.
-
-The convolutional networks of the seed documents, and a small one for digits.
+"""The networks of the QuAP-FL API document (section Models), and smaller ones.
 
 All end in log-probabilities.
 """

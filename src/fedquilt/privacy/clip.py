@@ -1,15 +1,12 @@
-"""Bounding a vector's norm, and clip bounds that follow the norms.
+"""Clipping: one function that bounds a vector's norm, and the rules that choose the bound.
 
-Clipping: one function that bounds a vector, and the rules that choose the bound.
+`QuantileClipper` is the class of the QuAP-FL API document.  Its bound is this round's
+raw percentile, a statistic of the data (QuAP-FL paper, Algorithm 1): whatever uses it has
+no guarantee, and the statement of the run says so.
 
-`QuantileClipper` is the class of the API document.  Its bound is this round's
-raw percentile, a statistic of the data: whatever uses it has no guarantee, and
-the statement of the run says so.
-
-A clip bound that follows a quantile of the update norms, privately.
-
-Andrew, Thakkar, McMahan and Ramaswamy 2021 (arXiv:1905.03871).  Each client of a
-round adds the bit b_i = [||u_i|| <= C_t], 1 when it was not clipped:
+`PrivateQuantile` follows a quantile of the update norms privately (Andrew, Thakkar, McMahan
+and Ramaswamy 2021, arXiv:1905.03871).  Each client of a round adds the bit
+b_i = [||u_i|| <= C_t], 1 when it was not clipped:
 
     fraction = (sum (b_i - 1/2) + N(0, sigma_b^2)) / m + 1/2
     C_(t+1)  = C_t exp(-eta (fraction - gamma))

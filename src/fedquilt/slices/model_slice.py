@@ -1,8 +1,6 @@
-"""A slice of a model: its tensors, and its place in the flat vector.
+"""A slice of a model: its tensors, and where they lie in the flat vector.
 
-Slices of flat vectors.
-
-A round keeps a client's update in one flat vector: the trainable parameters in
+A client's update is one flat vector: the trainable parameters in
 the order of `named_parameters`, then the travelling buffers in the order of
 `named_buffers`.  A `SliceMap` tells where the elements of a sub-model's vector
 lie in the whole model's.

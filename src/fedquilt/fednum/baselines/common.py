@@ -1,15 +1,11 @@
 """What baselines share: real samples, matching, training, byte counts.
 
-What the baselines share with the condensation they stand beside.
-
 Data, split, images per class, first weights, augmentation, training settings and the
 evaluation are those of the configuration; the streams of random numbers are named, so
 that a baseline neither disturbs nor depends on a run.
 
-Matching where the images lie, as DM and FedDM do it.
-
-DM (Zhao and Bilen 2023) and FedDM (Xiong et al. 2023) hold the real images at the place
-where synthetic ones are made.  Nothing has to be sent ahead, so every step has a model,
+DM (Zhao and Bilen 2023) and FedDM (Xiong et al. 2023) match with the real images at hand
+(`match_real`).  No statistics have to be sent first, so every step has a model,
 an augmentation and a batch of real images of its own; with f and z the mean embedding
 and the mean scores of a class,
 

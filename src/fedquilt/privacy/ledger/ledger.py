@@ -1,8 +1,7 @@
 """The ledger: open, populations, verify, export.
 
-The ledger as plain data: a dictionary for JSON, rows for CSV.
-
-Infinity is written as the text "inf", which every reader of JSON accepts.
+An export is a dictionary for JSON or rows for CSV.  Infinity is written as the text
+"inf", which every reader of JSON accepts.
 """
 
 from __future__ import annotations
