@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return the FedNum document's classes, which stand above this package, by its name."""
+    """Return FedNum's classes, whose package `fedquilt.fednum` stands above this one."""
     if name not in ("FedNumClient", "FedNumServer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fedquilt import fednum

@@ -24,9 +24,9 @@ summed over classes.  With p = softmax(z), q = softmax(Z), l is one of
 
 Classes have no order, so the 0/1 metric is the one that treats them alike; its
 1-Wasserstein distance is the total variation.  `wasserstein_sorted` is what the
-reference implementation calls Wasserstein: it compares how peaked two distributions
+published FedNum code calls Wasserstein: it compares how peaked two distributions
 are and not where, so that certainty of class 0 and certainty of class 5 are at
-distance 0.  It is kept for comparison.
+distance 0.  It is here for comparison.
 
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.

@@ -182,15 +182,15 @@ class FedNumClient:
         read once.  Images are [C, H, W] and normalised.
     classes
         The labels it holds, any whole numbers below `num_classes`.  A label without
-        samples is never sent, samples of a label that is not listed are never looked at.
+        samples is never sent, samples of a label that is not listed are never used.
     dataset_info
         See `ImageInfo`.
     ipc, rho
-        Of the document's signature; a client does nothing with them.
+        Accepted for compatibility with the published FedNum code; not used.
     avg_num, min_group, max_samples
         How samples are grouped, see `fedquilt.condense.statistics.make_groups`.
     device
-        Where its images lie and are looked at.
+        Where its images lie and its statistics are computed.
     seed
         Decides, with `cid` and the round, how samples are shuffled.
     batch_size

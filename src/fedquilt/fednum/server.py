@@ -123,7 +123,7 @@ class _Rounds(Experiment):
 
 
 class FedNumServer:
-    """FedNum with the document's interface.
+    """FedNum with the interface of the FedNum document (section 2).
 
     Parameters
     ----------

@@ -128,7 +128,7 @@ class ResNet18(CountsParameters):
         The channels of an image.
     norm : {"group", "batch"}
         Group normalisation keeps no statistics of the data and does not mix
-        examples; batch normalisation is that of the paper.
+        examples; batch normalisation is that of He et al. 2016.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, norm: str = "group") -> None:

@@ -85,7 +85,7 @@ class AdaptivePrivacyAllocator:
     ) -> float:
         """Return the noise standard deviation C * sqrt(2 ln(1.25 / delta)) / epsilon.
 
-        The document calls it a multiplier; it is a standard deviation.
+        The QuAP-FL API document calls it a multiplier; it is a standard deviation.
         """
         epsilon = checks.number("epsilon", _scalar(epsilon), above=0)
         clip_norm = checks.number("clip_norm", _scalar(clip_norm), above=0)
@@ -133,7 +133,7 @@ class AdaptivePrivacyAllocator:
         }
 
     def get_accounting_method(self) -> str:
-        """Name the composition rule of the seed documents."""
+        """Name the composition rule of the QuAP-FL paper (section 4.1)."""
         return "Basic Composition (Conservative Upper Bound)"
 
 
@@ -268,10 +268,10 @@ class AdaptivePolicy:
 
 
 class PaperPolicy:
-    """`paper`: the seed's schedule of budgets, calibrated so that it keeps its promise.
+    """`paper`: the QuAP-FL paper's schedule of budgets, calibrated to keep its promise.
 
-    The seed spends epsilon_t = base (1 + alpha exp(-beta p)) in a round whose
-    cohort has mean rate p.  Its shape is kept: a join costs (epsilon_t / kappa)^2
+    The paper (eq. 4 and 5) spends epsilon_t = base (1 + alpha exp(-beta p)) in a round
+    whose cohort has mean rate p.  Its shape is kept: a join costs (epsilon_t / kappa)^2
     with kappa = base (1 + alpha) sqrt(T / B), so that even a client that joins
     every round at the largest epsilon_t stays within B.
     """
