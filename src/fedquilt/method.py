@@ -53,8 +53,8 @@ class MethodParts:
     flat : FlatModel
         The model that travels.
     task : Task
-        All samples, and who holds which.  Public choices must not look at them:
-        `task.public()` has made-up ones.
+        All samples, and who holds which.  Public choices must not depend on them:
+        `task.public()` has synthetic ones.
     num_classes : int
         How many scores the model gives.
     secret_cohort : bool
@@ -169,7 +169,7 @@ class Method(ABC):
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the resources of the engine."""
         self.engine.close()
 
 

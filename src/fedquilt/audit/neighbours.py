@@ -286,7 +286,7 @@ OTHERS: dict[str, Callable[[Data, int], Data]] = {
 
 KINDS = {**NOTHING, **OTHERS}
 SHORT = ("nothing", "many NaN", "one less", "3e38")
-"""The kinds of neighbour of a quick look."""
+"""The kinds of neighbour of a quick audit."""
 
 
 def _with(data: Data, victim: int, held: list[int]) -> list[list[int]]:

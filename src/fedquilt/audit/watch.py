@@ -57,26 +57,26 @@ Values = dict[str, Any]
 
 
 class Recorder(Observer):
-    """An observer that notes whatever it is told."""
+    """An observer that records every event."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
         """Note a finished round."""
-        self.told.append(["round", repr(config), json.loads(json.dumps(line))])
+        self.events.append(["round", repr(config), json.loads(json.dumps(line))])
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Note the folder."""
-        self.told.append(["opened", repr(config), str(folder)])
+        self.events.append(["opened", repr(config), str(folder)])
 
     def working(self, what: str, share: float) -> None:
         """Note progress within a round."""
-        self.told.append(["working", what, share])
+        self.events.append(["working", what, share])
 
     def kept(self, path: Path) -> None:
         """Note where images were written."""
-        self.told.append(["kept", str(path)])
+        self.events.append(["kept", str(path)])
 
 
 def folder_values(folder: Path, ledger: Path | None = None) -> tuple[Values, Values]:
@@ -262,8 +262,8 @@ def watched_run(
             result = experiment.run(*arguments, observer=recorder, **settings)
         except FedquiltError as error:
             seen.error = f"{type(error).__name__}: {error}"
-    told: Values = {
-        "observer": recorder.told,
+    public: Values = {
+        "observer": recorder.events,
         "printed": printed.getvalue(),
         "warnings": [str(warning.message) for warning in warned],
         "error": seen.error,
@@ -272,13 +272,13 @@ def watched_run(
     folder = None
     if result is not None:
         folder = result.folder
-        told |= {"summary": result.summary(), "statement": result.statement.as_text()}
-        told["model"] = {
+        public |= {"summary": result.summary(), "statement": result.statement.as_text()}
+        public["model"] = {
             name: tensor.cpu().numpy().tobytes() for name, tensor in result.state_dict.items()
         }
     if folder is not None:
         seen.public, seen.from_release = folder_values(folder, ledger)
-    seen.public |= renamed(told, folder)
+    seen.public |= renamed(public, folder)
     return seen
 
 
@@ -348,7 +348,7 @@ def known_entropy(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Put something in the place of a function for a while."""
+    """Replace a function within the context."""
     real = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -359,7 +359,7 @@ def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped_entry(mapping: MutableMapping[str, str], key: str, value: str) -> Iterator[None]:
-    """Put another value under a key for a while."""
+    """Replace the value of a key within the context."""
     real = mapping.get(key)
     mapping[key] = value
     try:

@@ -60,7 +60,7 @@ class World:
         self.charges = self.account.population.spent() - before
 
     def follow(self, base: World) -> None:
-        """Take over what the base world has released, so that the next round compares."""
+        """Restore the public state of the base world, so that the next round is comparable."""
         self.federation.weights = base.federation.weights.clone()
         self.federation.mechanism.load_state(base.federation.mechanism.state())
         self.server.load_state(base.server.state(), self.federation.weights.device)

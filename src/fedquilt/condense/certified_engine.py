@@ -230,8 +230,8 @@ class GrowingServer:
         drawings, features = self._drawn()
         chosen = pick(features, head, released.means(), ipc, self._growing)
         places = torch.arange(len(head), device=head.device).repeat_interleave(ipc)
-        told = self._teller()
-        pixels, gap = refine(drawings[chosen], places, head, self._embed, self._growing, told)
+        report = self._progress_of_growing()
+        pixels, gap = refine(drawings[chosen], places, head, self._embed, self._growing, report)
         self.synthetic.images.copy_((pixels - self._mean) / self._std)
         return gap
 
@@ -250,11 +250,11 @@ class GrowingServer:
             self._pool = (images, features)
         return self._pool
 
-    def _teller(self) -> Callable[[int], None] | None:
-        tell, total = self.progress, self._growing.steps
-        if tell is None:
+    def _progress_of_growing(self) -> Callable[[int], None] | None:
+        progress, total = self.progress, self._growing.steps
+        if progress is None:
             return None
-        return lambda done: tell("growing", done / total)
+        return lambda done: progress("growing", done / total)
 
     def report(self) -> dict[str, float]:
         """Return the bytes of the round."""
@@ -272,7 +272,7 @@ class GrowingServer:
         }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         released = self.engine.released
         self.synthetic.images.copy_(load_like(state, "images", self.synthetic.images))
         released.means_total = load_like(state, "means_total", released.means_total)

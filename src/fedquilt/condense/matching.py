@@ -121,7 +121,7 @@ class MatchingSettings:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One way to look at the images: a frozen model, an augmentation, what clients saw."""
+    """A frozen feature model, its augmentation, and the targets that clients sent for both."""
 
     model: nn.Module
     targets: ClassTargets

@@ -135,7 +135,7 @@ class Condensation(Method):
         return {"condensation": record}
 
     def report_to(self, progress: Progress) -> None:
-        """Tell what clients and server are doing."""
+        """Report the progress of clients and server."""
         self.source.progress = progress
         self.images.progress = progress
 
@@ -265,7 +265,7 @@ def make_round_models(
     augmentation: Augmentation,
     classes: tuple[int, ...],
 ) -> RoundModels:
-    """Build what clients and server look through."""
+    """Build the feature models of a round, shared by clients and server."""
     return RoundModels(
         model,
         sample,
@@ -338,7 +338,7 @@ def _held(task: Task) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _trains_in(config: CondenseConfig) -> Callable[[int], bool]:
     """Return in which rounds the model is trained.
 
-    Random feature models do not depend on it: it is trained when it is looked at.
+    Random feature models do not depend on it: it is trained when it is evaluated.
     """
     if config.feature_model != "random_pool":
         return lambda round_index: True
@@ -362,7 +362,7 @@ def statistics_notes(least: int, init_method: str) -> list[str]:
 
 
 def init_notes(init_method: str) -> list[str]:
-    """Say it where the first images are the clients' own."""
+    """Return a note where the first images are the clients' own."""
     if init_method != "real_sample":
         return []
     return [

@@ -37,14 +37,14 @@ from fedquilt.population import Cohort
 
 
 class ClientEngine:
-    """Hand the models of the round to the client objects, take what they return.
+    """Send the models of the round to the client objects, collect what they return.
 
     Parameters
     ----------
     clients
         Everybody; a cohort names their places here.
     round_models
-        What they look through.
+        The feature models that they receive.
     augmentation
         That of the round models; a client that takes none can only do without.
     device

@@ -72,7 +72,7 @@ class ModelStack:
         return outputs
 
     def reset(self) -> None:
-        """Put the module back as it was, weights too, ready to train."""
+        """Restore the module, weights too, ready to train."""
         self.flat.restore()
         self.flat.write(self._first)
         self.flat.module.train()

@@ -123,7 +123,7 @@ class QuantileClipper:
         return np.asarray([norm(gradient) for gradient in gradients_list], dtype=np.float64)
 
     def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
-        """Take one round's updates into account and return the clip bound.
+        """Update the clip bound from one round's updates and return it.
 
         Norms that are NaN or Inf are left out; when none is left, the current
         value (or min_clip) is returned and nothing is recorded.
@@ -180,7 +180,7 @@ class QuantileClipper:
         }
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         value = float(state["clip_value"][0])
         self.clip_value = None if np.isnan(value) else value
         self.clip_history = [float(item) for item in state["clip_history"]]
@@ -274,5 +274,5 @@ class PrivateQuantile:
         return {"quantile_bound": np.asarray([self.bound])}
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self.bound = float(state["quantile_bound"][0])

@@ -33,7 +33,7 @@ class Clipper(Protocol):
     """A rule for the clip bound, with the methods of the QuAP-FL API document's clipper."""
 
     def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
-        """Take the round's updates into account and return the bound."""
+        """Update the bound from the round's updates and return it."""
 
     def clip_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return one update inside the current bound."""
@@ -42,7 +42,7 @@ class Clipper(Protocol):
         """Return what must survive a restart."""
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
 
 class QuapMechanism(Unbounded):
@@ -93,7 +93,7 @@ class QuapMechanism(Unbounded):
         return self._facts
 
     def open_round(self, facts: RoundFacts) -> None:
-        """Take the round's noise stream; seeded streams depend on the round alone."""
+        """Open the round's noise stream; seeded streams depend on the round alone."""
         self._facts = facts
         self.allocator.noise = self.noise.stream(facts.round_index)
 
@@ -224,7 +224,7 @@ class QuapMechanism(Unbounded):
         }
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self.nominal_epsilon = np.array(state["nominal_epsilon"], dtype=np.float64)
         self.squared_gdp = np.array(state["squared_gdp"], dtype=np.float64)
         self._bound = float(state["bound"][0])

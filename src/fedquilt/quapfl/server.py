@@ -156,7 +156,7 @@ class QuAPFLServer:
         return [int(client) for client in self._selector.select(round_t).clients]
 
     def _cohort(self, round_t: int, allowed: NDArray[np.bool_] | None) -> Cohort:
-        """Ask `select_clients`, showing it the global model as it now is."""
+        """Return the cohort of `select_clients`; `model` has the current global weights."""
         self._store_weights()
         clients = checked_ids(self.select_clients(round_t), len(self.client_indices))
         return Cohort(clients, clients)

@@ -149,8 +149,8 @@ def train(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(torch_seed(config.seed, "dropout", index))
         source = generator(config.seed, "training", index)
-        teller = told(progress, "training", settings.epochs)
-        train_on(flat.module, images, labels, settings, families, source, teller)
+        report = progress_of(progress, "training", settings.epochs)
+        train_on(flat.module, images, labels, settings, families, source, report)
 
 
 def accuracy_of_images(
@@ -171,8 +171,8 @@ def accuracy_of_images(
     return evaluate(flat.module, *problem.test)
 
 
-def told(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
-    """Return what a loop of `total` turns tells its number to."""
+def progress_of(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    """Return a callback for a loop of `total` steps, None without `progress`."""
     if progress is None:
         return None
     return lambda done: progress(what, done / total)
@@ -252,7 +252,7 @@ def match_real(
     losses = []
     for done in range(settings.iterations):
         view = real_view(model_at(done), real, batch, augmentation, source, with_logits)
-        # The matcher keeps the momentum; what it looks at is another view of the same classes.
+        # The matcher keeps the momentum; its view is another one of the same classes.
         views[:] = [view]
         matcher = matcher or Matcher(synthetic, views, settings)
         losses.append(matcher.step(0, source))

@@ -74,7 +74,7 @@ class Balances:
         self.seq, self.hash = head, digest
 
     def _read(self, store: Store, upto: int) -> None:
-        """Take the entries after `seq` and up to `upto` into the balances.
+        """Add the entries after `seq` and up to `upto` to the balances.
 
         The plus sign keeps SQLite from its index of populations: the hashes are of the
         entries, not of the index, so it is the entries that are looked through.
@@ -109,7 +109,7 @@ class Balances:
         return total
 
     def apply(self, entry: Entry) -> None:
-        """Take one more entry of this population into the balances."""
+        """Add one more entry of this population to the balances."""
         self.unsaved_bytes += len(entry.clients or b"") + len(entry.charges or b"") + 64
         if entry.kind == entries.RESERVE:
             self._drop(lambda r: (r.run, r.round_index) == (entry.run, entry.round))

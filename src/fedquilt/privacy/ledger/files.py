@@ -271,11 +271,11 @@ def snapshot_digest(row: Sequence[Any]) -> str:
 def read_mark(ledger: Path) -> Mark | None:
     """Return the mark if there is one and the file still looks as it did then."""
     try:
-        said = read_json(mark_path(ledger))
-        if said.pop("schema_version") != MARK_VERSION:
+        saved = read_json(mark_path(ledger))
+        if saved.pop("schema_version") != MARK_VERSION:
             return None
-        snapshots = {int(key): str(value) for key, value in said["snapshots"].items()}
-        mark = Mark(said["seq"], str(said["hash"]), tuple(said["file"]), snapshots)
+        snapshots = {int(key): str(value) for key, value in saved["snapshots"].items()}
+        mark = Mark(saved["seq"], str(saved["hash"]), tuple(saved["file"]), snapshots)
         fits = mark.file == looks(ledger)
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # a mark that cannot be read saves no time, and that is all it is for

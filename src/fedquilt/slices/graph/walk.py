@@ -53,7 +53,7 @@ class LayerTracer(fx.Tracer):
         self.whole = tuple(whole)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Tell whether a module is not looked into."""
+        """Tell whether a module is a leaf of the graph: its inside is not traced."""
         if isinstance(m, SLICEABLE) or matches_any(module_qualified_name, self.whole):
             return True
         return super().is_leaf_module(m, module_qualified_name)
