@@ -1,6 +1,6 @@
-"""From a configuration to a federation: data, clients, model, engine.
+"""From a configuration to a federation: data, clients, model, method, mechanism.
 
-Who the clients of a run are: an id for each, by which a ledger knows it again.
+Clients get ids here, so that a ledger recognises them in every run (`Roster`):
 
 | where clients come from | a client's id | the population's own name |
 |---|---|---|
@@ -9,8 +9,8 @@ Who the clients of a run are: an id for each, by which a ledger knows it again.
 | your own lists, with ids | the id you gave | none: you name it |
 | your own lists, without | none: its place in the list | none: you name it |
 
-Options do not enter: two configurations that deal the samples alike make the same clients,
-and one that deals them otherwise makes others.  Nor does the content of a sample: only
+Options do not enter an id: two configurations that deal the samples alike make the same
+clients, and one that deals them otherwise makes others.  Nor does the content of a sample: only
 sample numbers and the numbers of people.  (`dirichlet` and `shards` deal by label, so
 their lists follow from everybody's labels, as the clients themselves do.)
 """
@@ -67,7 +67,7 @@ class Roster:
     name
         What their population is called unless somebody names it; None: it must be named.
     given
-        Whether a user said the ids.
+        Whether the user gave the ids.
     digest
         Stands for who holds which samples, in order.  It depends on what clients hold, so
         it is kept for the owner only.
@@ -170,7 +170,7 @@ class Problem:
         return module
 
     def evaluate(self) -> dict[str, float]:
-        """Step 9: measure the model as it stands; test data are only ever looked at here."""
+        """Step 9: evaluate the model as it stands; test data are used nowhere else."""
         accuracy, loss = evaluate(self.flat.module, *self.test)
         measured = {"test_accuracy": accuracy, "test_loss": loss}
         if self.validation is not None:
@@ -304,7 +304,7 @@ def build_federation(
     account: RunAccount | None = None,
     method: Method | None = None,
 ) -> Federation:
-    """Put the parts of the configured mode together at the start of round 0."""
+    """Build the federation of the configured mode, as it is before round 0."""
     method = build_method(config, problem) if method is None else method
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
     return Federation(

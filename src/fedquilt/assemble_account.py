@@ -1,13 +1,12 @@
-"""Opening a run's account, and the witness of how far it has come.
+"""Opening a run's account in a ledger, and the witness against copies of a run's folder.
 
-A witness outside the run's folder: how far a run with a ledger of its own has come.
-
-A ledger that lies in the run's folder is copied with it.  Two copies of a stopped run that
-are both resumed would each release results, and each would claim what its own ledger
-says, while the clients gave away both.  So every such run notes its ledger's newest head in
-the user's state folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below
-`~/.local/state`), after each settled release, and holds that file locked while it runs.  A
-folder whose ledger does not contain the noted head is behind: another copy has gone on.
+A run without a shared ledger has one in its folder, which is copied with it.  Two copies
+of a stopped run that are both resumed would each release results, and each would claim
+what its own ledger says, while the clients gave away both.  So every such run writes its
+ledger's newest head into a file outside the folder, the witness, after each settled
+release, and holds that file locked while it runs.  Witnesses lie in the user's state
+folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below `~/.local/state`).  A folder
+whose ledger does not contain the witnessed head is out of date: another copy has gone on.
 A folder that was moved contains it.
 
 The witness is of one user on one machine.  A copy resumed by somebody else, elsewhere, or
@@ -48,14 +47,14 @@ from fedquilt.privacy.statement import weak_epsilon
 
 
 def state_folder() -> Path:
-    """Return where this user's runs are noted."""
+    """Return the folder of this user's witnesses."""
     stated = os.environ.get("XDG_STATE_HOME")
     base = Path(stated) if stated else Path("~/.local/state").expanduser()
     return base / "fedquilt" / "runs"
 
 
 class Witness:
-    """The locked note of one run; made by `open_witness`."""
+    """The locked file with the newest head of one run's ledger; see `open_witness`."""
 
     def __init__(self, path: Path, folder: Path, handle: int) -> None:
         self.path = path
@@ -63,25 +62,25 @@ class Witness:
         self._handle = handle
 
     def check(self, ledger: Ledger) -> None:
-        """Refuse to go on with a ledger that lacks what was noted last."""
+        """Refuse a ledger that does not contain the head that was written last."""
         try:
-            said = _said(self._handle)
+            noted = _read_note(self._handle)
         except ValueError as error:
             raise RunFolderError(
                 f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
                 f"({self.path}: {error}): whether a copy of it has gone on is not known. When you "
                 "know that this folder is the newest one, delete the note"
             ) from error
-        if said is not None and ledger.missing_heads([said["head"]]):
+        if noted is not None and ledger.missing_heads([noted["head"]]):
             raise RunFolderError(
                 f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
-                f"{said['folder']!r} and its ledger there has entries that this one lacks "
+                f"{noted['folder']!r} and its ledger there has entries that this one lacks "
                 f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
                 "exchanged; resume the newest one, because what both release counts together"
             )
 
     def note(self, head: str) -> None:
-        """Write down the newest head; a disk that cannot take it does not stop the run."""
+        """Write the newest head; a disk that cannot take it does not stop the run."""
         text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
         with contextlib.suppress(OSError):
             # Blanks up to whole blocks, and over all that was there: a run killed at any
@@ -90,12 +89,12 @@ class Witness:
             os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
 
     def close(self) -> None:
-        """Unlock the note; it stays, for copies that are resumed later."""
+        """Unlock the file; it stays, for copies that are resumed later."""
         os.close(self._handle)
 
 
 def open_witness(run_id: str, folder: Path) -> Witness | None:
-    """Return the witness of a run, None where this user's notes cannot be kept."""
+    """Return the witness of a run, None where the state folder cannot be written or locked."""
     name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
     try:
         place = state_folder()
@@ -104,13 +103,13 @@ def open_witness(run_id: str, folder: Path) -> Witness | None:
         handle = os.open(place / name, flags, 0o600)
     except (OSError, RuntimeError):  # no home, or a read-only one
         return None
-    said = None
+    noted = None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         with contextlib.suppress(ValueError):
-            said = _said(handle)
-        where = "another folder" if said is None else repr(said["folder"])
+            noted = _read_note(handle)
+        where = "another folder" if noted is None else repr(noted["folder"])
         os.close(handle)
         raise RunFolderError(
             f"run folder {str(folder)!r} is a copy of a run that is going on in {where}"
@@ -125,18 +124,18 @@ _BLOCK = 4096
 _LONGEST_NOTE = 1 << 16
 
 
-def _said(handle: int) -> dict[str, str] | None:
-    """Return the head and the folder of a note, None of an empty one; or raise ValueError."""
+def _read_note(handle: int) -> dict[str, str] | None:
+    """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
     try:
         text = os.pread(handle, _LONGEST_NOTE, 0)
-        said = json.loads(text) if text else None
+        noted = json.loads(text) if text else None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if said is None and not text:
+    if noted is None and not text:
         return None
-    if not isinstance(said, dict) or not isinstance(said.get("head"), str):
+    if not isinstance(noted, dict) or not isinstance(noted.get("head"), str):
         raise ValueError("it names no entry of a ledger")
-    return {"head": said["head"], "folder": str(said.get("folder"))}
+    return {"head": noted["head"], "folder": str(noted.get("folder"))}
 
 
 # Names at least so alike are taken for one name and a slip of the keyboard.

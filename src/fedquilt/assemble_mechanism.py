@@ -245,7 +245,10 @@ def make_allocator(config: RunConfig) -> AdaptivePrivacyAllocator:
 
 
 def make_clipper(config: RunConfig) -> QuantileClipper:
-    """Build the paper's clip rule; its first bound is the first round's target."""
+    """Build the clip rule of the QuAP-FL paper (Algorithm 1).
+
+    Its first bound is the first round's target.
+    """
     return QuantileClipper(
         quantile=config.clip_quantile,
         momentum=config.clip_momentum,

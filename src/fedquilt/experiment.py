@@ -202,14 +202,14 @@ class Experiment:
         return done % self.config.eval_every == 0 or done == self.config.num_rounds
 
     def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
-        """Evaluate the model and keep what the method keeps; return what was measured."""
+        """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
         self._keep(done)
         return split_private(measured)[0] if self.federation.mechanism.is_bounded else measured
 
     def _bring_up_to_date(self) -> dict[str, float]:
-        self.federation.weights, said = self.method.before_evaluation(self.federation.weights)
-        return said
+        self.federation.weights, measured = self.method.before_evaluation(self.federation.weights)
+        return measured
 
     def measure(self) -> dict[str, Any]:
         """Step 9: evaluate the global model."""
@@ -221,7 +221,7 @@ class Experiment:
         return measured
 
     def _keep(self, rounds: int | None = None) -> None:
-        """Let the method write what it keeps, and say where."""
+        """Let the method write its own files, and tell the observer where they are."""
         path = None if self.folder is None else self.method.keep(self.folder, rounds)
         if path is not None and rounds is not None:
             self.observer.kept(path)
@@ -255,7 +255,7 @@ class Experiment:
         self.folder.save_checkpoint(rounds, flat.module.state_dict(), state, head)
 
     def restore(self) -> None:
-        """Go to the last checkpoint of the folder."""
+        """Restore the last checkpoint of the folder."""
         folder, federation, flat = self.folder, self.federation, self.subject.flat
         assert folder is not None
         saved = folder.load_checkpoint()
@@ -279,7 +279,7 @@ class Experiment:
         self.lines = folder.read_rounds(saved.rounds)
 
     def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Refuse a checkpoint that was kept with another state; a subclass may look closer."""
+        """Refuse a checkpoint of another run; a subclass may compare its own state."""
 
     def finish(self, stopped: str | None = None) -> RunResult:
         """Write the last checkpoint and the result, and return the run."""
@@ -309,7 +309,7 @@ class Experiment:
     def _close_account(
         self, account: RunAccount, result: dict[str, Any], statement: Statement
     ) -> Statement:
-        """Say in the ledger that the run is over, and in the statement what the ledger says."""
+        """Finish the run in the ledger, and put the ledger's notes into the statement."""
         account.finish(self.federation.weights if account.reproducible else None)
         result["ledger"] = account.summary()
         shared = self.config.ledger is not None

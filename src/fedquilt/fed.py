@@ -1,4 +1,4 @@
-"""Distribution and aggregation: the names of the seed documents' module `fed`.
+"""Distribution and aggregation: the names of the HeFlwr document, `heflwr.fed`, and more.
 
 `aggregate_layer` works on layers, `extract` and `merge` on Flower's types.  The
 same over state dicts and networks, with torch alone: `extract_state`,

@@ -1,4 +1,4 @@
-"""The classes of the QuAP-FL documents, under the name of their module."""
+"""The classes of the QuAP-FL API document, section Framework, under its module's name."""
 
 from fedquilt.quapfl.server import (
     AdaptivePrivacyAllocator,

@@ -32,14 +32,14 @@ from fedquilt.data import ImageDataset
 from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
 
 Progress = Callable[[str, float], None]
-"""Told what is being done within a round, and which part of it is done."""
+"""Called with the step of a round that is running, and with the share of it that is done."""
 
 
 class Files(Protocol):
     """Where a method may keep files of its own in the run's folder."""
 
     def room_for_synthetic(self, rounds: int | None = None) -> Path:
-        """Return the file of a made data set after so many rounds; None: the final one."""
+        """Return the file of the synthetic set after so many rounds; None: the final one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class MethodParts:
     flat : FlatModel
         The model that travels.
     task : Task
-        All samples, and who holds which.  Public choices must not look at them:
-        `task.public()` has made-up ones.
+        All samples, and who holds which.  Public choices must not depend on them:
+        `task.public()` has synthetic ones.
     num_classes : int
         How many scores the model gives.
     secret_cohort : bool
@@ -95,7 +95,7 @@ class MethodParts:
 
 
 class Method(ABC):
-    """Steps 3 and 8 of the round, and what a run keeps and says beyond its model.
+    """Steps 3 and 8 of the round, and what a run saves and reports beyond its model.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class Method(ABC):
     holds_parts = False
     """Whether a client's vector may belong to a part of the whole one."""
     evaluates_slowly = False
-    """Whether bringing the model up to date takes long: what was paid for is kept before."""
+    """Whether `before_evaluation` takes long; a checkpoint is then written before it."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class Method(ABC):
         return None
 
     def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Bring the model up to date with the releases; return it and what there is to say."""
+        """Return the model, up to date with all releases, and the measurements of that."""
         return weights, {}
 
     def keep(self, files: Files, rounds: int | None = None) -> Path | None:
-        """Write what the method keeps after so many rounds (None: at the end); return where."""
+        """Write the method's own files after so many rounds (None: at the end); return where."""
         return None
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -161,15 +161,15 @@ class Method(ABC):
         """Return the data set that the method has made, None where it makes none."""
         return None
 
-    def report_to(self, progress: Progress) -> None:  # noqa: B027 (most have nothing to tell)
-        """Tell `progress` what happens within a round, where that takes long."""
+    def report_to(self, progress: Progress) -> None:  # noqa: B027 (most have no long steps)
+        """Report the steps within a round to `progress`, where they take long."""
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which all rounds run."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the resources of the engine."""
         self.engine.close()
 
 

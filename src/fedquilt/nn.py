@@ -1,4 +1,4 @@
-"""Subset layers: the names of the seed documents' module `nn`, and more kinds.
+"""Subset layers: the names of HeFlwr's module `nn`, and more kinds.
 
 layer = SSLinear(784, 128, out_features_ranges=('0', '1/4'))   # 784 -> 32
 layer.reset_parameters_from_father_layer(whole_layer)

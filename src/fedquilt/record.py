@@ -1,7 +1,7 @@
 """What a run leaves behind: its rounds, its history, its model, its statement.
 
 In a run that is bounded (`Mechanism.is_bounded`) only what the lists below name is public:
-`ROUND_PUBLIC` for a line of rounds.jsonl and for what an observer is told, `RESULT_PUBLIC`
+`ROUND_PUBLIC` for a line of rounds.jsonl and for an observer, `RESULT_PUBLIC`
 for result.json, `CHECKPOINT_PUBLIC` for the checkpoint, the declared options for
 config.toml.  Whatever is not on a list stays private, so that forgetting is safe.
 """
@@ -289,7 +289,7 @@ class RunResult:
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
-    """Give back a finished run: record, statement and trained model.
+    """Load a finished run: record, statement and trained model.
 
     Models that fedquilt knows by name are rebuilt; for a model of your own pass
     it as `model`, and a copy with the trained weights comes back.

@@ -1,9 +1,9 @@
 """One federated round, top to bottom.
 
-The nine steps of the QuAP-FL documents, in their order; the order is part of the
-contract.  Every way of running fedquilt - the command line, `fedquilt.run`, the documents'
-`QuAPFLServer` and `FedNumServer` - goes through `run_round`.  The parts it joins know
-nothing of one another:
+The nine steps of the QuAP-FL architecture document (section QuAPFLServer), in their order;
+the order is part of the contract.  Every way of running fedquilt - the command line,
+`fedquilt.run`, `QuAPFLServer`, `FedNumServer` - goes through `run_round`.  The parts it
+joins do not import one another:
 
     population   who takes part and how often they did
     method       what a client does with its data, and what the server makes of the release
@@ -56,7 +56,7 @@ class Federation:
         return {f"{part}.{key}": value for part, s in parts.items() for key, value in s.items()}
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
         def part(name: str) -> dict[str, NDArray[Any]]:
             prefix = f"{name}."
@@ -136,8 +136,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
 def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
     """Pick the cohort among those who can pay, and reserve what it will cost.
 
-    Another run may take a client's allowance between looking and reserving; the
-    ledger then refuses as a whole, and the round is planned anew.
+    Another run may spend a client's allowance after it was read and before the
+    reservation; the ledger then refuses as a whole, and the round is planned anew.
     """
     account, mechanism, tracker = federation.account, federation.mechanism, federation.tracker
     if account is None:
@@ -169,7 +169,7 @@ def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
 def _receive(
     mechanism: Mechanism, updates: Iterable[ClientUpdate], losses: list[float]
 ) -> Iterator[Contribution]:
-    """Hand each update to the mechanism as it arrives, noting its training loss."""
+    """Hand each update to the mechanism as it arrives, and record its training loss."""
     for update in updates:
         losses.append(update.loss)
         yield mechanism.receive(update.client, update.delta, update.num_examples)

@@ -1,4 +1,4 @@
-"""The names of the seed documents' module `utils`."""
+"""The names of the module `utils` of the QuAP-FL API document, and a self-test."""
 
 from fedquilt.quapfl.self_test import check_milestone, validate_implementation
 from fedquilt.report import (

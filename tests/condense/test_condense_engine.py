@@ -1,4 +1,4 @@
-"""The engine of group means, the lens and the server, against NumPy and by hand."""
+"""The engine of group means, the round models and the server, against NumPy and by hand."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ def make_engine(
     """Return an engine with two feature models, and what it looks through."""
     task = make_task()
     count = 1 if kind == "global" else 2
-    lens = RoundModels(
+    round_models = RoundModels(
         *(Linear(), task.inputs[:2], FeatureModels(kind, count, 0.5, SEED)),
         *(Augmentation("none"), (1, 3, 4)),
         embed_layer="body",
         with_logits=logits,
         seed=SEED,
     )
-    return StatisticsEngine(task, lens, avg_num=4, min_group=3, max_samples=9, seed=SEED), lens
+    return StatisticsEngine(
+        task, round_models, avg_num=4, min_group=3, max_samples=9, seed=SEED
+    ), round_models
 
 
 def weights() -> torch.Tensor:
@@ -97,11 +99,11 @@ def sent(engine: StatisticsEngine, cohort: list[int], round_index: int = 3) -> l
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("kind", ["random_pool", "perturbed", "global"])
 def test_tables_equal_a_direct_computation(kind: str, logits: bool) -> None:
-    engine, lens = make_engine(kind, logits)
+    engine, round_models = make_engine(kind, logits)
     updates = sent(engine, [0, 2])
     assert [update.client for update in updates] == [0, 2]
     assert [update.num_examples for update in updates] == [25, 10]
-    originals = [model.model if hasattr(model, "model") else model for model in lens.models]
+    originals = [model.model if hasattr(model, "model") else model for model in round_models.models]
     for update in updates:
         wanted = rows_by_hand(engine.task, update.client, 3, originals, logits)
         rows = update.delta.view(-1, 3 + WIDTH + (10 if logits else 0)).numpy()
@@ -114,7 +116,7 @@ def test_tables_equal_a_direct_computation(kind: str, logits: bool) -> None:
 def test_clients_are_the_same_however_they_are_streamed(
     monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    monkeypatch.setattr("fedquilt.condense.engine._TOGETHER", together)
+    monkeypatch.setattr("fedquilt.condense.engine._MAX_SAMPLES_TOGETHER", together)
     engine, _ = make_engine()
     alone = [sent(engine, [client])[0] for client in (0, 1, 2)]
     for one, other in zip(sent(engine, [0, 1, 2]), alone, strict=True):
@@ -133,7 +135,7 @@ def test_a_client_says_nothing_of_another() -> None:
 
 
 def test_traffic_counts_the_open_round_only() -> None:
-    engine, lens = make_engine("random_pool")
+    engine, round_models = make_engine("random_pool")
     sent(engine, [0, 1])
     first = engine.bytes_up
     sent(engine, [0])
@@ -142,9 +144,9 @@ def test_traffic_counts_the_open_round_only() -> None:
     numbers = sum(tensor.numel() for tensor in Linear().state_dict().values())
     assert numbers == 64 * WIDTH + WIDTH + 10 * WIDTH + 10
     for kind, down in (("global", 4 * numbers), ("perturbed", 4 * numbers + 8)):
-        engine, lens = make_engine(kind)
+        engine, round_models = make_engine(kind)
         sent(engine, [0, 1, 2])
-        assert lens.bytes_down() == down
+        assert round_models.bytes_down() == down
         assert engine.bytes_down == 3 * down
 
 
@@ -160,16 +162,16 @@ def test_progress_ends_at_one() -> None:
 
 
 def test_a_round_has_models_and_augmentations_of_its_own() -> None:
-    _, lens = make_engine("random_pool", logits=False)
-    lens.open(weights(), 0)
-    first = lens.models
-    lens.open(weights(), 1)
-    assert len(lens.models) == len(lens.transforms) == 2
-    states = [[t.clone() for t in m.state_dict().values()] for m in (*first, *lens.models)]
+    _, round_models = make_engine("random_pool", logits=False)
+    round_models.open(weights(), 0)
+    first = round_models.models
+    round_models.open(weights(), 1)
+    assert len(round_models.models) == len(round_models.transforms) == 2
+    states = [[t.clone() for t in m.state_dict().values()] for m in (*first, *round_models.models)]
     for one in range(4):
         for other in range(one):
             assert not torch.equal(states[one][0], states[other][0])
-    assert (lens.num_features, lens.num_logits) == (WIDTH, 0)
+    assert (round_models.num_features, round_models.num_logits) == (WIDTH, 0)
 
 
 def test_tables_of_models_are_joined_in_order() -> None:
@@ -182,11 +184,11 @@ def test_tables_of_models_are_joined_in_order() -> None:
     assert both.features.shape == (3, 2)
 
 
-def make_server(lens: RoundModels, **changes: Any) -> CondensingServer:
+def make_server(round_models: RoundModels, **changes: Any) -> CondensingServer:
     task = make_task()
     trainer = Trainer(Linear(), task.inputs, TrainingSettings(2, 4, 0.1), Augmentation("none"), 1)
     synthetic = SyntheticSet.random((1, 3, 4), 2, (1, 8, 8), np.random.default_rng(1))
-    return CondensingServer(trainer, synthetic, lens, MatchingSettings(5, 0.5), **changes)
+    return CondensingServer(trainer, synthetic, round_models, MatchingSettings(5, 0.5), **changes)
 
 
 def release(engine: StatisticsEngine, cohort: list[int]) -> torch.Tensor:
@@ -194,9 +196,9 @@ def release(engine: StatisticsEngine, cohort: list[int]) -> torch.Tensor:
 
 
 def test_matching_brings_the_class_means_of_the_images_to_the_targets() -> None:
-    engine, lens = make_engine("global", logits=False)
+    engine, round_models = make_engine("global", logits=False)
     update = release(engine, [0, 1, 2])
-    server = make_server(lens)
+    server = make_server(round_models)
     server.matching = MatchingSettings(200, 0.1)
     table = StatisticsTable.unpack(update, WIDTH, 0)
     server.step(weights(), update)
@@ -211,18 +213,18 @@ def test_matching_brings_the_class_means_of_the_images_to_the_targets() -> None:
 
 def test_a_model_that_is_not_trained_in_a_round_catches_up() -> None:
     """What is made up for later is what the round itself would have done."""
-    engine, lens = make_engine("random_pool", logits=False)
+    engine, round_models = make_engine("random_pool", logits=False)
     update = release(engine, [0, 1])
     at_once, later = (
-        make_server(lens, restarts=True),
-        make_server(lens, restarts=True, trains_in=lambda index: False),
+        make_server(round_models, restarts=True),
+        make_server(round_models, restarts=True, trains_in=lambda index: False),
     )
     trained = at_once.step(weights(), update)
     assert "epoch_avg_loss" in at_once.report()
     assert at_once.train_if_stale(trained)[1] == {}
     assert torch.equal(later.step(weights(), update), weights())
     assert "epoch_avg_loss" not in later.report()
-    fresh = make_server(lens, restarts=True)
+    fresh = make_server(round_models, restarts=True)
     fresh.load_state(later.state(), torch.device("cpu"))
     for server in (later, fresh):
         made_up, said = server.train_if_stale(weights())
@@ -232,20 +234,20 @@ def test_a_model_that_is_not_trained_in_a_round_catches_up() -> None:
 
 
 def test_training_begins_anew_or_goes_on() -> None:
-    engine, lens = make_engine("random_pool", logits=False)
+    engine, round_models = make_engine("random_pool", logits=False)
     update = release(engine, [0, 1])
     other = torch.ones_like(weights())
-    anew, on = (make_server(lens, restarts=restarts) for restarts in (True, False))
+    anew, on = (make_server(round_models, restarts=restarts) for restarts in (True, False))
     assert torch.equal(
-        anew.step(other, update), make_server(lens, restarts=True).step(weights(), update)
+        anew.step(other, update), make_server(round_models, restarts=True).step(weights(), update)
     )
     assert not torch.allclose(on.step(other, update), anew.step(weights(), update))
 
 
 def test_a_table_of_nobody_leaves_the_images_alone() -> None:
-    _, lens = make_engine("random_pool", logits=False)
-    lens.open(weights(), 0)
-    server = make_server(lens)
+    _, round_models = make_engine("random_pool", logits=False)
+    round_models.open(weights(), 0)
+    server = make_server(round_models)
     before = server.synthetic.images.clone()
     server.step(weights(), torch.zeros(0))
     assert torch.equal(server.synthetic.images, before)
@@ -254,17 +256,17 @@ def test_a_table_of_nobody_leaves_the_images_alone() -> None:
 
 
 def test_steps_that_are_too_long_are_named() -> None:
-    engine, lens = make_engine("global", logits=False)
+    engine, round_models = make_engine("global", logits=False)
     update = release(engine, [0, 1])
-    server = make_server(lens)
+    server = make_server(round_models)
     server.matching = MatchingSettings(50, 1e20)
     with pytest.raises(InvalidValueError, match=r"image_lr=1e\+20 must be smaller.*round 3"):
         server.step(weights(), update)
 
 
 def test_a_state_of_other_images_is_refused() -> None:
-    _, lens = make_engine()
-    server = make_server(lens)
+    _, round_models = make_engine()
+    server = make_server(round_models)
     state = server.state()
     state["images"] = state["images"][:1]
     with pytest.raises(InvalidValueError, match=r"saved images of shape \(1, 1, 8, 8\) must"):

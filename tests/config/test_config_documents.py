@@ -1,4 +1,4 @@
-"""The seed documents' dictionaries, and their translation into our settings."""
+"""The QuAP-FL API document's dictionaries, and their translation into our settings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedquilt.config import (
     VISUALIZATION_CONFIG,
     build_config,
 )
-from fedquilt.config.documents import settings_from_seed
+from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.errors import InvalidValueError
 
 NAMES = ["conv1.weight", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
 
 def translated(config: dict[str, Any], clients: int = 100, names: list[str] = NAMES) -> Any:
-    settings = settings_from_seed(
+    settings = settings_from_hyperparameters(
         config, num_clients=clients, dataset_name="mnist", parameter_names=names
     )
     return build_config(settings)

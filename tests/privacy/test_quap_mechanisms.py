@@ -1,4 +1,4 @@
-"""The seed documents' mechanisms at their edges; whole runs are in test_round_modes."""
+"""The mechanisms of QuAP-FL at their edges; whole runs are in test_round_modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedquilt.utils`: the seed documents' names, the self-check and the milestones."""
+"""`fedquilt.utils`: the QuAP-FL API document's names, the self-check and the milestones."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ class Place(Protocol):
 
 
 class Accumulator(Protocol):
-    """What the vectors of a cohort are gathered in, before anything is released.
+    """The sum of a cohort's vectors, before anything is released.
 
-    `total` is what is released, noised or not; `weight` what divides it; `held` the
-    weight on each element where clients send parts.
+    `total` is released, noised or not; `weight` divides it; `held` is the weight on each
+    element where clients send parts.
     """
 
     @property
@@ -42,7 +42,7 @@ class Accumulator(Protocol):
 
 
 class Concatenation:
-    """Vectors laid end to end: tables whose rows stay apart, and which no noise can cover."""
+    """Vectors laid end to end, for tables whose rows are not summed; they get no noise."""
 
     weight = 1.0
     held = None

@@ -41,7 +41,7 @@ class ServerStep(Protocol):
         """Return what the next step needs, as arrays."""
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
 
 class ServerOptimizer:
@@ -76,7 +76,7 @@ class ServerOptimizer:
         return self._first / (self._second.sqrt() + TAU)
 
     def report(self) -> dict[str, float]:
-        """Say nothing."""
+        """Return no measurements."""
         return {}
 
     def state(self) -> dict[str, NDArray[Any]]:
@@ -85,7 +85,7 @@ class ServerOptimizer:
         return {key: m.cpu().numpy() for key, m in moments.items() if m is not None}
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         moments = {
             key: torch.from_numpy(np.array(value, dtype=np.float64)).to(device)
             for key, value in state.items()

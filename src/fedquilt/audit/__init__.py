@@ -1,4 +1,4 @@
-"""Replay: does a round move by no more than the ledger was told?
+"""Replay: does a round move by no more than the ledger was charged for?
 
 Cebere et al. 2026 (arXiv:2602.17454) found privacy bugs in most libraries by one method:
 run the mechanism on neighbouring inputs with the same randomness, and compare how far

@@ -3,7 +3,7 @@
 The replay compares worlds with the same noise.  Here noise is secret and real, as in any
 run, and somebody tries to tell from the release whether one client, the canary, had data.
 The adversary knows everything but the noise, the direction in which the canary moves the
-release included, so the best test is to look along that direction (Neyman and Pearson).
+release included, so the best test is the projection on that direction (Neyman and Pearson).
 
 Two hypotheses: the canary trains on its data, or has nothing (zero-out).  Over many
 rounds, real to the last step, each with a ledger of its own:

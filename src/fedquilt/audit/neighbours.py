@@ -1,9 +1,10 @@
-"""A client's data and what may stand in their place, on small models.
+"""The models and the neighbouring data sets of the audit of whole runs.
 
-Small models that have what a model may have: randomness, state, a frozen part.
+The models are small and have what a model may have: randomness, state, a frozen part.
+Some of them carry state from one batch to the next; an engine that trains one client
+after the other on one module leaks it from client to client, unless it is restored.
 
-Some of them carry something from one batch to the next.  Whoever trains one client
-after the other on one module hands it on from client to client, unless it is put back.
+The data sets differ from one another in what one client, the victim, holds.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ OTHERS: dict[str, Callable[[Data, int], Data]] = {
 
 KINDS = {**NOTHING, **OTHERS}
 SHORT = ("nothing", "many NaN", "one less", "3e38")
-"""The kinds of neighbour of a quick look."""
+"""The kinds of neighbour of a quick audit."""
 
 
 def _with(data: Data, victim: int, held: list[int]) -> list[list[int]]:

@@ -1,17 +1,14 @@
-"""A whole run watched from inside, and what anybody may see of it.
-
-A whole run through the public entry, watched from inside and seen from outside.
+"""A whole run with its releases recorded, and all that is public of it.
 
 `fedquilt.run` does what it always does: engine, ledger, folder, observer.  Two things are
 exchanged while it runs.  The operating system's random bytes come from a seed, so that
 noise and secret coins are the same in two worlds, and still count as secret.  And after
-every round the run is watched: what it released, what that was charged as; then it takes
+every round the release and its charge are recorded (`WatchedRound`); then the run takes
 over what the base world has released, so that all worlds have the same public history and
 everything that is computed from releases is the same in them.
 
-What anybody may see of a run: every public file, and what an observer was told.
-
-Two views are compared value by value.  What the clock or a random name decides is named
+Public are all files of the run but the private ones, and the events of an observer.  Two
+worlds are compared value by value.  What the clock or a random name decides is listed
 here, by file and key; everything else counts, files that nobody thought of included.
 """
 
@@ -60,26 +57,26 @@ Values = dict[str, Any]
 
 
 class Recorder(Observer):
-    """An observer that notes whatever it is told."""
+    """An observer that records every event."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
         """Note a finished round."""
-        self.told.append(["round", repr(config), json.loads(json.dumps(line))])
+        self.events.append(["round", repr(config), json.loads(json.dumps(line))])
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Note the folder."""
-        self.told.append(["opened", repr(config), str(folder)])
+        self.events.append(["opened", repr(config), str(folder)])
 
     def working(self, what: str, share: float) -> None:
         """Note progress within a round."""
-        self.told.append(["working", what, share])
+        self.events.append(["working", what, share])
 
     def kept(self, path: Path) -> None:
         """Note where images were written."""
-        self.told.append(["kept", str(path)])
+        self.events.append(["kept", str(path)])
 
 
 def folder_values(folder: Path, ledger: Path | None = None) -> tuple[Values, Values]:
@@ -265,8 +262,8 @@ def watched_run(
             result = experiment.run(*arguments, observer=recorder, **settings)
         except FedquiltError as error:
             seen.error = f"{type(error).__name__}: {error}"
-    told: Values = {
-        "observer": recorder.told,
+    public: Values = {
+        "observer": recorder.events,
         "printed": printed.getvalue(),
         "warnings": [str(warning.message) for warning in warned],
         "error": seen.error,
@@ -275,13 +272,13 @@ def watched_run(
     folder = None
     if result is not None:
         folder = result.folder
-        told |= {"summary": result.summary(), "statement": result.statement.as_text()}
-        told["model"] = {
+        public |= {"summary": result.summary(), "statement": result.statement.as_text()}
+        public["model"] = {
             name: tensor.cpu().numpy().tobytes() for name, tensor in result.state_dict.items()
         }
     if folder is not None:
         seen.public, seen.from_release = folder_values(folder, ledger)
-    seen.public |= renamed(told, folder)
+    seen.public |= renamed(public, folder)
     return seen
 
 
@@ -351,7 +348,7 @@ def known_entropy(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Put something in the place of a function for a while."""
+    """Replace a function within the context."""
     real = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -362,7 +359,7 @@ def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped_entry(mapping: MutableMapping[str, str], key: str, value: str) -> Iterator[None]:
-    """Put another value under a key for a while."""
+    """Replace the value of a key within the context."""
     real = mapping.get(key)
     mapping[key] = value
     try:

@@ -198,4 +198,4 @@ QUICK = (
     "fedrolex, secret coin, batched",
     "condense, secret coin",
 )
-"""The cases of a quick look."""
+"""The cases of a quick audit."""

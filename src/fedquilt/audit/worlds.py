@@ -60,7 +60,7 @@ class World:
         self.charges = self.account.population.spent() - before
 
     def follow(self, base: World) -> None:
-        """Take over what the base world has released, so that the next round compares."""
+        """Restore the public state of the base world, so that the next round is comparable."""
         self.federation.weights = base.federation.weights.clone()
         self.federation.mechanism.load_state(base.federation.mechanism.state())
         self.server.load_state(base.server.state(), self.federation.weights.device)
@@ -144,7 +144,7 @@ class Prescribed:
                 yield ClientUpdate(client, delta, 5 + 7 * client, 0.3 * (1 + client))
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Required of an engine; this one holds no resources."""
 
 
 class KnownNoise(SeededNoise):

@@ -38,7 +38,7 @@ app.command()(data)
 
 @app.command()
 def validate() -> None:
-    """Check the seed documents' formulas on this machine; exit 0 when all hold."""
+    """Check the formulas of the QuAP-FL paper on this machine; exit 0 when all hold."""
     from fedquilt.utils import validate_implementation
 
     raise typer.Exit(0 if validate_implementation() else 1)

@@ -46,13 +46,13 @@ def audit(
 
     if not (replay or canary):
         raise InvalidValueError("audit needs --replay or --canary, the checks it can do")
-    said: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     tables: list[str] = []
     good = True
     if replay:
         rounds, worlds = _replayed(cases, seed, engine, device)
         good = all(finding.ok for finding in (*rounds, *worlds))
-        said |= {"findings": _plain(rounds), "worlds": _plain(worlds)}
+        report |= {"findings": _plain(rounds), "worlds": _plain(worlds)}
         tables += [auditing.replay_table(rounds)] if rounds else []
         tables += [auditing.worlds_table(worlds)] if worlds else []
     if canary:
@@ -60,9 +60,9 @@ def audit(
         found = auditing.canary(trials=trials, engine=engine or "sequential", **own)
         found += auditing.one_run(**own)
         good = good and all(finding.ok for finding in found)
-        said["canaries"] = _plain(found)
+        report["canaries"] = _plain(found)
         tables.append(auditing.canary_table(found))
-    print(json.dumps({"ok": good, **said}) if as_json else "\n\n".join(tables))
+    print(json.dumps({"ok": good, **report}) if as_json else "\n\n".join(tables))
     raise typer.Exit(0 if good else 1)
 
 

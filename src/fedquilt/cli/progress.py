@@ -37,8 +37,8 @@ def interruptible(command: str = "run") -> Iterator[RunPointer]:
     except KeyboardInterrupt as stopped:
         folder = getattr(stopped, "folder", None) or kept.folder
         again = f"fedquilt {command} --resume {shlex.quote(str(folder))}"
-        said = f"continue with  {again}" if folder else "nothing was kept"
-        print(f"interrupted: {said}", file=sys.stderr)
+        advice = f"continue with  {again}" if folder else "nothing was kept"
+        print(f"interrupted: {advice}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -109,7 +109,7 @@ class Watcher(Observer):
         )
 
     def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
-        """Take notice of a finished round; its line holds public values only."""
+        """Show a finished round; its line holds public values only."""
         self._done = line["round"] + 1
         if self._bar is not None:
             if line.get("seconds") is None:
@@ -134,7 +134,7 @@ class Watcher(Observer):
             self._bar.update(self._task, doing=doing)
 
     def kept(self, path: Path) -> None:
-        """Take notice of a condensation's images."""
+        """Pass on the file of a condensation's images."""
         if self._on_kept is not None:
             self._on_kept(path)
 

@@ -15,16 +15,16 @@ class Observer:
     """
 
     def __call__(self, config: Any, line: dict[str, Any]) -> None:
-        """Take notice of a finished round: the configuration and the round's public line."""
+        """Called after a round with the configuration and the round's public line."""
 
     def opened(self, config: Any, folder: Path) -> None:
-        """Take notice of the run's folder, once, before the first round."""
+        """Called once, before the first round, with the run's folder."""
 
     def working(self, what: str, share: float) -> None:
-        """Take notice of what is being done within a round, and how much of it is done."""
+        """Called within a round with the step that is running and the share that is done."""
 
     def kept(self, path: Path) -> None:
-        """Take notice of a file that the method has written on the way."""
+        """Called with each file that the method writes between rounds."""
 
 
 class _EachRound(Observer):

@@ -1,6 +1,6 @@
 """Optional packages, imported where they are first used.
 
-Training needs torch and numpy; whatever else is missing is said when it is needed, with
+Training needs torch and numpy; a missing package raises an error when it is needed, with
 what to install.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fedquilt.common.errors import MissingPackageError
 
-# Module: the package that brings it, and what pip is told to install.
+# Module: the package that brings it, and what to install with pip.
 _PACKAGES = {
     "PIL": ("pillow", "pillow"),
     "dp_accounting": ("dp-accounting", "dp-accounting>=0.6,<0.7"),

@@ -1,6 +1,6 @@
 """Condensation: clients send class statistics, the server grows images from them.
 
-    step 3    the engine looks at the clients' samples instead of training on them
+    step 3    the engine computes statistics of the clients' samples; nobody trains on them
     step 8    the server matches its images to what was released, and trains on them
 
 `FedNumClient` and `FedNumServer` are the classes of the FedNum document; the command
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return the FedNum document's classes, which stand above this package, by its name."""
+    """Return FedNum's classes, whose package `fedquilt.fednum` stands above this one."""
     if name not in ("FedNumClient", "FedNumServer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fedquilt import fednum

@@ -32,7 +32,7 @@ from fedquilt.common.errors import InvalidValueError
 
 FAMILIES = ("color", "crop", "cutout", "flip", "scale", "rotate")
 
-# The strengths of the paper's published experiments.
+# The strengths of the experiments of Zhao and Bilen 2021.
 _BRIGHTNESS = 1.0
 _SATURATION = 2.0
 _CONTRAST = 0.5

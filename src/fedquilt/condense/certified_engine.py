@@ -60,11 +60,11 @@ class Schedule:
 
 
 class CertifiedEngine:
-    """Look at the clients' samples through a public front and send one table each.
+    """Compute one table for each client from the features of a public front.
 
-    A front says the same of a sample in every round, so it is asked once, about all
-    samples, whoever the first cohort is.  How many clients a round has may be the secret
-    of a coin, so progress is told as often, and in the same words, whatever the cohort.
+    Features do not change from round to round, so they are computed once, for all samples,
+    whoever the first cohort is.  The size of a cohort may be secret, so progress is
+    reported equally often, and in the same words, for every cohort.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class CertifiedEngine:
     front : nn.Module
         The public front.
     released : Released
-        What the server knows, shared with it.
+        What was released so far, shared with the server.
     schedule : Schedule
         What each round asks for.
     senders : int, optional
-        How many clients the traffic is counted for; None: those of the round.  Who is
-        there by a secret coin must not be told by a count of bytes.
+        How many clients the traffic is counted for; None: those of the round.  A count
+        of bytes must not reveal a cohort that a secret coin has drawn.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class CertifiedEngine:
         senders = len(cohort) if self.senders is None else self.senders
         self.bytes_up = senders * numbers * _FLOAT_BYTES
         self.bytes_down = senders * self.released.head.numel() * _FLOAT_BYTES
-        self._tell(0.0)
+        self._report_progress(0.0)
         if self._features is None:
             self._features = precompute(self._front, self.task.inputs)
         for client in map(int, cohort):
             index = self.task.index(client)
             table = self._table(self._features[index], index, round_index)
             yield ClientUpdate(client, table.flatten(), len(index), math.nan)
-        self._tell(1.0)
+        self._report_progress(1.0)
 
-    def _tell(self, share: float) -> None:
+    def _report_progress(self, share: float) -> None:
         if self.progress is not None:
             self.progress("looking", share)
 
@@ -133,7 +133,7 @@ class CertifiedEngine:
         return residual_table(features, labels, self.released.head)
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Required of an engine; this one holds no resources."""
 
 
 class GrowingServer:
@@ -182,13 +182,14 @@ class GrowingServer:
         self._seed = seed
         self._pool: tuple[torch.Tensor, torch.Tensor] | None = None
         self._report: dict[str, float] = {}
-        self._behind = -1  # the round whose release the images and the model do not know yet
+        # The round whose release is in neither images nor model yet; -1: none is open.
+        self._untrained_round = -1
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Take a release.
+        """Store a release.
 
-        Images are grown from it when they are looked at (`train_if_stale`), which takes long:
-        by then the release, which is paid for, is in a checkpoint.
+        Images are grown from it later (`train_if_stale`), because that takes long: by then
+        the release, which is paid for, is in a checkpoint.
         """
         index, released = self.engine.round_index, self.engine.released
         table = update.view(released.means_total.shape)
@@ -197,19 +198,21 @@ class GrowingServer:
         else:
             released.take_residuals(table, self.engine.schedule.step_at(index))
         self._report = {"bytes_up": self.engine.bytes_up, "bytes_down": self.engine.bytes_down}
-        self._behind = index
+        self._untrained_round = index
         return weights
 
     def train_if_stale(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Grow images and train the model on them where a round has left that open.
+        """Grow images and train the model on them if neither was done since the last release.
 
-        Returns the weights and what there is to say of both.
+        Returns the weights and the measurements of both.
         """
-        if self._behind < 0:
+        if self._untrained_round < 0:
             return weights, {}
         gap = self._grow()
-        trained, loss = self._trainer.train(None, self.synthetic, self._behind, self.progress)
-        self._behind = -1
+        trained, loss = self._trainer.train(
+            None, self.synthetic, self._untrained_round, self.progress
+        )
+        self._untrained_round = -1
         return trained, {"matching_loss": gap, "epoch_avg_loss": loss}
 
     def grown(self) -> SyntheticSet:
@@ -227,8 +230,8 @@ class GrowingServer:
         drawings, features = self._drawn()
         chosen = pick(features, head, released.means(), ipc, self._growing)
         places = torch.arange(len(head), device=head.device).repeat_interleave(ipc)
-        told = self._teller()
-        pixels, gap = refine(drawings[chosen], places, head, self._embed, self._growing, told)
+        report = self._progress_of_growing()
+        pixels, gap = refine(drawings[chosen], places, head, self._embed, self._growing, report)
         self.synthetic.images.copy_((pixels - self._mean) / self._std)
         return gap
 
@@ -247,11 +250,11 @@ class GrowingServer:
             self._pool = (images, features)
         return self._pool
 
-    def _teller(self) -> Callable[[int], None] | None:
-        tell, total = self.progress, self._growing.steps
-        if tell is None:
+    def _progress_of_growing(self) -> Callable[[int], None] | None:
+        progress, total = self.progress, self._growing.steps
+        if progress is None:
             return None
-        return lambda done: tell("growing", done / total)
+        return lambda done: progress("growing", done / total)
 
     def report(self) -> dict[str, float]:
         """Return the bytes of the round."""
@@ -265,14 +268,14 @@ class GrowingServer:
             "means_total": released.means_total.cpu().numpy(),
             "seen": np.array([released.means_seen, released.residuals_seen]),
             "head": released.head.cpu().numpy(),
-            "behind": np.array(self._behind),
+            "behind": np.array(self._untrained_round),
         }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         released = self.engine.released
         self.synthetic.images.copy_(load_like(state, "images", self.synthetic.images))
         released.means_total = load_like(state, "means_total", released.means_total)
         released.means_seen, released.residuals_seen = map(int, state["seen"])
         released.head = load_like(state, "head", released.head)
-        self._behind = int(state["behind"])
+        self._untrained_round = int(state["behind"])

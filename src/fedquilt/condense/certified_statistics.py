@@ -1,10 +1,8 @@
-"""Bounded statistics with a proof, and images grown from them.
+"""Class statistics for a certified release, and synthetic images grown from them.
 
-What a client sends when it is to be bounded: one vector over all classes.
-
-With features phi(x) from a public front, |phi(x)| = sqrt(D), and K classes known in
-advance, the vector is a K x (D + 1) table, clipped and noised as a whole by the
-mechanism of the round.  There are two kinds:
+A client sends one vector over all classes.  With features phi(x) from a public front,
+|phi(x)| = sqrt(D), and K classes known in advance, the vector is a K x (D + 1) table,
+clipped and noised as a whole by the mechanism of the round.  There are two kinds:
 
 means
     row c = ( mean of phi over the client's samples of class c / sqrt(D), kappa ),
@@ -22,19 +20,16 @@ residuals
 
 Both depend on one client's data and on what was released before, nothing else.
 
-Growing images from a released head and class means, without looking at data again.
-
-The images should teach what the head knows.  Softmax regression with penalty w |W|^2
+Images are then grown from the released head and class means alone.  A head trained on
+them should be the released one.  Softmax regression with penalty w |W|^2
 on images x_j with labels y_j has its optimum at W where
 
     (1/n) sum_j (1[y_j = c] - p_c(x_j)) phi(x_j) = 2 w W_c     for all classes c,
 
-so images are moved until this holds for the released head: whoever trains a head on
-them finds it again.  The condition says nothing of how images look, so they begin as
-public drawings that the head takes for the class and that lie near its mean, stay near
-them, and are kept smooth (total variation).
-
-All of it is computed from releases and public drawings.
+so images are moved until this holds for the released head.  The condition says nothing
+of how images look, so they begin as public drawings that the head classifies as the class
+and that lie near its mean, stay near them, and are kept smooth (total variation).  All of
+it is post-processing: it is computed from releases and public drawings.
 """
 
 from __future__ import annotations

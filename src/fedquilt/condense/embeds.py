@@ -1,10 +1,8 @@
-"""Feature models: embeddings, and how they are drawn for a round.
-
-The models through which clients and server look at images.
+"""Feature models: the embeddings that clients and server compute, drawn for each round.
 
 | kind | what travels to a client | source |
 |---|---|---|
-| global | the current model | the FedNum document |
+| global | the current model | FedNum document, section 1 |
 | random_pool | one seed; `count` freshly initialised models a round | Zhao and Bilen 2023 (DM) |
 | perturbed | the current model and one seed; `count` models at distance `rho` from it | FedDM |
 

@@ -86,8 +86,8 @@ class RoundModels:
         return embedding_model(module, self._layer)
 
 
-# Clients are looked at together while their samples fit into so many.
-_TOGETHER = 65536
+# Clients share batches as long as they hold no more samples than this together.
+_MAX_SAMPLES_TOGETHER = 65536
 
 
 class StatisticsEngine:
@@ -100,17 +100,17 @@ class StatisticsEngine:
     ----------
     task : Task
         All samples, and who holds which.
-    lens : RoundModels
-        What they are looked at through.
+    round_models : RoundModels
+        The feature models that the statistics are computed with.
     avg_num, min_group, max_samples
         See `fedquilt.condense.statistics`; at most `max_samples` of a class, drawn anew
-        for each model, are looked at (0: all).
+        for each model, are used (0: all).
     """
 
     def __init__(
         self,
         task: Task,
-        lens: RoundModels,
+        round_models: RoundModels,
         *,
         avg_num: int,
         min_group: int,
@@ -118,18 +118,18 @@ class StatisticsEngine:
         seed: int = 0,
     ) -> None:
         self.task = task
-        self.lens = lens
+        self.round_models = round_models
         self.avg_num = avg_num
         self.min_group = min_group
         self.max_samples = max_samples
         self.bytes_up = 0
         self.bytes_down = 0
         self.progress: Progress | None = None
-        self._looked, self._cohort = 0.0, 1
+        self._clients_done, self._cohort_size = 0.0, 1
         self._seed = seed
         self._labels = task.targets.cpu().numpy()
         row_of = np.full(int(self._labels.max(initial=-1)) + 1, -1)
-        row_of[list(lens.classes)] = np.arange(len(lens.classes))
+        row_of[list(round_models.classes)] = np.arange(len(round_models.classes))
         self._rows = torch.from_numpy(row_of).to(task.inputs.device)[task.targets]
 
     def train(
@@ -140,22 +140,22 @@ class StatisticsEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
-        self.lens.open(start, round_index)
-        self._looked, self._cohort = 0.0, len(cohort)
-        self.bytes_up, self.bytes_down = 0, len(cohort) * self.lens.bytes_down()
-        for clients in self._together([int(client) for client in cohort]):
-            for client, table in zip(clients, self._look(clients, round_index), strict=True):
+        self.round_models.open(start, round_index)
+        self._clients_done, self._cohort_size = 0.0, len(cohort)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self.round_models.bytes_down()
+        for clients in self._chunks([int(client) for client in cohort]):
+            for client, table in zip(clients, self._tables(clients, round_index), strict=True):
                 self.bytes_up += table.num_bytes
                 size = len(self.task.clients[client])
                 yield ClientUpdate(client, table.pack(), size, math.nan)
 
-    def _together(self, cohort: list[int]) -> Iterator[list[int]]:
-        """Cut the cohort into stretches of few enough samples."""
+    def _chunks(self, cohort: list[int]) -> Iterator[list[int]]:
+        """Divide the cohort, in its order, into chunks of few enough samples."""
         part: list[int] = []
         size = 0
         for client in cohort:
             held = len(self.task.clients[client])
-            if part and size + held > _TOGETHER:
+            if part and size + held > _MAX_SAMPLES_TOGETHER:
                 yield part
                 part, size = [], 0
             part.append(client)
@@ -163,20 +163,20 @@ class StatisticsEngine:
         if part:
             yield part
 
-    def _look(self, clients: list[int], round_index: int) -> list[StatisticsTable]:
-        """Return the table of each client, the rows of all feature models in it."""
-        seen = []
-        for number in range(len(self.lens.models)):
-            seen.append(self._look_through(number, clients, round_index))
-            self._tell(len(clients) / len(self.lens.models))
-        return [joined(parts) for parts in zip(*seen, strict=True)]
+    def _tables(self, clients: list[int], round_index: int) -> list[StatisticsTable]:
+        """Return the table of each client, with the rows of all feature models."""
+        tables = []
+        for number in range(len(self.round_models.models)):
+            tables.append(self._tables_of_model(number, clients, round_index))
+            self._report_progress(len(clients) / len(self.round_models.models))
+        return [joined(parts) for parts in zip(*tables, strict=True)]
 
-    def _tell(self, clients: float) -> None:
-        self._looked += clients
+    def _report_progress(self, clients: float) -> None:
+        self._clients_done += clients
         if self.progress is not None:
-            self.progress("looking", self._looked / self._cohort)
+            self.progress("looking", self._clients_done / self._cohort_size)
 
-    def _look_through(
+    def _tables_of_model(
         self, number: int, clients: list[int], round_index: int
     ) -> list[StatisticsTable]:
         groups = [self._groups(client, round_index, number) for client in clients]
@@ -184,13 +184,13 @@ class StatisticsEngine:
         order = order.to(self.task.inputs.device)
         counts = torch.from_numpy(np.concatenate([g.counts for g in groups]))
         features, logits = group_means(
-            self.lens.models[number],
+            self.round_models.models[number],
             self.task.inputs,
             order,
             counts,
-            transform=self.lens.transforms[number],
+            transform=self.round_models.transforms[number],
             rows=self._rows[order],
-            with_logits=self.lens.with_logits,
+            with_logits=self.round_models.with_logits,
         )
         device = features.device
         sizes = [len(g.counts) for g in groups]
@@ -200,8 +200,8 @@ class StatisticsEngine:
                 torch.full((len(g.counts),), number, device=device),
                 torch.from_numpy(g.classes).to(device),
                 torch.from_numpy(g.counts).to(device),
-                f.reshape(len(g.counts), self.lens.num_features),
-                z.reshape(len(g.counts), self.lens.num_logits),
+                f.reshape(len(g.counts), self.round_models.num_features),
+                z.reshape(len(g.counts), self.round_models.num_logits),
             )
             for g, f, z in parts
         ]
@@ -216,7 +216,7 @@ class StatisticsEngine:
         return Groups(samples[groups.order], groups.counts, groups.classes)
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Required of an engine; this one holds no resources."""
 
 
 def joined(tables: Sequence[StatisticsTable]) -> StatisticsTable:

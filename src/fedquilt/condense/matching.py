@@ -1,16 +1,13 @@
-"""Matching synthetic images to targets: views, losses, steps.
-
-Matching: moving the synthetic images until their statistics are the clients'.
+"""Matching: synthetic images are moved until their statistics are the clients'.
 
 One step, for a feature model with frozen weights: all images of all classes in one
 batch, one forward pass, one backward pass to the pixels and not to the weights.  With
 `S` images a class the mean embedding of a class is a mean over `S` rows of that batch.
 The images move by SGD with momentum (0.5 in DM, FedDM and FedNum).
 
-How far the synthetic set is from the statistics.
-
-For class c with mean embedding f and mean scores z of its synthetic images, and
-groups j with means F_j, Z_j and weights w_j (counts, scaled to sum 1),
+The loss is the distance of the synthetic set from the statistics.  For class c with mean
+embedding f and mean scores z of its synthetic images, and groups j with means F_j, Z_j and
+weights w_j (counts, scaled to sum 1),
 
     avg-loss   |f - sum_j w_j F_j|^2 + l(z, sum_j w_j Z_j)
     loss-avg   sum_j w_j ( |f - F_j|^2 + l(z, Z_j) )
@@ -27,9 +24,9 @@ summed over classes.  With p = softmax(z), q = softmax(Z), l is one of
 
 Classes have no order, so the 0/1 metric is the one that treats them alike; its
 1-Wasserstein distance is the total variation.  `wasserstein_sorted` is what the
-reference implementation calls Wasserstein: it compares how peaked two distributions
+published FedNum code calls Wasserstein: it compares how peaked two distributions
 are and not where, so that certainty of class 0 and certainty of class 5 are at
-distance 0.  It is kept for comparison.
+distance 0.  It is here for comparison.
 
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.
@@ -124,7 +121,7 @@ class MatchingSettings:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One way to look at the images: a frozen model, an augmentation, what clients saw."""
+    """A frozen feature model, its augmentation, and the targets that clients sent for both."""
 
     model: nn.Module
     targets: ClassTargets

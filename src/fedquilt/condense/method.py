@@ -137,7 +137,7 @@ class Condensation(Method):
         return {"condensation": record}
 
     def report_to(self, progress: Progress) -> None:
-        """Tell what clients and server are doing."""
+        """Report the progress of clients and server."""
         self.source.progress = progress
         self.images.progress = progress
 
@@ -167,10 +167,12 @@ def _make_grouped(
 ) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
     classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
-    lens = make_lens(config, model, task.public().inputs, trainer.augmentation, classes)
+    round_models = make_round_models(
+        config, model, task.public().inputs, trainer.augmentation, classes
+    )
     engine = StatisticsEngine(
         task,
-        lens,
+        round_models,
         avg_num=config.avg_num,
         min_group=config.min_group,
         max_samples=config.max_samples,
@@ -179,8 +181,8 @@ def _make_grouped(
     server = CondensingServer(
         trainer,
         first_images(config, task, classes),
-        lens,
-        matching_of(config, task.inputs[0].numel(), lens.num_features),
+        round_models,
+        matching_of(config, task.inputs[0].numel(), round_models.num_features),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
@@ -258,14 +260,14 @@ def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
     return tuple(note for note in notes if note is not None)
 
 
-def make_lens(
+def make_round_models(
     config: CondenseConfig,
     model: nn.Module,
     sample: torch.Tensor,
     augmentation: Augmentation,
     classes: tuple[int, ...],
 ) -> RoundModels:
-    """Build what clients and server look through."""
+    """Build the feature models of a round, shared by clients and server."""
     return RoundModels(
         model,
         sample,
@@ -338,7 +340,7 @@ def _held(task: Task) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _trains_in(config: CondenseConfig) -> Callable[[int], bool]:
     """Return in which rounds the model is trained.
 
-    Random feature models do not depend on it: it is trained when it is looked at.
+    Random feature models do not depend on it: it is trained when it is evaluated.
     """
     if config.feature_model != "random_pool":
         return lambda round_index: True
@@ -362,7 +364,7 @@ def statistics_notes(least: int, init_method: str) -> list[str]:
 
 
 def init_notes(init_method: str) -> list[str]:
-    """Say it where the first images are the clients' own."""
+    """Return a note where the first images are the clients' own."""
     if init_method != "real_sample":
         return []
     return [

@@ -31,8 +31,8 @@ class CondensingServer:
         Trains the global model on images.
     synthetic
         The images to begin with; they stay from round to round.
-    lens
-        What the clients of the round looked through.
+    round_models
+        The feature models that the clients of the round compute their statistics with.
     groups_per_step
         Groups of a class that a matching step sees; None: all.
     traffic
@@ -48,7 +48,7 @@ class CondensingServer:
         self,
         trainer: Trainer,
         synthetic: SyntheticSet,
-        lens: RoundModels,
+        round_models: RoundModels,
         matching: MatchingSettings,
         *,
         groups_per_step: int | None = None,
@@ -58,7 +58,7 @@ class CondensingServer:
         seed: int = 0,
     ) -> None:
         self.synthetic = synthetic
-        self.lens = lens
+        self.round_models = round_models
         self.progress: Progress | None = None
         self._trainer = trainer
         self.matching = matching
@@ -69,12 +69,15 @@ class CondensingServer:
         self._seed = seed
         self._report: dict[str, float] = {}
         self._sent: set[int] = set()
-        self._behind = -1  # the round whose images the model has not been trained on yet
+        # The round whose images the model has not been trained on yet; -1: none is open.
+        self._untrained_round = -1
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Match the images to the tables in `update`; return the weights trained on them."""
-        index = self.lens.round_index
-        table = StatisticsTable.unpack(update, self.lens.num_features, self.lens.num_logits)
+        index = self.round_models.round_index
+        table = StatisticsTable.unpack(
+            update, self.round_models.num_features, self.round_models.num_logits
+        )
         self._sent |= set(table.classes.tolist())
         up, down = self._traffic()
         self._report = {
@@ -88,23 +91,25 @@ class CondensingServer:
                 f"image_lr={self.matching.image_lr:g} must be smaller: the synthetic images left "
                 f"the range of numbers in round {index}"
             )
-        self._behind = index
+        self._untrained_round = index
         if not self._trains_in(index):
             return weights
-        trained, said = self.train_if_stale(weights)
-        self._report |= said
+        trained, measured = self.train_if_stale(weights)
+        self._report |= measured
         return trained
 
     def train_if_stale(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Train the model on the images where a round has left that open.
+        """Train the model on the images if it has not been trained since they were matched.
 
-        Returns the weights and what there is to say of the training.
+        Returns the weights and the measurements of the training.
         """
-        if self._behind < 0:
+        if self._untrained_round < 0:
             return weights, {}
         start = None if self._restarts else weights
-        trained, loss = self._trainer.train(start, self.grown(), self._behind, self.progress)
-        self._behind = -1
+        trained, loss = self._trainer.train(
+            start, self.grown(), self._untrained_round, self.progress
+        )
+        self._untrained_round = -1
         return trained, {"epoch_avg_loss": loss}
 
     def grown(self) -> SyntheticSet:
@@ -118,20 +123,26 @@ class CondensingServer:
     def _match(self, table: StatisticsTable, index: int) -> float:
         average = self.matching.loss_computation == "avg-loss"
         views = [
-            View(model, ClassTargets(table.of_model(number), self._groups_per_step, average), seen)
-            for number, (model, seen) in enumerate(
-                zip(self.lens.models, self.lens.transforms, strict=True)
+            View(
+                model,
+                ClassTargets(table.of_model(number), self._groups_per_step, average),
+                transform,
+            )
+            for number, (model, transform) in enumerate(
+                zip(self.round_models.models, self.round_models.transforms, strict=True)
             )
         ]
         steps = self.matching.iterations
         source = generator(self._seed, "matching", index)
-        return match(self.synthetic, views, self.matching, source, self._teller("matching", steps))
+        return match(
+            self.synthetic, views, self.matching, source, self._progress_of("matching", steps)
+        )
 
-    def _teller(self, what: str, total: int) -> Callable[[int], None] | None:
-        tell = self.progress
-        if tell is None:
+    def _progress_of(self, what: str, total: int) -> Callable[[int], None] | None:
+        progress = self.progress
+        if progress is None:
             return None
-        return lambda done: tell(what, done / total)
+        return lambda done: progress(what, done / total)
 
     def report(self) -> dict[str, float]:
         """Return bytes, groups, matching loss and, where the model was trained, its loss."""
@@ -141,14 +152,14 @@ class CondensingServer:
         """Return the images, and the round that the model has not been trained after."""
         return {
             "images": self.synthetic.images.detach().cpu().numpy(),
-            "behind": np.array(self._behind),
+            "behind": np.array(self._untrained_round),
             "sent": np.array(sorted(self._sent), dtype=np.int64),
         }
 
     def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self.synthetic.images.copy_(load_like(state, "images", self.synthetic.images))
-        self._behind = int(state["behind"])
+        self._untrained_round = int(state["behind"])
         self._sent = set(state["sent"].tolist())
 
 

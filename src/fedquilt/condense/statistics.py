@@ -246,7 +246,7 @@ class ClassTargets:
         them.
     average
         Whether the groups of a draw may be merged into their weighted mean, which is
-        all that `avg-loss` looks at.
+        all that `avg-loss` needs.
     """
 
     def __init__(

@@ -108,10 +108,10 @@ class Trainer:
         """Return the trained weights and the mean loss of an epoch; None: from the first."""
         self._flat.write(self._first if weights is None else weights)
         device = synthetic.images.device
-        told = None
+        report = None
         if progress is not None:
             total = self.settings.epochs
-            told = lambda done: progress("training", done / total)  # noqa: E731
+            report = lambda done: progress("training", done / total)  # noqa: E731
         # Layers that drop out draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(torch_seed(self._seed, "dropout", round_index))
@@ -122,6 +122,6 @@ class Trainer:
                 self.settings,
                 self.augmentation,
                 generator(self._seed, "training", round_index),
-                told,
+                report,
             )
         return self._flat.read().clone(), loss

@@ -1,7 +1,7 @@
 """Configuration: one frozen record, readable from TOML, keyed as on the command line.
 
-The seed documents' dictionaries (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...) are
-here too, under the names the documents give them.
+The dictionaries of the QuAP-FL API document (`HYPERPARAMETERS`, `TARGET_ACCURACY`, ...)
+are here too, under their own names.
 """
 
 from fedquilt.config.condense import CondenseConfig, package_names

@@ -1,8 +1,8 @@
 """`CondenseConfig`: a run in which clients never train.
 
 Clients send class statistics, the server grows a synthetic data set from them and
-trains the model on it.  The names are those of the FedNum document and its code; where
-the package has another word for the same thing, both are understood.
+trains the model on it.  The names are those of the FedNum document and the code published
+with it; where the package has another name for the same thing, both are understood.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedquilt.config.choices import (
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
 
-# The document's word on the left, the package's on the right.
+# The FedNum document's name on the left, the package's on the right.
 ALIASES = {
     "communication_rounds": "num_rounds",
     "join_ratio": "clients_per_round",
@@ -261,7 +261,7 @@ def package_names(kind: type[RunConfig], settings: Mapping[str, Any]) -> dict[st
 
 
 def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the document's words replaced by the package's."""
+    """Return settings with the FedNum document's names replaced by the package's."""
     renamed: dict[str, Any] = {}
     for key, value in settings.items():
         name = ALIASES.get(key, key)

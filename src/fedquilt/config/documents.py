@@ -1,9 +1,9 @@
-"""The documents' dictionaries, and their settings in this package's words.
+"""The dictionaries of the QuAP-FL API document, and their translation to `RunConfig`.
 
-The dictionaries of the seed documents, with the values of the API document.
-
-The paper's experiments used other values (epsilon 6, five warm-up rounds, lower
-targets); they are the presets `paper-mnist` and `paper-cifar10`.
+Names and values are those of its sections Config and Config (Extended); what these leave
+out is from the code published with it.  The experiments of the QuAP-FL paper (section 5)
+used other values (epsilon 6, five warm-up rounds, lower targets); they are the presets
+`paper-mnist` and `paper-cifar10`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HYPERPARAMETERS: dict[str, Any] = {
     "local_epochs": 5,
     "local_batch_size": 32,
     "learning_rate": 0.01,
-    "lr_decay": 1.0,  # the document states none
+    "lr_decay": 1.0,  # the API document states none
     "epsilon_total": 3.0,
     "delta": 1e-5,
     "alpha": 0.5,
@@ -110,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-cifar10": {**_PAPER, "dataset": "cifar10", "target_accuracy": 0.768},
 }
 
-# The seed's keys on the left, the package's on the right.
+# The keys of HYPERPARAMETERS on the left, those of RunConfig on the right.
 _RENAMED = {
     "local_batch_size": "batch_size",
     "epsilon_total": "epsilon",
@@ -145,14 +145,14 @@ _OTHER = (
 _STRATEGIES = ("layer_wise", "full", "none")
 
 
-def settings_from_seed(
+def settings_from_hyperparameters(
     given: Mapping[str, Any],
     *,
     num_clients: int,
     dataset_name: str,
     parameter_names: Sequence[str],
 ) -> dict[str, Any]:
-    """Return keyword settings of `RunConfig` for a dictionary of the seed documents.
+    """Return keyword settings of `RunConfig` for a dictionary like `HYPERPARAMETERS`.
 
     Keys that are absent have the values of `HYPERPARAMETERS`; keys of `RunConfig`
     itself pass as they are and win.
@@ -178,7 +178,7 @@ def settings_from_seed(
 
 
 def _mode(given: Mapping[str, Any], parameter_names: Sequence[str]) -> dict[str, Any]:
-    """Pick the algorithm: the paper's when its noise is described, else the document's."""
+    """Pick the QuAP-FL paper's algorithm if its noise is described, else the API document's."""
     named = "layer_wise" if given.get("critical_layers") is not None else None
     strategy = given.get("noise_strategy", named)
     if strategy is None:
@@ -193,10 +193,10 @@ def _mode(given: Mapping[str, Any], parameter_names: Sequence[str]) -> dict[str,
 
 
 def _layers(given: str | Sequence[str], parameter_names: Sequence[str]) -> list[str]:
-    """Return the layers that the model has; the seed matches names by substring.
+    """Return the layers that the model has; names match by substring.
 
-    The seed's list names the layers of all its models at once, so one that a
-    model lacks is no error, but a list that fits nothing is.
+    A list may name the layers of several models at once, so a layer that a model
+    lacks is no error, but a list that fits nothing is.
     """
     listed = [given] if isinstance(given, str) else list(given)
     found = [layer for layer in listed if any(layer in name for name in parameter_names)]

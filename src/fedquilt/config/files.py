@@ -54,7 +54,7 @@ def _build(
     settings: Mapping[str, Any],
     file: str | Path | None,
 ) -> RunConfig:
-    """Lay one source over the other and make the configuration of a kind."""
+    """Merge the sources, later ones over earlier ones, into a configuration of class `kind`."""
     if kind is CondenseConfig:
         from_file, settings = with_package_names(from_file), with_package_names(settings)
     check_keys(from_file, str(file), kind)

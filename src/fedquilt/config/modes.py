@@ -35,7 +35,7 @@ class Mode:
     trains, condenses
         Whether it is a mode of `fedquilt run`, of `fedquilt condense`.
     of_documents
-        Whether `QuAPFLServer` runs it from a dictionary of the seed documents.
+        Whether `QuAPFLServer` runs it from a dictionary like `HYPERPARAMETERS`.
     color
         Its colour in figures, a name of `fedquilt.report.style.COLORS`.
     """
@@ -66,7 +66,7 @@ MODE_TABLE: dict[str, Mode] = {
         ),
         Mode(
             "fixed_dp",
-            "the documents' baseline: fixed budget, fixed clip, noise on chosen layers",
+            "the QuAP-FL paper's baseline: fixed budget, fixed clip, noise on chosen layers",
             Claim.IF_COVERED,
             "orange",
             by_layer=True,
@@ -74,7 +74,7 @@ MODE_TABLE: dict[str, Mode] = {
         ),
         Mode(
             "quap_fl",
-            "the paper's algorithm: budget by participation, noise on chosen layers",
+            "the QuAP-FL paper's algorithm: budget by participation, noise on chosen layers",
             Claim.NOTHING,
             "blue",
             by_layer=True,
@@ -82,7 +82,7 @@ MODE_TABLE: dict[str, Mode] = {
         ),
         Mode(
             "quap_fl_client",
-            "the API document's variant: noise on each client's whole vector",
+            "the QuAP-FL API document's variant: noise on each client's whole vector",
             Claim.NOTHING,
             "purple",
             of_documents=True,

@@ -2,7 +2,7 @@
 
 A field is at once a key of the TOML file (`batch_size = 32`), an option of the
 command line (`--batch-size 32`) and a keyword of `fedquilt.run(batch_size=32)`.
-Defaults are those of the API document.  Validation happens at construction, so
+Defaults are those of the QuAP-FL API document.  Validation happens at construction, so
 a `RunConfig` that exists is valid.
 """
 

@@ -102,7 +102,7 @@ class _Incoming:
         self._advance(len(chunk))
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed when it is closed."""
+        """Required of a file; the real one is flushed when it is closed."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """From the name of a data set to its images.
 
-scikit-learn's digits: 1,797 images of 8x8 pixels that need no download.
-
-The division into training and test part is fixed, whatever the seed of a run: within
+`digits`, of scikit-learn, has 1,797 images of 8x8 pixels and needs no download.  Its
+division into training and test part is fixed, whatever the seed of a run: within
 each class, in the order of the data set, every fifth image (the 5th, 10th, ...) is a
 test image.  That gives 1,442 training and 355 test images with equal shares of every
 class.

@@ -1,6 +1,6 @@
-"""The classes of the FedNum document, and what its comparisons stand beside.
+"""The classes of the FedNum document, and the baselines of its comparisons.
 
-`FedNumClient` and `FedNumServer` are also in `fedquilt.condense`, where the document has them.
+Their public place is `fedquilt.condense`, which has `FedNumClient` and `FedNumServer` too.
 """
 
 from fedquilt.fednum.client import FedNumClient

@@ -1,9 +1,8 @@
-"""What FedNumClient and FedNumServer are given, checked and kept.
+"""Checks of the arguments of `FedNumClient` and `FedNumServer`, and of a resumed folder.
 
-Whether the folder of a run holds the run that a `FedNumServer` is about to go on with.
-
-`fedquilt.run_folder` knows the folder's files; it stands above this package, and the
-server hands over what it has read.
+A folder is resumed only with the settings, clients and first weights it was made with.
+`fedquilt.run_folder` reads the folder's files; it stands above this package, so the
+server passes on what it has read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fedquilt.config.choices import LOGIT_LOSSES
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """What is taken from the document's `dataset_info`.
+    """The image shape, the classes and the name of FedNum's `dataset_info`.
 
     Read are "channel", "img_size" (a side, or height and width) and "num_classes", the
     number of the model's outputs; labels lie below it.  "name" is optional.  All other
@@ -184,9 +183,9 @@ def make_config(
     augmentation: str,
     **named_alike: Any,
 ) -> CondenseConfig:
-    """Return the configuration that the document's arguments stand for.
+    """Return the configuration for the arguments of `FedNumServer`.
 
-    An error names an argument as the document does; `named_alike` have the same name in
+    An error names an argument as `FedNumServer` does; `named_alike` have the same name in
     the configuration, which checks them itself.
     """
     return CondenseConfig(

@@ -110,7 +110,7 @@ def read_samples(train_set: object, info: ImageInfo) -> tuple[torch.Tensor, NDAr
 
 
 def _images_and_labels(train_set: Any, info: ImageInfo) -> tuple[torch.Tensor, NDArray[np.int64]]:
-    """Take what a train set holds, in whichever of its forms it comes."""
+    """Return images and labels of a train set in any of its forms."""
     if isinstance(train_set, tuple | list) and len(train_set) == 2 and _is_array(train_set[0]):
         return _as_images(train_set[0]), _as_labels(train_set[1])
     if _is_array(getattr(train_set, "images", None)) and hasattr(train_set, "targets"):
@@ -182,15 +182,15 @@ class FedNumClient:
         read once.  Images are [C, H, W] and normalised.
     classes
         The labels it holds, any whole numbers below `num_classes`.  A label without
-        samples is never sent, samples of a label that is not listed are never looked at.
+        samples is never sent, samples of a label that is not listed are never used.
     dataset_info
         See `ImageInfo`.
     ipc, rho
-        Of the document's signature; a client does nothing with them.
+        Accepted for compatibility with the published FedNum code; not used.
     avg_num, min_group, max_samples
         How samples are grouped, see `fedquilt.condense.statistics.make_groups`.
     device
-        Where its images lie and are looked at.
+        Where its images lie and its statistics are computed.
     seed
         Decides, with `cid` and the round, how samples are shuffled.
     batch_size
@@ -235,7 +235,7 @@ class FedNumClient:
         self._groups()  # now, and not in round 0, the numbers are found not to fit together
 
     def __len__(self) -> int:
-        """Return how many samples it looks at."""
+        """Return how many samples it uses."""
         return len(self._labels)
 
     def receive_model(self, model: nn.Module) -> None:
@@ -250,7 +250,7 @@ class FedNumClient:
         self._row_of = {int(label): row for row, label in enumerate(classes)}
 
     def open_round(self, turn: int) -> None:
-        """Say which call of `train` is the next: equal turns shuffle alike."""
+        """Set the number of the next call of `train`: equal numbers shuffle alike."""
         self._turn = checks.integer("turn", turn, at_least=0)
 
     def train(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fedquilt.condense.method import (
     Condensation,
     groups_per_step,
     init_notes,
-    make_lens,
+    make_round_models,
     matching_of,
     statistics_notes,
     training_of,
@@ -37,16 +37,16 @@ from fedquilt.population import Cohort
 
 
 class ClientEngine:
-    """Hand the models of the round to the client objects, take what they return.
+    """Send the models of the round to the client objects, collect what they return.
 
     Parameters
     ----------
     clients
         Everybody; a cohort names their places here.
-    lens
-        What they look through.
+    round_models
+        The feature models that they receive.
     augmentation
-        That of the lens; a client that takes none can only do without.
+        That of the round models; a client that takes none can only do without.
     device
         Where the server wants what they send.
     """
@@ -54,12 +54,12 @@ class ClientEngine:
     def __init__(
         self,
         clients: Sequence[Client],
-        lens: RoundModels,
+        round_models: RoundModels,
         augmentation: Augmentation,
         device: torch.device,
     ) -> None:
         self._clients = clients
-        self._lens = lens
+        self._round_models = round_models
         self._augmented = augmentation.families != ("none",)
         self._device = device
         self.bytes_up = 0
@@ -76,9 +76,9 @@ class ClientEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
-        self._lens.open(start, round_index)
-        self.bytes_up, self.bytes_down = 0, len(cohort) * self._lens.bytes_down()
-        models = range(len(self._lens.models))
+        self._round_models.open(start, round_index)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self._round_models.bytes_down()
+        models = range(len(self._round_models.models))
         for place in map(int, cohort):
             client = self._clients[place]
             table = joined([self._ask(client, round_index, number) for number in models])
@@ -87,21 +87,21 @@ class ClientEngine:
             yield ClientUpdate(place, table.pack().to(self._device), size, math.nan)
 
     def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
-        lens = self._lens
+        round_models = self._round_models
         if isinstance(client, FedNumClient):
             # Not how often it was asked, but the round decides: a resumed run goes on alike.
-            client.open_round(round_index * len(lens.models) + number)
-        client.receive_model(lens.models[number])
+            client.open_round(round_index * len(round_models.models) + number)
+        client.receive_model(round_models.models[number])
         if self._augmented:
             client.receive_augmentation(  # type: ignore[attr-defined]
-                lens.transforms[number], lens.classes
+                round_models.transforms[number], round_models.classes
             )
         message = client.train()
-        sizes = (lens.num_features, lens.num_logits)
-        return table_of(message, client.cid, number, lens.classes, *sizes)
+        sizes = (round_models.num_features, round_models.num_logits)
+        return table_of(message, client.cid, number, round_models.classes, *sizes)
 
     def close(self) -> None:
-        """Hold nothing, give nothing back."""
+        """Required of an engine; this one holds no resources."""
 
 
 def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) -> None:
@@ -133,14 +133,14 @@ def make_fednum(
 ) -> Condensation:
     """Build the method; `sample` has the shape and the device of the images."""
     augmentation = Augmentation(config.augmentation)
-    lens = make_lens(config, model, sample, augmentation, classes)
-    engine = ClientEngine(clients, lens, augmentation, sample.device)
+    round_models = make_round_models(config, model, sample, augmentation, classes)
+    engine = ClientEngine(clients, round_models, augmentation, sample.device)
     synthetic = first_images_of(clients, config, sample[0], classes)
     server = CondensingServer(
         Trainer(model, sample, training_of(config), augmentation, config.seed),
         synthetic,
-        lens,
-        matching_of(config, sample[0].numel(), lens.num_features),
+        round_models,
+        matching_of(config, sample[0].numel(), round_models.num_features),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         # Where nobody sent anything the round passes and the model stays as it is.

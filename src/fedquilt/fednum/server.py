@@ -63,7 +63,7 @@ def entry_of(line: Mapping[str, Any], clients: Sequence[Client]) -> dict[str, An
 def log_round(
     logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client], num_rounds: int
 ) -> None:
-    """Tell the log of a round, and of clients that were left out."""
+    """Log a round, and the clients that were left out."""
     done = entry_of(line, clients)
     accuracy = done["evaluate_acc"]
     logger.info(
@@ -123,7 +123,7 @@ class _Rounds(Experiment):
 
 
 class FedNumServer:
-    """FedNum with the document's interface.
+    """FedNum with the interface of the FedNum document (section 2).
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class FedNumServer:
         return flat
 
     def _build(self) -> _Rounds:
-        """Put the parts of the round together."""
+        """Build the federation from the server's parts."""
         config, clients = self.config, self.clients
         sample = torch.zeros(2, *self.info.shape, device=self.device)
         method = make_fednum(
@@ -257,7 +257,7 @@ class FedNumServer:
         )
 
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
-        """Tell the log of a round, and let the caller's model have its weights."""
+        """Log a round, and copy its weights into the caller's model."""
         log_round(self.logger, line, self.clients, config.num_rounds)
         self._store_weights()
 
@@ -280,7 +280,7 @@ class FedNumServer:
         return [self.clients[i] for i in np.sort(source.choice(count, limit, replace=False))]
 
     def _cohort(self, round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
-        """Ask `select_clients`, which a subclass may override."""
+        """Return the cohort of `select_clients`, which a subclass may override."""
         return cohort_of(self.select_clients(), self.clients)
 
     def fit(self) -> nn.Module:

@@ -102,7 +102,7 @@ class ClientDraws(TorchFunctionMode):
         return self._bits(len(self.shapes) - 1, shape, device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take the place of torch's random functions; run every other as it is."""
+        """Replace torch's random functions; run every other as it is."""
         known = _KNOWN.get(func)
         if known is not None:
             drawn = known(self, *args, **(kwargs or {}))

@@ -113,4 +113,4 @@ class Engine(Protocol):
         """Yield the update of each client of the cohort, in its order."""
 
     def close(self) -> None:
-        """Give back what the engine holds: processes, memory."""
+        """Release the resources of the engine: processes, memory."""

@@ -73,13 +73,13 @@ class FlatModel:
         self._state: ModuleState | None = None
 
     def remember(self) -> ModuleState:
-        """Take a picture of the module's whole state, to which `restore` goes back."""
+        """Save the module's whole state, for `restore`."""
         buffers = [self.module.get_buffer(s.name) for s in self.segments if s.is_buffer]
         self._state = ModuleState(self.module, [*self.parameters, *buffers])
         return self._state
 
     def restore(self) -> None:
-        """Put back everything that `write` does not write: see `ModuleState`.
+        """Restore everything that `write` does not write: see `ModuleState`.
 
         Back to what `remember` saw; the first call, without it, is when that is seen.
         """

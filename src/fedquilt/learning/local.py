@@ -292,5 +292,5 @@ class SequentialEngine:
         return masked
 
     def close(self) -> None:
-        """Put back what training has moved outside the model, such as attributes of its class."""
+        """Restore what training has changed outside the model, such as attributes of its class."""
         self._flat.restore()

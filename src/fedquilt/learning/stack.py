@@ -1,14 +1,13 @@
-"""The models of many clients as one, and which models can be stacked.
+"""The models of many clients stacked as one program, and the shapes it may run in.
 
-Which shapes of a program of many clients give each of them the same update, bit by bit.
-
-A kernel may add up in another order when there are more or fewer rows beside a client's
-(the clients still training) or a wider batch (the largest of theirs): how much data other
-clients hold would then show in its update.  On a GPU such differences reach a thousandth.
-A step therefore runs in the full shape, [clients of the group, batch size], which is
-public, unless a smaller one was seen on this device to give the very same bits.  Seen: one
-step of made-up samples in both shapes.  Kernels that differ at all differ somewhere on a
-few thousand random numbers.
+Each client's update must be the same, bit by bit, in every shape of the program.  A kernel
+may add up in another order when there are more or fewer rows beside a client's (the clients
+still training) or a wider batch (the largest of theirs): how much data other clients hold
+would then show in its update.  On a GPU such differences reach a thousandth.  A step
+therefore runs in the full shape, [clients of the group, batch size], which is public,
+unless a smaller one gave the very same bits on this device, in a trial of one step on
+synthetic samples in both shapes.  Kernels that differ at all differ somewhere on a few
+thousand random numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class ModelStack:
         return outputs
 
     def reset(self) -> None:
-        """Put the module back as it was, weights too, ready to train."""
+        """Restore the module, weights too, ready to train."""
         self.flat.restore()
         self.flat.write(self._first)
         self.flat.module.train()

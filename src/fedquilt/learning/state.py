@@ -1,4 +1,4 @@
-"""The whole state of a module, and how it is put back before every client.
+"""The whole state of a module, and how it is restored before every client.
 
 One working model trains all clients of an engine.  Its trainable parameters are written
 anew for each of them; everything else that a forward pass can move must be put back as
@@ -70,7 +70,7 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore everything as it was saved."""
         for part in self._parts:
             part.restore()
 
@@ -80,7 +80,7 @@ class ModuleState:
         return sorted({name for part in self._parts for name in part.moved()})
 
     def _take(self, value: Any, name: str) -> None:
-        """Take a value into the picture, and everything that hangs on it."""
+        """Save a value, and everything that is reachable from it."""
         if isinstance(value, _FIXED) or id(value) in self._known:
             return
         self._known[id(value)] = value  # kept alive, so that its id stays its own
@@ -118,7 +118,7 @@ class ModuleState:
             self._take(item, _below(name, key))
 
     def _take_function(self, function: FunctionType, name: str) -> None:
-        """Take what a function holds on to: its closure and its defaults."""
+        """Save what a function refers to: its closure and its defaults."""
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that nothing was put into yet
                 self._parts.append(_cell(name, cell))
@@ -126,7 +126,7 @@ class ModuleState:
         self._take((function.__defaults__, function.__kwdefaults__, function.__dict__), name)
 
     def _take_class(self, kind: type, name: str) -> None:
-        """Take the attributes of a user's own class of modules."""
+        """Save the attributes of a user's own class of modules."""
         if not issubclass(kind, nn.Module) or kind.__module__.split(".")[0] == "torch":
             return
         own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}

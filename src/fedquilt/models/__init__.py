@@ -1,4 +1,4 @@
-"""Models of the seed documents and small ones for trying things out.
+"""The models of the QuAP-FL API document, and small ones for trying things out.
 
 `make_model` builds one by name for a data set's shape.
 """

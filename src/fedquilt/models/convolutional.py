@@ -1,14 +1,14 @@
-"""Convolutional networks: ConvNet, ResNet-18, a network with early exits.
+"""Convolutional networks that end in logits.
 
-ResNet-18 for small images (He et al. 2016), with a 3 x 3 stem and no first pooling.
-
-Ends in logits.  11,173,962 parameters for 3 x 32 x 32 images and 10 classes.
-
-A small convolutional network that can stop after any of its blocks.
-
-Every block has a classifier of its own, so clients may hold only the first blocks; and
-every block is as wide as it is given, so clients may hold a part of each.  Group
-normalisation keeps no statistics of the data.
+`ConvNet`
+    Blocks of convolution, normalisation and pooling, with an embedding for matching.
+`ResNet18`
+    ResNet-18 for small images (He et al. 2016), with a 3 x 3 stem and no first pooling;
+    11,173,962 parameters for 3 x 32 x 32 images and 10 classes.
+`ExitNet`
+    A small network with early exits.  Every block has a classifier of its own, so clients
+    may hold only the first blocks; and every block is as wide as it is given, so clients
+    may hold a part of each.  Group normalisation keeps no statistics of the data.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ResNet18(CountsParameters):
         The channels of an image.
     norm : {"group", "batch"}
         Group normalisation keeps no statistics of the data and does not mix
-        examples; batch normalisation is that of the paper.
+        examples; batch normalisation is that of He et al. 2016.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 3, norm: str = "group") -> None:

@@ -1,6 +1,4 @@
-"""The documents' image models, and the smallest ones.
-
-The convolutional networks of the seed documents, and a small one for digits.
+"""The networks of the QuAP-FL API document (section Models), and smaller ones.
 
 All end in log-probabilities.
 """
@@ -27,8 +25,8 @@ class CountsParameters(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
-class SeedModel(CountsParameters):
-    """The methods that the seed documents' two models have."""
+class QuapModel(CountsParameters):
+    """The methods that both models of the QuAP-FL API document have."""
 
     def get_gradients_as_vector(self) -> NDArray[Any] | None:
         """Return all gradients as one flat array; None when no parameter has one.
@@ -59,7 +57,7 @@ class SeedModel(CountsParameters):
             start += parameter.numel()
 
 
-class MNISTModel(SeedModel):
+class MNISTModel(QuapModel):
     """Two convolutions and two dense layers for 1 x 28 x 28 images; 1,199,882 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:
@@ -80,7 +78,7 @@ class MNISTModel(SeedModel):
         return functional.log_softmax(self.fc2(x), dim=1)
 
 
-class CIFAR10Model(SeedModel):
+class CIFAR10Model(QuapModel):
     """Three convolutions and three dense layers for 3 x 32 x 32 images; 1,453,834 parameters."""
 
     def __init__(self, num_classes: int = 10) -> None:

@@ -1,4 +1,4 @@
 """What watches a run: experiment trackers, the resource monitor, the log.
 
-The documents' names are `fedquilt.monitor` and `fedquilt.log`.
+The public names, those of HeFlwr, are `fedquilt.monitor` and `fedquilt.log`.
 """

@@ -208,9 +208,9 @@ class Delivery:
             connection.close()
         if 200 <= answer.status < 300:
             return
-        told = f"POST {path}: status {answer.status} {answer.reason}"
+        message = f"POST {path}: status {answer.status} {answer.reason}"
         if answer.status >= 500 or answer.status in RETRIED_STATUSES:
-            raise OSError(told)
+            raise OSError(message)
         with self._changed:
             self._lost += 1
-        self.last_error = told
+        self.last_error = message

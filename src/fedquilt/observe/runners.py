@@ -193,23 +193,23 @@ class ProcessRunner:
 
     def _read(self) -> None:
         """Take messages until the process ends."""
-        told = False
+        reported = False
         try:
-            while not told:
+            while not reported:
                 kind, content = self._pipe.recv()
                 if kind == "sample":
                     self._emit(content)
                 elif kind == "answer":
                     self._answers.put(content)
                 else:
-                    told, self.failure = True, content
+                    reported, self.failure = True, content
         except (EOFError, OSError):
             pass  # it died
         except Exception as error:
-            told, self.failure = True, as_fedquilt_error(error)
+            reported, self.failure = True, as_fedquilt_error(error)
             self._process.kill()
         code = self._process.wait()
-        if not told:
+        if not reported:
             self.failure = MonitorError(
                 f"the sampler's process ended with code {code}: {self._last_words()}"
             )

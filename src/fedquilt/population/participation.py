@@ -1,7 +1,7 @@
 """The participation history: who joined how often.
 
-`ParticipationTracker` is the class of the API document with the paper's
-additions.  It is an array of counters, so a population of a million clients
+`ParticipationTracker` is the class of the QuAP-FL API document, with the moving average of
+the QuAP-FL paper (eq. 3).  It is an array of counters, so a population of a million clients
 costs a few megabytes and a round costs the size of its cohort.
 """
 
@@ -85,7 +85,7 @@ class ParticipationTracker:
         return np.array(counts / self.total_rounds if self.total_rounds else counts)
 
     def get_statistics(self) -> dict[str, Any]:
-        """Summarise the rates; the keys are those of the API document."""
+        """Summarise the rates; the keys are those of the QuAP-FL API document."""
         rates = self.get_all_participation_rates()
         joined = int(np.count_nonzero(self.participation_count))
         return {

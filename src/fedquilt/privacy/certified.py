@@ -319,7 +319,7 @@ class Certified:
         return {"last_join": self._last_join, **quantile}
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self._last_join = np.array(state["last_join"], dtype=np.int64)
         if self.quantile is not None:
             self.quantile.load_state(state)

@@ -1,15 +1,12 @@
-"""Bounding a vector's norm, and clip bounds that follow the norms.
+"""Clipping: one function that bounds a vector's norm, and the rules that choose the bound.
 
-Clipping: one function that bounds a vector, and the rules that choose the bound.
+`QuantileClipper` is the class of the QuAP-FL API document.  Its bound is this round's
+raw percentile, a statistic of the data (QuAP-FL paper, Algorithm 1): whatever uses it has
+no guarantee, and the statement of the run says so.
 
-`QuantileClipper` is the class of the API document.  Its bound is this round's
-raw percentile, a statistic of the data: whatever uses it has no guarantee, and
-the statement of the run says so.
-
-A clip bound that follows a quantile of the update norms, privately.
-
-Andrew, Thakkar, McMahan and Ramaswamy 2021 (arXiv:1905.03871).  Each client of a
-round adds the bit b_i = [||u_i|| <= C_t], 1 when it was not clipped:
+`PrivateQuantile` follows a quantile of the update norms privately (Andrew, Thakkar, McMahan
+and Ramaswamy 2021, arXiv:1905.03871).  Each client of a round adds the bit
+b_i = [||u_i|| <= C_t], 1 when it was not clipped:
 
     fraction = (sum (b_i - 1/2) + N(0, sigma_b^2)) / m + 1/2
     C_(t+1)  = C_t exp(-eta (fraction - gamma))
@@ -126,7 +123,7 @@ class QuantileClipper:
         return np.asarray([norm(gradient) for gradient in gradients_list], dtype=np.float64)
 
     def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
-        """Take one round's updates into account and return the clip bound.
+        """Update the clip bound from one round's updates and return it.
 
         Norms that are NaN or Inf are left out; when none is left, the current
         value (or min_clip) is returned and nothing is recorded.
@@ -183,7 +180,7 @@ class QuantileClipper:
         }
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         value = float(state["clip_value"][0])
         self.clip_value = None if np.isnan(value) else value
         self.clip_history = [float(item) for item in state["clip_history"]]
@@ -277,5 +274,5 @@ class PrivateQuantile:
         return {"quantile_bound": np.asarray([self.bound])}
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self.bound = float(state["quantile_bound"][0])

@@ -112,10 +112,10 @@ class Mechanism(Protocol):
         """
 
     def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
-        """Keep the round within what the ledger granted, never a hair above it."""
+        """Lower the clips so that the round costs at most what the ledger granted."""
 
     def open_round(self, facts: RoundFacts) -> None:
-        """Take notice of a round that begins."""
+        """Begin a round."""
 
     def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
         """Bring an update into the mechanism's units; it may be changed in place."""
@@ -150,7 +150,7 @@ class Mechanism(Protocol):
         """Return what must survive a restart, as arrays; never noise."""
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
 
 def is_finite(vector: torch.Tensor) -> bool:

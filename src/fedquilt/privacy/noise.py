@@ -1,14 +1,11 @@
 """Gaussian noise: where it comes from, and noise correlated over rounds.
 
-Gaussian noise, from the operating system's generator unless asked otherwise.
-
 Whoever can reproduce the noise can subtract it.  So the default draws every
 number from `os.urandom`; a seeded source exists for reproducible experiments
 and says of itself that it protects nobody.
 
-Noise that is correlated over rounds, so that the sum over rounds has less of it.
-
-Matrix mechanism (DP-FTRL): instead of fresh noise Z_t a round gets (C^-1 Z)_t with
+Noise may be correlated over rounds, so that the sum over rounds has less of it (matrix
+mechanism, DP-FTRL): instead of fresh noise Z_t a round gets (C^-1 Z)_t with
 a lower triangular Toeplitz C of b bands, the truncated square root of the prefix
 sums: c_0 = 1, c_j = c_(j-1) (2j - 1) / (2j) for j < b.
 

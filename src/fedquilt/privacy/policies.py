@@ -1,27 +1,27 @@
 """How much of its budget a client may spend on one join.
 
-How much of its budget a client may spend on one join: the policies of `certified`.
-
-Everything is counted in squared GDP units of zero-out adjacency: a client clipped at c
-under noise s spends (c / s)^2; under replace-one the account hands out a quarter.  With a run's
-budget B = mu^2 per client, T rounds and B_i left,
+The policies of the mode `certified` keep the promise of a bound.  Everything is counted in
+squared GDP units of zero-out adjacency: a client clipped at c under noise s spends
+(c / s)^2; under replace-one the account hands out a quarter.  With a run's budget
+B = mu^2 per client, T rounds and B_i left,
 
 | policy | allotment of a join | clip | noise |
 |---|---|---|---|
 | worst_case | B / T | the same for all | constant |
 | cap | B / K, K = max_joins | the same for all | constant |
 | adaptive | B_i / r_i, r_i = 1 + (T - t - 1) p_i | follows the allotment | constant |
-| paper | (epsilon_t / kappa)^2 with the seed's epsilon_t | the same for all | follows epsilon_t |
+| paper | (epsilon_t / kappa)^2 with epsilon_t as below | the same for all | follows epsilon_t |
 
 All of it is a function of the public participation history, so clip bounds and
 charges may be published: both adjacencies fix it in both worlds.
 
-The seed documents' privacy budget: epsilon that follows participation.
+`AdaptivePrivacyAllocator` is the class of the QuAP-FL API document: an epsilon that follows
+participation.
 
-    epsilon(p) = epsilon_base * (1 + alpha * exp(-beta * p))      (paper, eq. 5)
+    epsilon(p) = epsilon_base * (1 + alpha * exp(-beta * p))      (QuAP-FL paper, eq. 5)
     sigma      = C * sqrt(2 ln(1.25 / delta)) / epsilon            (classic Gaussian)
 
-The budget is nominal: what it guarantees depends on what is clipped and noised,
+This budget is nominal: what it guarantees depends on what is clipped and noised,
 and a run's statement says so.
 """
 
@@ -85,7 +85,7 @@ class AdaptivePrivacyAllocator:
     ) -> float:
         """Return the noise standard deviation C * sqrt(2 ln(1.25 / delta)) / epsilon.
 
-        The document calls it a multiplier; it is a standard deviation.
+        The QuAP-FL API document calls it a multiplier; it is a standard deviation.
         """
         epsilon = checks.number("epsilon", _scalar(epsilon), above=0)
         clip_norm = checks.number("clip_norm", _scalar(clip_norm), above=0)
@@ -133,7 +133,7 @@ class AdaptivePrivacyAllocator:
         }
 
     def get_accounting_method(self) -> str:
-        """Name the composition rule of the seed documents."""
+        """Name the composition rule of the QuAP-FL paper (section 4.1)."""
         return "Basic Composition (Conservative Upper Bound)"
 
 
@@ -268,10 +268,10 @@ class AdaptivePolicy:
 
 
 class PaperPolicy:
-    """`paper`: the seed's schedule of budgets, calibrated so that it keeps its promise.
+    """`paper`: the QuAP-FL paper's schedule of budgets, calibrated to keep its promise.
 
-    The seed spends epsilon_t = base (1 + alpha exp(-beta p)) in a round whose
-    cohort has mean rate p.  Its shape is kept: a join costs (epsilon_t / kappa)^2
+    The paper (eq. 4 and 5) spends epsilon_t = base (1 + alpha exp(-beta p)) in a round
+    whose cohort has mean rate p.  Its shape is kept: a join costs (epsilon_t / kappa)^2
     with kappa = base (1 + alpha) sqrt(T / B), so that even a client that joins
     every round at the largest epsilon_t stays within B.
     """

@@ -1,8 +1,9 @@
-"""The seed documents' mechanisms, faithfully, with what they can and cannot claim.
+"""The mechanisms of QuAP-FL, faithfully, with what they can and cannot claim.
 
-`LayerNoise` is the paper's algorithm (and, with a fixed clip and a flat budget,
-its baseline Fixed-DP): the covered slice of (local - global) / learning rate is
-clipped, averaged and noised once.  `ClientNoise` is the API document's variant:
+`LayerNoise` is the QuAP-FL paper's algorithm (sections 3.3 to 3.5; with a fixed clip and a
+flat budget its baseline Fixed-DP, section 5.2): the covered slice of
+(local - global) / learning rate is clipped, averaged and noised once.  `ClientNoise` is
+the loop of the QuAP-FL architecture document with the classes of the QuAP-FL API document:
 every client's whole delta is clipped and noised before the mean.
 """
 
@@ -29,10 +30,10 @@ from fedquilt.privacy.statement import NOT_COVERED, Coverage, Statement, caution
 
 
 class Clipper(Protocol):
-    """A rule for the clip bound, with the API document's method names."""
+    """A rule for the clip bound, with the methods of the QuAP-FL API document's clipper."""
 
     def update_clip_value(self, gradients_list: Sequence[Any]) -> float:
-        """Take the round's updates into account and return the bound."""
+        """Update the bound from the round's updates and return it."""
 
     def clip_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return one update inside the current bound."""
@@ -41,7 +42,7 @@ class Clipper(Protocol):
         """Return what must survive a restart."""
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
 
 
 class QuapMechanism(Unbounded):
@@ -92,12 +93,15 @@ class QuapMechanism(Unbounded):
         return self._facts
 
     def open_round(self, facts: RoundFacts) -> None:
-        """Take the round's noise stream; seeded streams depend on the round alone."""
+        """Open the round's noise stream; seeded streams depend on the round alone."""
         self._facts = facts
         self.allocator.noise = self.noise.stream(facts.round_index)
 
     def clip_bound(self, received: Iterable[Contribution]) -> float | None:
-        """Ask the clip rule, showing it the finite updates only (v1.1.1 of the document)."""
+        """Return the bound of the clip rule, computed from the finite updates only.
+
+        See the QuAP-FL architecture document, section on version 1.1.1.
+        """
         parts = (
             [self.coverage.take(c.vector) for c in received if c.finite]
             if self.needs_whole_cohort
@@ -130,10 +134,10 @@ class QuapMechanism(Unbounded):
         return self.allocator.compute_privacy_budget(min(rate, 1.0))
 
     def _limit(self, mean: torch.Tensor) -> torch.Tensor:
-        """Scale a mean update above max_agg_norm down to it (v1.1.2 of the document).
+        """Scale a mean update above max_agg_norm down to it.
 
-        A mean that is not finite, which only tensors without a clip can cause,
-        moves nothing.
+        See the QuAP-FL architecture document, section on version 1.1.2.  A mean that is not
+        finite, which only tensors without a clip can cause, moves nothing.
         """
         length = norm(mean)
         if not math.isfinite(length):
@@ -170,7 +174,7 @@ class QuapMechanism(Unbounded):
         """Say what may be claimed: a bound only if nothing escapes clip and noise."""
         excuses = self._excuses()
         nominal = (
-            f"nominal budgets summed per client (the seed documents' accounting): "
+            f"nominal budgets summed per client (the QuAP-FL paper's accounting, eq. 8): "
             f"at most {format_bound(float(self.nominal_epsilon.max()))}"
         )
         if excuses:
@@ -220,7 +224,7 @@ class QuapMechanism(Unbounded):
         }
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         self.nominal_epsilon = np.array(state["nominal_epsilon"], dtype=np.float64)
         self.squared_gdp = np.array(state["squared_gdp"], dtype=np.float64)
         self._bound = float(state["bound"][0])
@@ -322,7 +326,7 @@ class LayerNoise(QuapMechanism):
 
 
 class ClientNoise(QuapMechanism):
-    """The API document: clip and noise every client's whole delta, then average.
+    """The QuAP-FL API document: clip and noise every client's whole delta, then average.
 
         sigma_i = C_t sqrt(2 ln(1.25/delta)) / epsilon_i,
         epsilon_i = base * (1 + alpha exp(-beta * rate_i))

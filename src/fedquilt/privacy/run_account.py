@@ -72,7 +72,7 @@ class RunAccount:
 
     @property
     def is_witnessed(self) -> bool:
-        """Whether somebody outside the ledger is told of every settled release."""
+        """Whether a witness outside the ledger records every settled release."""
         return self._seen is not None
 
     @property
@@ -168,7 +168,7 @@ class RunAccount:
         }
 
     def finish(self, unprotected: torch.Tensor | None = None) -> None:
-        """Say that the run is over.
+        """Finish the run in the ledger.
 
         `unprotected` is a final model whose noise can be reproduced: whoever had a
         part in it stands at infinity, whatever was charged on the way.

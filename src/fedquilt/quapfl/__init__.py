@@ -1,1 +1,1 @@
-"""The classes and the self-test of the QuAP-FL documents."""
+"""The server class of the QuAP-FL API document, and a self-test of its formulas."""

@@ -1,4 +1,4 @@
-"""Checks of the algorithm's parts against the paper's formulas and milestones."""
+"""Checks of the parts of QuAP-FL against the formulas of its paper and its milestones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOLERANCE = 1e-6
 
 
 def validate_implementation() -> bool:
-    """Run the four documented checks, print one line each, tell whether all hold.
+    """Run four checks, print one line each, tell whether all hold.
 
     1. Participation rates: 1.0 for a client in both of two rounds, 0.5 in one.
     2. Budget: epsilon(p) = epsilon_base (1 + alpha exp(-beta p)), larger for the
@@ -97,9 +97,9 @@ def _check_noise() -> str:
 def check_milestone(
     dataset: str, round: int, acc: float, logger: logging.Logger | None = None
 ) -> bool:
-    """Tell whether an accuracy lies in the range the documents expect at a round.
+    """Tell whether an accuracy lies in the range of `EXPECTED_MILESTONES` at a round.
 
-    True where the documents expect nothing: another data set or another round.
+    True where there is no milestone: another data set or another round.
     `round` counts finished rounds, so the last of 200 rounds is round 200.
     """
     from fedquilt.config import EXPECTED_MILESTONES

@@ -1,7 +1,7 @@
-"""The seed documents' classes, under the names and with the methods they give.
+"""`QuAPFLServer` of the QuAP-FL API document, with its names and methods.
 
-`QuAPFLServer` is a thin object over the round that everything else uses: its
-methods are the steps, so a subclass that overrides one changes that step.
+A thin object over the round that everything else uses: its methods are the steps of the
+QuAP-FL architecture document, so a subclass that overrides one changes that step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, build_config
-from fedquilt.config.documents import settings_from_seed
+from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment import Experiment
 from fedquilt.learning import ClientUpdate, evaluate
 from fedquilt.population import Availability, ParticipationTracker, propensities
@@ -37,7 +37,7 @@ __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "
 
 
 class QuAPFLServer:
-    """QuAP-FL with the API document's interface.
+    """QuAP-FL with the interface of the QuAP-FL API document (section QuAPFLServer).
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ class QuAPFLServer:
         Names the run and its target accuracy; 'mnist' and 'cifar10' have one.
     config : dict, optional
         Keys of `HYPERPARAMETERS`, over its values.  With `noise_strategy`
-        ('layer_wise', 'full', 'none') the paper's algorithm runs (mode quap_fl),
-        without it the document's (mode quap_fl_client).  Keys of `RunConfig`
+        ('layer_wise', 'full', 'none') the QuAP-FL paper's algorithm runs (mode quap_fl),
+        without it the API document's (mode quap_fl_client).  Keys of `RunConfig`
         (`seed`, `noise_seed`, `eval_every`, `server_optimizer`, ...) are taken too.
     device : torch.device or str, optional
         Where to train; the GPU when there is one.
@@ -93,7 +93,7 @@ class QuAPFLServer:
         self._log_settings()
 
     def _adopt_mechanism(self) -> None:
-        """Expose allocator and clipper under the document's names."""
+        """Expose allocator and clipper under the API document's names."""
         mechanism = self._federation.mechanism
         if isinstance(mechanism, QuapMechanism):
             mechanism.clipper = self._chosen_clipper(mechanism.clipper)
@@ -156,7 +156,7 @@ class QuAPFLServer:
         return [int(client) for client in self._selector.select(round_t).clients]
 
     def _cohort(self, round_t: int, allowed: NDArray[np.bool_] | None) -> Cohort:
-        """Ask `select_clients`, showing it the global model as it now is."""
+        """Return the cohort of `select_clients`; `model` has the current global weights."""
         self._store_weights()
         clients = checked_ids(self.select_clients(round_t), len(self.client_indices))
         return Cohort(clients, clients)
@@ -165,7 +165,7 @@ class QuAPFLServer:
         """Step 3: train one client from the global model; return (vector, mean loss).
 
         The vector is local - global weights, divided by the learning rate when
-        the paper's algorithm runs.
+        the QuAP-FL paper's algorithm runs.
         """
         checks.integer("client_id", client_id, at_least=0, at_most=len(self.client_indices) - 1)
         self._take_weights()
@@ -207,7 +207,7 @@ class QuAPFLServer:
         return isinstance(self._federation.mechanism, LayerNoise)
 
     def _make_selector(self) -> CohortSelector:
-        """Build the selector from the seed's participation keys."""
+        """Build the selector from the participation keys of `HYPERPARAMETERS`."""
         count = len(self.client_indices)
         draws = propensities(
             count,
@@ -251,7 +251,7 @@ class QuAPFLServer:
             )
 
     def _log_settings(self) -> None:
-        """Log what the documents want seen at the start of an experiment."""
+        """Log the settings that the QuAP-FL architecture document lists (section v1.1.2)."""
         config = self._run_config
         for key in ("mode", "learning_rate", "max_clip", "epsilon", "max_agg_norm"):
             self.logger.info("%s: %s", key, getattr(config, key))
@@ -275,7 +275,7 @@ class _OwnTraining:
         scale = learning_rate if server._divides_by_rate else 1.0
         for client in cohort:
             result = server.local_training(int(client), round_index)
-            # The architecture document returns the vector alone.
+            # In the QuAP-FL architecture document it returns the vector alone.
             vector, loss = result if isinstance(result, tuple) else (result, math.nan)
             delta = torch.as_tensor(vector).to(start.device, start.dtype) * scale
             if delta.shape != start.shape:
@@ -315,9 +315,9 @@ def _settings(
     dataset_name: str,
     device: torch.device | str | None,
 ) -> RunConfig:
-    """Translate the seed's dictionary into a `RunConfig`."""
+    """Translate a dictionary like `HYPERPARAMETERS` into a `RunConfig`."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    settings = settings_from_seed(
+    settings = settings_from_hyperparameters(
         given, num_clients=num_clients, dataset_name=dataset_name, parameter_names=names
     )
     settings.setdefault("seed", torch.initial_seed() % 2**63)

@@ -1,4 +1,4 @@
-"""The paper's figures: the accuracy curve, and who consumes the nominal budget."""
+"""The QuAP-FL paper's figures: the accuracy curve, and who consumes the nominal budget."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def plot_paper_figures(
     save_dir: str | os.PathLike[str],
     config: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw the paper's two figures of one run into `save_dir` and return their paths.
+    """Draw the QuAP-FL paper's two figures of one run into `save_dir` and return their paths.
 
     The accuracy curve (figure 2) and the cumulative epsilon of the 20 % most and
     least frequent participants (figure 3).

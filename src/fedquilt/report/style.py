@@ -1,6 +1,4 @@
-"""How figures look, the pieces they share, how they reach the disk.
-
-How figures look and how they reach the disk.
+"""How figures look, the pieces they share, how they are saved.
 
 Figures are made without pyplot, so drawing one changes no global state and
 needs no screen.  Only `show_plot` brings pyplot in.

@@ -171,7 +171,7 @@ def checked_slices(
     plain: str,
     statistics: str,
 ) -> list[ModelSlice]:
-    """Return what each client holds; networks of one structure are looked at once."""
+    """Return what each client holds; networks of one structure are examined once."""
     known: dict[Hashable, ModelSlice] = {}
     slices = []
     for net, state in zip(client_nets, states, strict=True):

@@ -1,6 +1,4 @@
-"""Slices by depth of models with early exits.
-
-Slices by depth: the first blocks of a model that can stop after any of them.
+"""Slices by depth: the first blocks of a model that can stop after any of them.
 
 DepthFL (Kim et al. 2023) gives every block a classifier of its own; a client trains the
 first d blocks with their classifiers.  A model takes part in it when it has two lists

@@ -91,7 +91,7 @@ class _NarrowPasses:
         self._states: list[ModuleState] = []
 
     def restore(self) -> None:
-        """Put the narrow models back as they were before any client."""
+        """Restore the narrow models as they were before any client."""
         for state in self._states:
             state.restore()
 

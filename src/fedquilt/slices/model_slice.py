@@ -1,8 +1,6 @@
-"""A slice of a model: its tensors, and its place in the flat vector.
+"""A slice of a model: its tensors, and where they lie in the flat vector.
 
-Slices of flat vectors.
-
-A round keeps a client's update in one flat vector: the trainable parameters in
+A client's update is one flat vector: the trainable parameters in
 the order of `named_parameters`, then the travelling buffers in the order of
 `named_buffers`.  A `SliceMap` tells where the elements of a sub-model's vector
 lie in the whole model's.
@@ -160,10 +158,10 @@ def _maps_of_layers(server_net: nn.Module, client_net: nn.Module) -> dict[str, T
 def _same_names(whole: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     missing, foreign = whole.keys() - mine.keys(), mine.keys() - whole.keys()
     if missing or foreign:
-        told = [f"only server_net has {', '.join(sorted(missing))}"] if missing else []
-        told += [f"only client_net has {', '.join(sorted(foreign))}"] if foreign else []
+        problems = [f"only server_net has {', '.join(sorted(missing))}"] if missing else []
+        problems += [f"only client_net has {', '.join(sorted(foreign))}"] if foreign else []
         raise InvalidValueError(
-            f"client_net and server_net must have the same tensors: {'; '.join(told)}"
+            f"client_net and server_net must have the same tensors: {'; '.join(problems)}"
         )
 
 

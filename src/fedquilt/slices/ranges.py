@@ -1,6 +1,6 @@
 """The index algebra of one dimension: ranges as written, axes as computed.
 
-Ranges: which part of a layer a client holds, written as fractions of its full size.
+A range is the part of a layer that a client holds, in fractions of its full size:
 
     '1/4'  '0'  '1'  '0.25'  0.25  Fraction(1, 4)  1          one bound
     ('0', '1/4')                                              one interval, half open
@@ -9,8 +9,6 @@ Ranges: which part of a layer a client holds, written as fractions of its full s
 Both ends of an interval are rounded by one rule: on an axis of size F the
 interval [a, b) holds the positions floor(F a) .. floor(F b) - 1.  Disjoint
 intervals therefore hold disjoint positions, and adjacent intervals leave no gap.
-
-The index algebra of one dimension.
 
 An `Axis` is an ordered set of positions, kept as runs of neighbours, so that a
 prefix or a rolling window of a million positions is one pair or two pairs of

@@ -1,9 +1,7 @@
-"""Which units of an axis a slice keeps, and who gets which in a round.
+"""Which units of an axis a slice keeps, and which slice a client gets in a round.
 
-Which units of an axis a sub-network keeps: small, frozen, hashable records.
-
-An axis has n units: channels, hidden features, heads or groups.  Every
-selection of width w keeps floor(w n) of them, and none is an error.
+An axis has n units: channels, hidden features, heads or groups.  A selection is a frozen,
+hashable record; every selection of width w keeps floor(w n) of them, and none is an error.
 
 | record | units kept |
 |---|---|
@@ -12,7 +10,7 @@ selection of width w keeps floor(w n) of them, and none is an error.
 | `RandomUnits(w, seed)` | a uniform choice, drawn anew for each axis |
 | `FixedStructure(s, k, p)` | on axis a, piece number (digit a mod k of s in base p) of p pieces |
 
-Which slice a client gets in a round.
+A schedule is a function that returns the selection of a client in a round:
 
 | schedule | slice of a client of width w in round t | source |
 |---|---|---|

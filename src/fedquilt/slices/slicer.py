@@ -1,12 +1,10 @@
 """The sub-network of any model, and HeteroFL's Scaler.
 
-The sub-network of any model.
-
     small = slice_model(model, "1/4")            # the first quarter of every hidden axis
     small = slice_model(model, Window("1/4", 3)) # a rolling window
 
-A plan is made once for a model; each slice of it is then only arithmetic on
-runs of positions, and is remembered for as long as it is likely to come again.
+A `Slicer` is made once for a model; each slice is then only arithmetic on runs of
+positions, and is cached for as long as it is likely to come again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The slice of every client in every round, and what it costs.
 
-The slice of every client in every round.
-
 Who holds what is a function of the configuration, the round and the client alone:
 never of data, so it is public, and a resumed run cuts as the uninterrupted one did.
 

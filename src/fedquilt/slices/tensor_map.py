@@ -1,7 +1,5 @@
 """Where the elements of a slice lie in a tensor, and their mean over holders.
 
-Gather and scatter between a tensor and the slice of it that a client holds.
-
 A slice of a tensor is the outer product of one `Axis` per dimension.  That is
 all a client's slice ever is, so no index of single elements is needed: a
 dimension held in one run is a strided view, a few runs are a few views (a
@@ -10,9 +8,8 @@ rolling window that wraps around has 2 x 2 blocks), and only scattered choices
 index of ResNet-18 would take 89 MB for every distinct slice; these maps take a
 few kilobytes, and copying a strided view runs at the speed of memory.
 
-The weighted mean over the clients that hold an element.
-
-For an element i held by the clients H(i), with weights w_k:
+The mean of an element is weighted over the clients that hold it.  For an element i held by
+the clients H(i), with weights w_k:
 
     new(i) = sum over k in H(i) of w_k x_k(i)  /  sum over k in H(i) of w_k
 

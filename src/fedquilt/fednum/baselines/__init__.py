@@ -7,7 +7,7 @@
 | feddm | FedDM (Xiong et al. 2023): every client condenses its own data | synthetic images |
 | fedavg | federated averaging of the same model | weights |
 
-The rows of the table in which a condensation stands beside its baselines.
+Each of them is a row of the table that `fedquilt condense` prints.
 """
 
 from __future__ import annotations

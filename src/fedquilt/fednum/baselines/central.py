@@ -21,8 +21,8 @@ from fedquilt.fednum.baselines.common import (
     image_bytes,
     match_real,
     matching_settings,
+    progress_of,
     real_sample,
-    told,
 )
 from fedquilt.learning import Task
 from fedquilt.method import Progress
@@ -80,7 +80,7 @@ def dm_images(
         BATCH_REAL,
         augmentation(config, task),
         generator(config.seed, "dm"),
-        told(progress, "matching", steps),
+        progress_of(progress, "matching", steps),
     )
     return synthetic, losses
 

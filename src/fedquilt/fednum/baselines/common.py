@@ -1,15 +1,11 @@
 """What baselines share: real samples, matching, training, byte counts.
 
-What the baselines share with the condensation they stand beside.
-
 Data, split, images per class, first weights, augmentation, training settings and the
 evaluation are those of the configuration; the streams of random numbers are named, so
 that a baseline neither disturbs nor depends on a run.
 
-Matching where the images lie, as DM and FedDM do it.
-
-DM (Zhao and Bilen 2023) and FedDM (Xiong et al. 2023) hold the real images at the place
-where synthetic ones are made.  Nothing has to be sent ahead, so every step has a model,
+DM (Zhao and Bilen 2023) and FedDM (Xiong et al. 2023) match with the real images at hand
+(`match_real`).  No statistics have to be sent first, so every step has a model,
 an augmentation and a batch of real images of its own; with f and z the mean embedding
 and the mean scores of a class,
 
@@ -153,8 +149,8 @@ def train(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(torch_seed(config.seed, "dropout", index))
         source = generator(config.seed, "training", index)
-        teller = told(progress, "training", settings.epochs)
-        train_on(flat.module, images, labels, settings, families, source, teller)
+        report = progress_of(progress, "training", settings.epochs)
+        train_on(flat.module, images, labels, settings, families, source, report)
 
 
 def accuracy_of_images(
@@ -175,8 +171,8 @@ def accuracy_of_images(
     return evaluate(flat.module, *problem.test)
 
 
-def told(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
-    """Return what a loop of `total` turns tells its number to."""
+def progress_of(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:
+    """Return a callback for a loop of `total` steps, None without `progress`."""
     if progress is None:
         return None
     return lambda done: progress(what, done / total)
@@ -256,7 +252,7 @@ def match_real(
     losses = []
     for done in range(settings.iterations):
         view = real_view(model_at(done), real, batch, augmentation, source, with_logits)
-        # The matcher keeps the momentum; what it looks at is another view of the same classes.
+        # The matcher keeps the momentum; its view is another one of the same classes.
         views[:] = [view]
         matcher = matcher or Matcher(synthetic, views, settings)
         losses.append(matcher.step(0, source))

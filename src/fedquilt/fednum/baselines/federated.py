@@ -32,8 +32,8 @@ from fedquilt.fednum.baselines.common import (
     matching_settings,
     model_bytes,
     own_model,
+    progress_of,
     real_sample,
-    told,
     train,
 )
 from fedquilt.learning import FlatModel, evaluate
@@ -107,11 +107,11 @@ def _train(
         flat=own_model(problem),
         selector=build_selector(averaging, len(problem.task.clients)),
     )
-    teller = told(progress, "averaging", averaging.num_rounds)
+    report = progress_of(progress, "averaging", averaging.num_rounds)
 
     def observe(_: RunConfig, line: dict[str, Any]) -> None:
-        if teller is not None:
-            teller(line["round"] + 1)
+        if report is not None:
+            report(line["round"] + 1)
 
     federation = build_federation(averaging, problem)
     with contextlib.closing(federation.method):
@@ -199,13 +199,13 @@ class Clients:
     ) -> list[SyntheticSet]:
         """Let a cohort match images around the global model; return what they send."""
         union = []
-        teller = told(progress, "matching", len(cohort))
+        report = progress_of(progress, "matching", len(cohort))
         for done, client in enumerate(cohort):
             if self.held[client]:
                 self._match(model, client, index, steps)
                 union.append(self._made[client])
-            if teller is not None:
-                teller(done + 1)
+            if report is not None:
+                report(done + 1)
         return union
 
     def _match(self, model: nn.Module, client: int, index: int, steps: int) -> None:

@@ -1,6 +1,4 @@
-"""Frozen fronts: image shapes, standardised features, public statistics.
-
-Fixed features made fit for a linear head, computed without looking at any data.
+"""Frozen fronts: fixed features, standardised for a linear head without any data.
 
 The noise of a private release grows with the number of coordinates it covers, so a
 whole-model guarantee among few clients needs a small trainable head.  A front that is

@@ -1,10 +1,8 @@
-"""A small trainable model on a frozen front.
+"""A small trainable model on a frozen front, and on which data the front was tuned.
 
-What the settings of a public front were chosen on, and how a statement says so.
-
-A front is a fixed function of one image, but somebody set the size of its cells by
-looking at how well labelled images could be told apart.  For clients who hold those very
-images the choice is a release that no noise covers; for everybody else it is public.
+A front is a fixed function of one image, but the size of its cells was tuned on labelled
+images.  For clients who hold those very images the choice is a release that no noise
+covers; for everybody else it is public.  `choice_note` is what a statement says of it.
 """
 
 from __future__ import annotations

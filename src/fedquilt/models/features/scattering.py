@@ -1,6 +1,4 @@
-"""The scattering transform and its wavelets.
-
-Morlet wavelets and the Gaussian that scattering averages with, in the Fourier domain.
+"""The scattering transform, its Morlet wavelets and its Gaussian, in the Fourier domain.
 
 A Gabor function of scale s, angle t, frequency w and slant a is
 

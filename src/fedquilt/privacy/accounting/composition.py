@@ -1,6 +1,4 @@
-"""Epsilon of many releases, and the noise for an epsilon.
-
-The total cost of many Gaussian releases to one client, by five methods.
+"""The epsilon of many Gaussian releases to one client, and the noise for an epsilon.
 
 | method   | what it is                                        | sampling | above the truth |
 |----------|---------------------------------------------------|----------|-----------------|

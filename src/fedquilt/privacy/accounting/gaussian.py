@@ -1,6 +1,4 @@
-"""The exact privacy of one Gaussian release.
-
-One Gaussian release: the exact trade between epsilon, delta and mu.
+"""The exact privacy of one Gaussian release: epsilon, delta and mu.
 
 A vector of L2 sensitivity Δ released with Gaussian noise of standard deviation s
 is described by one number, μ = Δ/s.  With a = ε/μ − μ/2 and b = ε/μ + μ/2,
@@ -20,12 +18,12 @@ down, by about 1e-10 of delta.  Only `math` and `numpy` are used.
 >>> round(gaussian_epsilon(200**0.5 / 10.8, 1e-5), 2)
 6.0
 
-The Mills ratio of the normal distribution, and differences of it, without cancellation.
+The Mills ratio of the normal distribution is
 
     R(x) = Φ(−x) / φ(x),        R'(x) = x·R(x) − 1 < 0
 
-Every formula of the Gaussian mechanism that needs care with floating point is a
-difference R(a) − R(a + μ).  Taken naively it loses all digits when μ is small or
+and every formula here that needs care with floating point is a difference
+R(a) − R(a + μ).  Taken naively it loses all digits when μ is small or
 a is large; `mills_gap` keeps a relative error below 1e-11 everywhere.
 """
 

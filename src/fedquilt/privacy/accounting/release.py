@@ -1,10 +1,9 @@
-"""One release, who may differ in it, and the bound it has.
+"""A release, its privacy bound, and the adjacency under which the bound holds.
 
-Which two populations a guarantee makes hard to tell apart.
-
-The unit is always one client with everything it holds.  What changes with the
-adjacency is what counts as its absence, and with that what may be public and how
-far one client can move a sum.
+Adjacency says which two populations a guarantee makes hard to tell apart.  The unit is
+always one client with everything it holds.  What changes with the adjacency is what
+counts as its absence, and with that what may be public and how far one client can move a
+sum.
 """
 
 from __future__ import annotations

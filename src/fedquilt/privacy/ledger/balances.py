@@ -1,10 +1,8 @@
-"""What every client has spent, as folds over the entries and as rows.
+"""What every client of a population has spent: balances folded from the entries, and rows.
 
-A population's balances, folded from its entries.
-
-An account is a cache in memory.  It changes in one way only, by reading committed
-entries it has not seen yet, its own as well as those of other processes; so it
-cannot hold what the file does not.  What it reads was hashed first (`Store.check`).
+`Balances` are a cache in memory.  They change in one way only, by reading committed
+entries they do not contain yet, those of this process as well as of others; so they
+cannot hold what the file does not.  What they read was hashed first (`Store.check`).
 Reading starts from a snapshot in the file where there is one that was checked before,
 so that opening a long ledger does not add up its whole past; any other snapshot is
 compared with what the entries add up to.
@@ -76,7 +74,7 @@ class Balances:
         self.seq, self.hash = head, digest
 
     def _read(self, store: Store, upto: int) -> None:
-        """Take the entries after `seq` and up to `upto` into the balances.
+        """Add the entries after `seq` and up to `upto` to the balances.
 
         The plus sign keeps SQLite from its index of populations: the hashes are of the
         entries, not of the index, so it is the entries that are looked through.
@@ -111,7 +109,7 @@ class Balances:
         return total
 
     def apply(self, entry: Entry) -> None:
-        """Take one more entry of this population into the balances."""
+        """Add one more entry of this population to the balances."""
         self.unsaved_bytes += len(entry.clients or b"") + len(entry.charges or b"") + 64
         if entry.kind == entries.RESERVE:
             self._drop(lambda r: (r.run, r.round_index) == (entry.run, entry.round))

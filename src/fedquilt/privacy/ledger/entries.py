@@ -1,6 +1,4 @@
-"""The entries of the ledger: the chain, cohorts as bytes, frozen records.
-
-Entries, and the hash that chains them.
+"""The entries of the ledger, the hash that chains them, and cohorts as bytes.
 
 An entry is what happened, never what it adds up to; balances are folds over the
 entries.  Its hash is SHA-256 over the hash of the entry before it and everything
@@ -14,13 +12,11 @@ The hash carries no secret.  It finds damage and edits; somebody who rewrites ev
 later entry too is found only by a head kept outside, which is why each run keeps
 its own.
 
-A cohort and its charges as bytes.
-
-Clients are sorted and stored as differences in the narrowest unsigned width that
-holds them all (one byte says which); charges are one float64 when they are all
-the same, else one for each client.  A cohort of 10,000 out of 1,000,000 takes
-20 kB, and 80 kB more when the charges differ.  Everything is little-endian, and
-equal cohorts have equal bytes.
+A cohort is stored as bytes: clients are sorted and stored as differences in the narrowest
+unsigned width that holds them all (one byte says which); charges are one float64 when they
+are all the same, else one for each client.  A cohort of 10,000 out of 1,000,000 takes 20 kB,
+and 80 kB more when the charges differ.  Everything is little-endian, and equal cohorts have
+equal bytes.
 """
 
 from __future__ import annotations

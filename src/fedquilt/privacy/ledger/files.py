@@ -1,6 +1,4 @@
-"""The ledger's file: its tables, its durability, how far it was checked.
-
-The file: making it whole or not at all, opening it, saying why not.
+"""The ledger's file: its tables, its durability, its rights, and how far it was checked.
 
 Durability: a rollback journal (DELETE) with `synchronous=EXTRA`.  COMMIT returns
 after the database, the journal and the folder have been synced, so a settled
@@ -14,15 +12,14 @@ zero-out adjacency participation and charges are public, so it may be published,
 but publishing is the owner's decision (`export`), and whoever can write to the
 file can rewrite it.  Change the mode at will; it is not touched again.
 
-How far a ledger was checked the last time, so that a long past is hashed once.
-
-Whoever opens a ledger for its balances hashes every entry first.  That takes about half
-a second for ten thousand entries and is always done up to there.  A longer ledger gets a
-mark when it is closed: the newest entry that was checked, digests of the snapshots that
-were found to be what the entries add up to, and what the file looked like then (inode,
-size, times of change).  The next one who opens it believes the mark only while the file
-looks exactly so; any write by anybody else, through SQLite or around it, is a reason to
-hash everything again.  Entries after the mark are hashed in any case.
+The mark of verification: a long past is hashed once.  Whoever opens a ledger for its
+balances hashes every entry first.  That takes about half a second for ten thousand entries
+and is always done up to there.  A longer ledger gets a mark when it is closed: the newest
+entry that was checked, digests of the snapshots that were found to be what the entries add
+up to, and what the file looked like then (inode, size, times of change).  The next one who
+opens it believes the mark only while the file looks exactly so; any write by anybody else,
+through SQLite or around it, is a reason to hash everything again.  Entries after the mark
+are hashed in any case.
 
 The mark lies beside the ledger (`ledger.sqlite.verified`, for its owner only), not in the
 user's own folder.  A mark elsewhere would be safer against somebody who may write where
@@ -274,11 +271,11 @@ def snapshot_digest(row: Sequence[Any]) -> str:
 def read_mark(ledger: Path) -> Mark | None:
     """Return the mark if there is one and the file still looks as it did then."""
     try:
-        said = read_json(mark_path(ledger))
-        if said.pop("schema_version") != MARK_VERSION:
+        saved = read_json(mark_path(ledger))
+        if saved.pop("schema_version") != MARK_VERSION:
             return None
-        snapshots = {int(key): str(value) for key, value in said["snapshots"].items()}
-        mark = Mark(said["seq"], str(said["hash"]), tuple(said["file"]), snapshots)
+        snapshots = {int(key): str(value) for key, value in saved["snapshots"].items()}
+        mark = Mark(saved["seq"], str(saved["hash"]), tuple(saved["file"]), snapshots)
         fits = mark.file == looks(ledger)
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # a mark that cannot be read saves no time, and that is all it is for

@@ -1,8 +1,7 @@
 """The ledger: open, populations, verify, export.
 
-The ledger as plain data: a dictionary for JSON, rows for CSV.
-
-Infinity is written as the text "inf", which every reader of JSON accepts.
+An export is a dictionary for JSON or rows for CSV.  Infinity is written as the text
+"inf", which every reader of JSON accepts.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def _population(population: Population, clients: bool) -> dict[str, Any]:
 def _history(store: Store) -> Iterator[dict[str, Any]]:
     columns = ("seq", "kind", "time", "population", "run", "round", "reservation", "name", "digest")
     for row in store.select(f"SELECT {', '.join(columns)}, hash FROM entries ORDER BY seq"):
-        said = {key: value for key, value in zip(columns, row, strict=False) if value is not None}
-        yield {**said, "hash": bytes(row[-1]).hex()}
+        fields = {key: value for key, value in zip(columns, row, strict=False) if value is not None}
+        yield {**fields, "hash": bytes(row[-1]).hex()}
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +107,7 @@ class Ledger:
         create
             Make an empty one when there is none.
         read_only
-            Only look: for `verify`, `export` and archives without write access.
+            Open without writing: for `verify`, `export` and archives without write access.
         timeout
             Seconds to wait for another process before refusing.
         """

@@ -59,11 +59,11 @@ def population_name(
     """
     numbers = [checks.integer("seed", seed), checks.integer("num_clients", num_clients)]
     try:
-        told = json.dumps([dataset, partition, *numbers], sort_keys=True)
+        facts = json.dumps([dataset, partition, *numbers], sort_keys=True)
     except TypeError as error:
         # A text that changes from run to run would give every run a fresh allowance.
         raise InvalidValueError(f"partition={partition!r} must be plain data: {error}") from error
-    return f"{dataset}-{num_clients}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    return f"{dataset}-{num_clients}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def check_name(what: str, name: object) -> str:
@@ -218,8 +218,8 @@ class Population:
             if epsilon is not None:
                 short = self._short_of(budget, epsilon, on_short, places)
                 absent = np.union1d(absent, short)
-            told = {} if ids is None else {"roster": roster, "enrolled": enrolled}
-            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short, **told)
+            members = {} if ids is None else {"roster": roster, "enrolled": enrolled}
+            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short, **members)
             blob = entries.encode_clients(absent)
             entry = Entry(0, entries.RUN, now(), self.info.key, name=name, body=body, clients=blob)
             seq, _ = self._store.append(entry)

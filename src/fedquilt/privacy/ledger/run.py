@@ -287,7 +287,7 @@ class Run:
             return self._store.append(entry)[1]
 
     def finish(self) -> str:
-        """Say that the run is over and drop what it still reserves; return the head."""
+        """Finish the run and drop what it still reserves; return the head."""
         with self._store.writing():
             self._require_session()
             self._account.refresh(self._store)

@@ -1,6 +1,4 @@
-"""What a walk over a model's graph finds: axes, layouts, cuts.
-
-Which dimensions of a model must be cut alike.
+"""Which dimensions of a model must be cut alike: axes, layouts and cuts of a walk.
 
 Each layer that makes features opens an axis of units.  An addition ties the
 axes of its operands, a grouped convolution or an attention layer makes the

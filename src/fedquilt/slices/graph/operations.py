@@ -1,6 +1,4 @@
-"""How operations carry a cut dimension on.
-
-How functions and tensor methods carry the cut dimension on.
+"""How functions and tensor methods carry the cut dimension on.
 
 Every function here takes the records, the node and the layout of its first
 argument.  What is not listed is refused when it meets a tensor that is cut.

@@ -1,14 +1,11 @@
-"""The walk over a model's graph, and forward passes without fixed widths.
-
-Walk a model's graph and find which dimensions are cut together.
+"""The walk over a model's graph: which dimensions are cut together.
 
 The graph comes from torch.fx; no data flows.  Each layer that makes features
 (a convolution, a dense layer, an embedding) opens an axis, everything after it
 carries that axis on, and the records say how each layer's tensors are cut.
 
-Sub-models whose code has a width written into it.
-
-`x.view(-1, 400)` is right for one width only.  A sub-model of such a model gets
+Some models have a width written into their code: `x.view(-1, 400)` is right for one width
+only.  A sub-model of such a model (`widthless_class`) gets
 a forward made from the traced graph, in which these views are flattens.  The
 graph is traced once for training and once for evaluation, because a trace
 fixes what the code asks of `self.training`.
@@ -56,7 +53,7 @@ class LayerTracer(fx.Tracer):
         self.whole = tuple(whole)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Tell whether a module is not looked into."""
+        """Tell whether a module is a leaf of the graph: its inside is not traced."""
         if isinstance(m, SLICEABLE) or matches_any(module_qualified_name, self.whole):
             return True
         return super().is_leaf_module(m, module_qualified_name)

@@ -1,7 +1,5 @@
 """Subset layers: their base, linear, embedding, attention.
 
-What all subset layers share.
-
 A subset layer is an ordinary small layer that remembers which part of a larger
 one, its father, it stands for.  The ranges are fractions, so they are relative
 to whatever father is given, and fathers can be chained.
