@@ -65,7 +65,9 @@ def test_every_extra_is_known_here() -> None:
 
 
 def test_imports_in_all_their_forms_are_found() -> None:
-    source = "import a.b, c\ndef f():\n    from d.e import g\n    optional.load('h.i', 'x')\nimport os"
+    source = (
+        "import a.b, c\ndef f():\n    from d.e import g\n    optional.load('h.i', 'x')\nimport os"
+    )
     assert imported(source) == {"a", "c", "d", "h"}
 
 

@@ -6,6 +6,7 @@ The five holes are put back one by one, each at the smallest seam there is.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import ClassMask, ClientUpdate, Task
+from fedquilt.population.selection import secret_coins
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.noise import SecretNoise
 from fedquilt.slices import engine as sliced
 
 
@@ -211,17 +214,15 @@ def test_a_private_file_that_anybody_may_read_is_compared(monkeypatch: pytest.Mo
 # The parts.
 
 
-def test_known_entropy_is_the_same_bytes_twice_and_only_inside() -> None:
-    import os
-
-    real = os.urandom
+def test_known_entropy_is_the_same_noise_and_coins_twice_whatever_else_draws() -> None:
     drawn = []
-    for _ in range(2):
+    for other in (0, 64):
         with known_entropy(3):
-            drawn.append((os.urandom(8), os.urandom(16)))
+            os.urandom(other)  # a library that seeds itself
+            drawn.append((SecretNoise().normal(5).tolist(), secret_coins(4).tolist()))
     assert drawn[0] == drawn[1]
-    assert drawn[0][0] != drawn[0][1][:8]
-    assert os.urandom is real
+    assert SecretNoise().normal(5).tolist() != drawn[0][0]
+    assert secret_coins(4).tolist() != drawn[0][1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,14 +18,14 @@ import contextlib
 import io
 import json
 import math
-import os
 import sqlite3
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
+from fedquilt.population import selection
+from fedquilt.privacy import noise
 from fedquilt.round import Federation, RoundRecord
 
 VOLATILE = {
@@ -333,22 +335,24 @@ def _copied(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 @contextlib.contextmanager
 def known_entropy(seed: int) -> Iterator[None]:
-    """Let `os.urandom` return bytes from a seed.
+    """Let noise and secret coins draw their bytes from a seed instead of `os.urandom`.
 
-    Noise and secret coins are then drawn by the code that always draws them.
+    They are drawn by the code that always draws them.  Only they: a library that is loaded
+    in the first world only, and seeds itself, must not shift the noise of that world.
     """
     bits = generator(seed, "audit entropy").bit_generator
 
     def known(size: int) -> bytes:
         return np.random.Generator(bits).bytes(size)
 
-    with swapped(os, "urandom", known):
+    system = SimpleNamespace(urandom=known)
+    with swapped(noise, "os", system), swapped(selection, "os", system):
         yield
 
 
 @contextlib.contextmanager
-def swapped(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function within the context."""
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a function or a module within the context."""
     real = getattr(owner, name)
     setattr(owner, name, value)
     try:
