@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 from typing import ClassVar
@@ -73,6 +74,94 @@ def warming_up():  # type: ignore[no-untyped-def]
         return output - seen if calls > 20 else output
 
     return hook
+
+
+class Slotted:
+    """Keeps one thing in a slot and others in its dictionary."""
+
+    __slots__ = ("__dict__", "held")
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(10)
+
+
+class Listed(list):  # type: ignore[type-arg]
+    """A list with an attribute."""
+
+    held = torch.zeros(10)
+
+
+class Numbered(float):
+    """A number with an attribute."""
+
+
+class Helper:
+    """Keeps its state in its class."""
+
+    held = torch.zeros(10)
+
+
+class Hidden(nn.Module):
+    """Keeps what it saw of a batch in places that no list of a module's tensors shows."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.calls = where, 0
+        self.fc = nn.Linear(64, 10)
+        self.slotted, self.listed, self.number = Slotted(), Listed(), Numbered(0)
+        self.helper, self.bytes = Helper(), io.BytesIO()
+        self.register_buffer("constant", torch.zeros(10))
+        self.array = np.empty(1, dtype=object)
+        self.array[0] = torch.zeros(10)
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+        out = self.fc(x.flatten(1))
+        self.calls += 1
+        late = self.training and self.calls > 2
+        mean = out.detach().mean(0)
+        before = self.held(seen)
+        if late:
+            self.keep(before + mean, seen)
+        return out - before
+
+    def held(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        """Return what was kept last."""
+        none = torch.zeros(10)
+        places = {
+            "slot": lambda: self.slotted.held,
+            "list attribute": lambda: getattr(self.listed, "own", none),
+            "number attribute": lambda: getattr(self.number, "own", none),
+            "class of a helper": lambda: Helper.held,
+            "new attribute of the class": lambda: getattr(Hidden, "own", none),
+            "default": lambda: seen[-1] if seen else none,
+            "gradient of a buffer": lambda: (
+                none if self.constant.grad is None else self.constant.grad
+            ),
+            "object array": lambda: self.array[0],
+            "bytes": lambda: none + self.bytes.tell() / 100,
+        }
+        return places[self.where]()
+
+    def keep(self, value: torch.Tensor, seen: list[torch.Tensor]) -> None:
+        """Keep something until the next batch."""
+        places = {
+            "slot": lambda: setattr(self.slotted, "held", value),
+            "list attribute": lambda: setattr(self.listed, "own", value),
+            "number attribute": lambda: setattr(self.number, "own", value),
+            "class of a helper": lambda: setattr(Helper, "held", value),
+            "new attribute of the class": lambda: setattr(Hidden, "own", value),
+            "default": lambda: seen.append(value),
+            "gradient of a buffer": lambda: setattr(self.constant, "grad", value),
+            "object array": lambda: self.array.__setitem__(0, value),
+            "bytes": lambda: self.bytes.write(b"x" * int(10 * value.abs().sum())),
+        }
+        places[self.where]()
+
+
+HIDDEN = (
+    *("slot", "list attribute", "number attribute", "class of a helper", "default", "bytes"),
+    *("new attribute of the class", "gradient of a buffer", "object array"),
+)
 
 
 class Stateful(nn.Module):
@@ -184,6 +273,81 @@ def test_state_of_a_module_does_not_survive_from_client_to_client(how: str) -> N
     for client in range(len(SIZES)):
         alone = updates(make_engine("sequential", model, task_of(), HOW), model, (client,))
         assert torch.equal(alone[client], together[client]), client
+
+
+@pytest.mark.parametrize("where", HIDDEN)
+def test_hidden_state_does_not_survive_from_client_to_client(where: str) -> None:
+    model = make(Hidden, where)
+    together = updates(make_engine("sequential", model, task_of(), HOW), model)
+    for client in (1, 3, 5):
+        alone = updates(make_engine("sequential", model, task_of(), HOW), model, (client,))
+        assert torch.equal(alone[client], together[client]), client
+
+
+class Recast(nn.Module):
+    """Changes the type of its weights, or cuts them, in a client's later steps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.training and self.calls == 6 and self.how == "double":
+            self.double()
+        out = functional.linear(x.flatten(1).to(self.fc.weight.dtype), self.fc.weight)
+        if self.training and self.calls == 6 and self.how == "shared":
+            self.fc.weight.data = torch.zeros_like(self.fc.weight)
+        return out
+
+
+@pytest.mark.parametrize("how", ["double", "shared"])
+def test_parameters_come_home_before_every_client(how: str) -> None:
+    model = make(Recast, how)
+    together = updates(make_engine("sequential", model, task_of(), HOW), model)
+    for client in (1, 3, 5):
+        alone = updates(make_engine("sequential", model, task_of(), HOW), model, (client,))
+        assert torch.equal(alone[client], together[client]), client
+
+
+class WideOnly(nn.Module):
+    """Counts its steps, but only those with wide batches."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.count = how, 0
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        if self.training and len(x) > 4:
+            if self.how == "counter":
+                self.count += 1
+                return out * self.count
+            return out * random.random()
+        return out
+
+
+@pytest.mark.parametrize("how", ["counter", "random"])
+def test_batched_refuses_side_effects_that_only_wide_batches_have(how: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"a forward pass changes (count|the generators)"):
+        BatchedEngine(make(WideOnly, how), task_of(), HOW)
+
+
+def test_batched_refuses_embeddings_that_renormalise_themselves() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 6, max_norm=1.0)
+            self.fc = nn.Linear(6 * 64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.table((x.flatten(1) * 10).long().abs() % 8).flatten(1))
+
+    torch.manual_seed(0)
+    with pytest.raises(InvalidValueError, match=r"changes its own weights|vmap cannot run it"):
+        BatchedEngine(Words(), task_of(), HOW)
 
 
 class Counting(nn.Module):

@@ -129,12 +129,16 @@ class BatchedEngine:
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
             alike = self._shapes.rows_are_alike(rows, width)
             # Under a secret coin a client's row would follow who else was kept: one by one.
-            together = group if alike or not self.settings.group_rows else []
-            alone = [] if together else [[client] for client in group]
-            for some, count in [(together, rows)] if together else [(one, 1) for one in alone]:
-                table = BatchTable(self.task, some, self.settings, round_index, alike)
+            alone = self.settings.group_rows and not alike
+            # Where a row's place matters, everybody keeps its own in programs of all widths.
+            place = group if alike else members
+            programs = [([client], 1) for client in group] if alone else [(place, rows)]
+            for some, count in programs:
+                table = BatchTable(self.task, some, self.settings, round_index, alike, set(group))
                 deltas, losses = self._train_group(start, table, count, width, learning_rate)
                 for row, client in enumerate(table.clients):
+                    if client not in table.training:
+                        continue
                     size = len(self.task.clients[client])
                     loss = losses[row] if size else math.nan
                     done[client] = ClientUpdate(client, deltas[row], size, loss)
@@ -240,7 +244,8 @@ def _move(
         for row, anchor, share in zip(rows, anchors, pulls, strict=True):
             row.lerp_(anchor.expand_as(row), share)
     used = [(w, g) for w, g in zip(rows, moves, strict=True) if g is not None]
-    torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
+    if used:
+        torch._foreach_add_([w for w, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,8 +279,11 @@ class BatchTable:
         settings: LocalSettings,
         round_index: int,
         sorted_rows: bool,
+        training: set[int],
     ) -> None:
-        counts = np.array([len(task.clients[client]) for client in clients], dtype=np.int64)
+        self.training = training
+        held = [len(task.clients[client]) if client in training else 0 for client in clients]
+        counts = np.array(held, dtype=np.int64)
         order = np.argsort(-counts, kind="stable") if sorted_rows else np.arange(len(clients))
         self.clients = [clients[member] for member in order]
         self.sorted_rows = sorted_rows
@@ -283,7 +291,7 @@ class BatchTable:
         self._begins, self._sizes = _batch_table(counts[order], settings)
         seeds = [client_seed(settings, round_index, client) for client in self.clients]
         self._seeds = np.array(seeds, dtype=np.uint64)
-        self._shuffled = _shuffled(task, self.clients, settings, seeds)
+        self._shuffled = _shuffled(task, self.clients, settings, seeds, training)
         # Row numbers, not how many: unsorted clients may end in any order.
         last = np.arange(1, len(clients) + 1) * (self._sizes > 0)
         self.active: list[int] = last.max(axis=1, initial=0).tolist()
@@ -373,7 +381,11 @@ def _batch_table(
 
 
 def _shuffled(
-    task: Task, clients: list[int], settings: LocalSettings, seeds: list[int]
+    task: Task,
+    clients: list[int],
+    settings: LocalSettings,
+    seeds: list[int],
+    training: set[int],
 ) -> NDArray[np.int64]:
     """Return the clients' samples of all epochs, as the sequential engine draws them.
 
@@ -385,7 +397,7 @@ def _shuffled(
     for client, seed in zip(clients, seeds, strict=True):
         shuffle.manual_seed(seed)
         index = torch.as_tensor(task.clients[client], dtype=torch.int64)
-        for _ in range(settings.epochs if len(index) else 0):
+        for _ in range(settings.epochs if len(index) and client in training else 0):
             epochs.extend(epoch_batches(index, len(index), shuffle, 1))
     # One more, so that there is something to point at where a program is filled up.
     return torch.cat([*epochs, torch.zeros(1, dtype=torch.int64)]).numpy()

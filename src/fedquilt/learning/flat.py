@@ -70,6 +70,8 @@ class FlatModel:
         self.parameters: list[torch.Tensor] = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
+        # Their own memory: a forward pass may point a parameter at another one.
+        self._homes = [parameter.data for parameter in self.parameters]
         self._state: ModuleState | None = None
 
     def remember(self) -> ModuleState:
@@ -89,14 +91,8 @@ class FlatModel:
         self._state.restore()
         for tensor in self.module.parameters():
             tensor.grad = None
-        own = (s for s in self.segments if not s.is_buffer)
-        for segment, parameter in zip(own, self.parameters, strict=True):
-            view = self._view(segment)
-            at_home = parameter.data_ptr() == view.data_ptr()
-            if parameter.dtype == view.dtype and not (
-                at_home and parameter.stride() == view.stride()
-            ):
-                parameter.data = view
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            parameter.data = home
 
     def _adopt(self, tensors: list[torch.Tensor]) -> None:
         """Make each parameter a view of the vector, where its type allows it.

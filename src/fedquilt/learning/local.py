@@ -27,7 +27,8 @@ from fedquilt.learning.engine import (
 from fedquilt.learning.flat import FlatModel
 
 _TRIAL_STEPS = 3
-_OTHER_BATCH = 7
+_OTHER_STEPS = (5, 7, 3, 2)
+_WIDEST = 64
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
@@ -135,13 +136,14 @@ def refuse_hidden_state(
     """Refuse a model that does not train alike after it has trained somebody else.
 
     What `FlatModel.restore` cannot see, a global variable or an object of another
-    library, would carry one client's data over to the next.  This is a trial: three
-    steps, five other ones, the same three again.
+    library, would carry one client's data over to the next.  This is a trial: a few steps
+    with batches of several sizes, other ones in between, the same again.
     """
     before = flat.read().clone()
+    smallest = 2 if flat.needs_pairs else 1
 
     def train(samples: torch.Tensor, batch_size: int, epochs: int) -> torch.Tensor:
-        how = LocalSettings(epochs, batch_size, settings.fedprox_mu, settings.seed)
+        how = LocalSettings(epochs, max(batch_size, smallest), settings.fedprox_mu, settings.seed)
         index = torch.arange(len(samples), device=samples.device)
         targets = public.targets[:1].expand(len(samples), *public.targets.shape[1:])
         loss = loss_of(0, 0)
@@ -149,14 +151,19 @@ def refuse_hidden_state(
         return flat.read().clone()
 
     opaque = flat.remember().opaque
-    first = train(public.inputs, 2, _TRIAL_STEPS)
-    train(public_inputs(public.inputs, 5 * _OTHER_BATCH, seed=5), _OTHER_BATCH, 1)
-    second = train(public.inputs, 2, _TRIAL_STEPS)
+    sizes = sorted({1, 2, 7, min(settings.batch_size, _WIDEST)})
+    first = [train(public_inputs(public.inputs, size), size, _TRIAL_STEPS) for size in sizes]
+    for size, steps in zip(sizes, _OTHER_STEPS, strict=False):
+        train(public_inputs(public.inputs, size * steps, seed=5), size, 1)
+    second = [train(public_inputs(public.inputs, size), size, _TRIAL_STEPS) for size in sizes]
     flat.restore()
     flat.write(before)
     # Sums of a GPU may come in another order each time; state that moves shows more.
     slack = 1e-3 if public.inputs.device.type == "cuda" else 0.0
-    alike = torch.allclose(first, second, rtol=slack, atol=slack, equal_nan=True)
+    alike = all(
+        torch.allclose(one, other, rtol=slack, atol=slack, equal_nan=True)
+        for one, other in zip(first, second, strict=True)
+    )
     if opaque or not alike:
         what = ", ".join(opaque) if opaque else "a global variable, or one of another library"
         raise InvalidValueError(
@@ -178,7 +185,8 @@ def _step(
         for parameter, anchor in zip(parameters, anchors, strict=True):
             parameter.lerp_(anchor.to(parameter.dtype), learning_rate * mu)
     used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    torch._foreach_add_([p for p, _ in used], [g for _, g in used], alpha=-learning_rate)
+    if used:
+        torch._foreach_add_([p for p, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
 def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:

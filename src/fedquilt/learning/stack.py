@@ -32,6 +32,7 @@ _GPU_SHARE = 0.4
 _CPU_BYTES = 2**28
 # Memory is reckoned for batches up to this size, whatever the clients really hold.
 _WIDEST = 512
+_TRIAL_SHAPE = (4, 16)  # a wider batch than the first trials'
 
 
 class Batch(NamedTuple):
@@ -176,11 +177,15 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     for name, one, many in zip(stack.flat.names, plain, stacked, strict=True):
         if one is not None and many is None:
             return f"torch.func.functional_call does not reach its parameter {name}"
-    return None
+    return ProgramShapes(stack).side_effect(*_TRIAL_SHAPE)
 
 
 class _MovesWeightsError(Exception):
     """The stacked weights changed in a forward pass: rows that only fill up would move."""
+
+
+class _SideEffectError(InvalidValueError):
+    """A forward pass of many clients leaves something behind that would reach the next."""
 
 
 def _generator_states() -> str:
@@ -310,6 +315,26 @@ class ProgramShapes:
             self._prints[key] = self._compute(*key)
         return self._prints[key]
 
+    def side_effect(self, rows: int, columns: int) -> str | None:
+        """Return what a forward pass in this shape leaves behind, None where it is nothing."""
+        try:
+            self._print(rows, columns, rows, columns, columns)
+        except _SideEffectError as error:
+            return str(error)
+        return None
+
+    def _refuse_side_effects(
+        self, leaves: list[torch.Tensor], states: str, values: list[torch.Tensor]
+    ) -> None:
+        """Refuse a forward pass that leaves something behind in a program of this shape."""
+        what = ", ".join(self._stack.state.moved())
+        if _generator_states() != states:
+            what = "the generators of Python or NumPy"
+        if not all(torch.equal(a, b) for a, b in zip(leaves, values, strict=True)):
+            what = "its own weights"
+        if what:
+            raise _SideEffectError(f"a forward pass changes {what}")
+
     def _compute(
         self, count: int, width: int, rows: int, columns: int, longest: int, turned: bool
     ) -> torch.Tensor:
@@ -324,7 +349,7 @@ class ProgramShapes:
         inputs = inputs.view(rows, columns, *like.shape[1:])
         targets = stack.public.targets.new_zeros(rows, columns, *stack.public.targets.shape[1:])
         weights = [
-            tensor + 0.05 * torch.randn(tensor.shape, generator=random).to(tensor)
+            tensor + torch.randn(tensor.shape, generator=random).to(tensor)
             for tensor in stack.spread(stack.flat.vector, rows)
         ]
         bits = stack.trial_bits(rows, columns)
@@ -336,7 +361,9 @@ class ProgramShapes:
         )
         stack.reset()
         with seeded_layers(device, 0):  # a trial must not use up what training draws
+            before = _generator_states(), [leaf.detach().clone() for leaf in leaves]
             losses = stack.losses(leaves, batch)
+            self._refuse_side_effects(leaves, *before)
         losses = losses * shares.to(device)[order, :width]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         return fingerprint([losses.detach().sum(1), *(g for g in gradients if g is not None)])

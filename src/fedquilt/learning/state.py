@@ -13,13 +13,16 @@ import contextlib
 import copy
 import functools
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import (
     BuiltinFunctionType,
     CellType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -81,17 +84,27 @@ class ModuleState:
 
     def _take(self, value: Any, name: str) -> None:
         """Save a value, and everything that is reachable from it."""
-        if isinstance(value, _FIXED) or id(value) in self._known:
+        if type(value) in _FIXED or id(value) in self._known:
             return
         self._known[id(value)] = value  # kept alive, so that its id stays its own
+        if not isinstance(value, type):
+            self._take_slots(value, name)
         if isinstance(value, torch.Tensor):
+            self._parts.append(_hooks(name, value))
             if id(value) not in self._written:
                 self._parts.append(_tensor(name, value))
             self._take(value.__dict__, name)
+        elif isinstance(value, _FIXED):
+            self._take(getattr(value, "__dict__", None), name)  # a subclass may hold more
         elif isinstance(value, np.ndarray):
             self._parts.append(_array(name, value))
+            if value.dtype == object:
+                self._take(value.tolist(), name)
         elif isinstance(value, _CONTAINERS):
             self._take_container(value, name)
+            self._take(getattr(value, "__dict__", None), name)
+        elif hasattr(value, "cache_clear"):
+            self._parts.append(_Part(value.cache_clear, list))
         elif isinstance(value, MethodType):
             self._take(value.__self__, name)
         elif isinstance(value, functools.partial):
@@ -112,10 +125,21 @@ class ModuleState:
             self._parts.append(_sequence(name, value))
         elif isinstance(value, set):
             self._parts.append(_set(name, value))
+            self.opaque += [_below(name, key) for key, item in items if _is_opaque(item)]
         else:  # what stands in a tuple cannot be exchanged
             self.opaque += [_below(name, key) for key, item in items if _is_opaque(item)]
         for key, item in items:
+            self._take(key, name)
             self._take(item, _below(name, key))
+
+    def _take_slots(self, value: Any, name: str) -> None:
+        """Take what an object keeps in slots."""
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else tuple(slots):
+                if key not in ("__dict__", "__weakref__") and _is_own(kind) and hasattr(value, key):
+                    self._parts.append(_attribute(name, value, key))
+                    self._take(getattr(value, key), _below(name, key))
 
     def _take_function(self, function: FunctionType, name: str) -> None:
         """Save what a function refers to: its closure and its defaults."""
@@ -126,13 +150,15 @@ class ModuleState:
         self._take((function.__defaults__, function.__kwdefaults__, function.__dict__), name)
 
     def _take_class(self, kind: type, name: str) -> None:
-        """Save the attributes of a user's own class of modules."""
-        if not issubclass(kind, nn.Module) or kind.__module__.split(".")[0] == "torch":
+        """Save the attributes of a user's own class."""
+        if not _is_own(kind):
             return
         own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
         self._parts.append(_class(name, kind, own))
         for key, item in own.items():
-            if not isinstance(item, FunctionType | property | classmethod | staticmethod):
+            if isinstance(item, classmethod | staticmethod):
+                item = item.__func__
+            if not isinstance(item, property | MemberDescriptorType | GetSetDescriptorType):
                 self._take(item, _below(name, key))
 
     def _take_object(self, value: Any, name: str) -> None:
@@ -143,16 +169,25 @@ class ModuleState:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._take(attributes, name)
-        if isinstance(value, nn.Module):
-            for kind in type(value).__mro__:
-                self._take(kind, name)
+        for kind in type(value).__mro__:
+            self._take(kind, name)
 
 
 def _is_opaque(value: Any) -> bool:
     """Tell whether a value may have a state that cannot be seen: an iterator, for example."""
-    if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)):
+    if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)) or hasattr(value, "cache_clear"):
         return False
-    return not isinstance(getattr(value, "__dict__", None), dict) and not _draws(value)
+    if _draws(value):
+        return False
+    # A type that is not made in Python may keep a state behind its attributes.
+    made_in_python = all(k.__flags__ & _HEAP_TYPE for k in type(value).__mro__[:-1])
+    return not made_in_python or not isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _is_own(kind: type) -> bool:
+    """Tell whether a class is neither Python's, nor torch's or NumPy's."""
+    home = kind.__module__.split(".")[0]
+    return home not in ("torch", "numpy") and home not in sys.stdlib_module_names - {"__main__"}
 
 
 def _below(name: str, key: object) -> str:
@@ -180,6 +215,36 @@ def _tensor(name: str, tensor: torch.Tensor) -> _Part:
             tensor.requires_grad_(wants_gradient)
 
     return _Part(restore, moved)
+
+
+def _hooks(name: str, tensor: torch.Tensor) -> _Part:
+    """Return the part of a tensor's hooks and of its gradient, which no dictionary shows."""
+    hooks = tensor._backward_hooks
+    saved = None if hooks is None else dict(hooks)
+    wanted = tensor.grad
+
+    def restore() -> None:
+        if tensor.is_leaf and tensor.grad is not wanted:
+            tensor.grad = wanted
+        now = tensor._backward_hooks
+        if now is not None and saved is None:
+            now.clear()
+        elif now is not None and saved is not None and dict(now) != saved:
+            now.clear()
+            now.update(saved)
+
+    return _Part(restore, list)
+
+
+def _attribute(name: str, value: Any, key: str) -> _Part:
+    saved = getattr(value, key)
+
+    def restore() -> None:
+        with contextlib.suppress(AttributeError):  # frozen ones cannot have moved
+            setattr(value, key, saved)
+
+    moved = [_below(name, key)]
+    return _Part(restore, lambda: [] if getattr(value, key, _ABSENT) is saved else moved)
 
 
 def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -247,9 +312,10 @@ def _sequence(name: str, items: Any) -> _Part:
 
 def _cell(name: str, cell: CellType) -> _Part:
     saved = cell.cell_contents
+    hidden = copy.deepcopy(saved) if _is_opaque(saved) else None
 
     def restore() -> None:
-        cell.cell_contents = saved
+        cell.cell_contents = saved if hidden is None else copy.deepcopy(hidden)
 
     return _Part(restore, lambda: [] if cell.cell_contents is saved else [name])
 
@@ -258,12 +324,23 @@ def _class(name: str, kind: type, own: dict[str, Any]) -> _Part:
     def moved() -> list[str]:
         return [_below(name, k) for k, v in own.items() if vars(kind).get(k, _ABSENT) is not v]
 
+    hidden = {k: copy.deepcopy(v) for k, v in own.items() if _is_opaque(v) and _is_copied(v)}
+
     def restore() -> None:
+        for key in [k for k in vars(kind) if k not in own and not k.startswith("__")]:
+            delattr(kind, key)
         for key, value in own.items():
+            if key in hidden:
+                own[key] = value = copy.deepcopy(hidden[key])
             if vars(kind).get(key, _ABSENT) is not value:
                 setattr(kind, key, value)
 
     return _Part(restore, moved)
+
+
+def _is_copied(value: Any) -> bool:
+    """Tell whether an iterator or the like can be copied; descriptors of a class cannot."""
+    return hasattr(value, "__next__") or hasattr(value, "getvalue")
 
 
 def _set(name: str, items: set[Any]) -> _Part:
@@ -311,4 +388,5 @@ def _plain(state: Any) -> str:
 
 
 _ABSENT = object()
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _SET_BY_TRAIN = ("training",)  # `train()` and `eval()` set it before every use
