@@ -184,6 +184,17 @@ def _is_opaque(value: Any) -> bool:
     return not made_in_python or not isinstance(getattr(value, "__dict__", None), dict)
 
 
+def _is_hidden(value: Any) -> bool:
+    """Tell whether a value may have a state that only a copy of it keeps."""
+    if not _is_opaque(value):
+        return False
+    try:
+        copy.deepcopy(value)
+    except Exception:  # a lock, a file, a handle of another library: nothing to copy
+        return False
+    return True
+
+
 def _is_own(kind: type) -> bool:
     """Tell whether a class is neither Python's, nor torch's or NumPy's."""
     home = kind.__module__.split(".")[0]
@@ -267,7 +278,7 @@ def _array(name: str, array: NDArray[Any]) -> _Part:
 
 def _mapping(name: str, mapping: dict[Any, Any]) -> _Part:
     saved = dict(mapping)
-    hidden = {key: copy.deepcopy(item) for key, item in mapping.items() if _is_opaque(item)}
+    hidden = {key: copy.deepcopy(item) for key, item in mapping.items() if _is_hidden(item)}
 
     def moved() -> list[str]:
         keys = [*saved, *(key for key in mapping if key not in saved)]
@@ -293,7 +304,7 @@ def _mapping(name: str, mapping: dict[Any, Any]) -> _Part:
 
 def _sequence(name: str, items: Any) -> _Part:
     saved = list(items)
-    hidden = {place: copy.deepcopy(x) for place, x in enumerate(saved) if _is_opaque(x)}
+    hidden = {place: copy.deepcopy(x) for place, x in enumerate(saved) if _is_hidden(x)}
 
     def differs() -> bool:
         return len(items) != len(saved) or any(
@@ -312,7 +323,7 @@ def _sequence(name: str, items: Any) -> _Part:
 
 def _cell(name: str, cell: CellType) -> _Part:
     saved = cell.cell_contents
-    hidden = copy.deepcopy(saved) if _is_opaque(saved) else None
+    hidden = copy.deepcopy(saved) if _is_hidden(saved) else None
 
     def restore() -> None:
         cell.cell_contents = saved if hidden is None else copy.deepcopy(hidden)
@@ -324,7 +335,7 @@ def _class(name: str, kind: type, own: dict[str, Any]) -> _Part:
     def moved() -> list[str]:
         return [_below(name, k) for k, v in own.items() if vars(kind).get(k, _ABSENT) is not v]
 
-    hidden = {k: copy.deepcopy(v) for k, v in own.items() if _is_opaque(v) and _is_copied(v)}
+    hidden = {k: copy.deepcopy(v) for k, v in own.items() if _is_hidden(v) and _is_copied(v)}
 
     def restore() -> None:
         for key in [k for k in vars(kind) if k not in own and not k.startswith("__")]:
