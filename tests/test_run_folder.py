@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import tomllib
@@ -212,6 +213,77 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
         with pytest.raises(RunFolderError, match="run folder") as caught:
             resume_run(tmp_path / place)
         assert str(tmp_path) in str(caught.value)
+
+
+FILES = [
+    *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "private.jsonl", ".lock"),
+    *("ledger.json", "result.json", "condensed.safetensors", "baselines.json"),
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_in_the_folder_is_not_followed(half_run: Path, tmp_path: Path, name: str) -> None:
+    victim, own = tmp_path / "victim", half_run / name
+    victim.write_bytes(own.read_bytes() if own.exists() else b"")
+    own.unlink(missing_ok=True)
+    own.symlink_to(victim)
+    before = victim.read_bytes()
+    refused(half_run, f"{re.escape(name)}' must be a regular file; it is a symbolic link")
+    assert victim.read_bytes() == before
+    assert own.is_symlink()
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "config.toml"])
+def test_a_pipe_in_the_folder_is_not_waited_for(half_run: Path, name: str) -> None:
+    (half_run / name).unlink(missing_ok=True)
+    os.mkfifo(half_run / name)
+    refused(half_run, f"{re.escape(name)}' must be a regular file; it is a pipe")
+
+
+def test_what_becomes_a_link_later_is_not_followed(half_run: Path, tmp_path: Path) -> None:
+    folder = RunFolder.open(half_run)
+    victim = tmp_path / "victim"
+    for name in ("rounds.jsonl", "result.json", "checkpoint.safetensors", "config.toml"):
+        (half_run / name).unlink(missing_ok=True)
+        (half_run / name).symlink_to(victim)
+    for use in (
+        lambda: folder.append_round({"round": 2}),
+        lambda: folder.amend_round({"round": 1}),
+        lambda: folder.read_rounds(2),
+        folder.read_result,
+        folder.load_checkpoint,
+        folder.read_config,
+    ):
+        with pytest.raises(RunFolderError, match="must be a regular file; it is a symbolic link"):
+            use()
+    assert not victim.exists()
+
+
+def test_images_elsewhere_are_neither_deleted_nor_written(half_run: Path, tmp_path: Path) -> None:
+    folder, photos = RunFolder.open(half_run), tmp_path / "photos"
+    photos.mkdir()
+    for name in ("round_0005_holiday.jpg", ".x.tmp"):
+        (photos / name).write_text("mine")
+    (half_run / "synthetic").symlink_to(photos)
+    for use in (
+        lambda: folder.drop_images(1),
+        lambda: folder.room_for_synthetic(3),
+        lambda: RunFolder.open(half_run),
+    ):
+        with pytest.raises(RunFolderError, match="synthetic' must be a folder of its own"):
+            use()
+    assert contents(photos) == dict.fromkeys((".x.tmp", "round_0005_holiday.jpg"), b"mine")
+
+
+def test_a_pipe_among_the_images_is_refused(half_run: Path) -> None:
+    (half_run / "synthetic").mkdir()
+    os.mkfifo(half_run / "synthetic" / "round_0001.safetensors")
+    refused(half_run, "round_0001.safetensors' must be a regular file; it is a pipe")
+
+
+def test_the_folder_itself_may_be_reached_through_a_link(half_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").symlink_to(half_run)
+    assert resume_run(tmp_path / "elsewhere").result["rounds"] == 4
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

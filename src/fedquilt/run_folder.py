@@ -15,6 +15,10 @@
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
 checkpoint are dropped on resume, because those rounds run again.
+
+A run folder may come from a stranger.  The folder itself may be reached through a link, but
+what is in it must be its own: regular files and a real folder `synthetic`.  A link there would
+have a resumed run append to, or delete, files anywhere else.
 """
 
 from __future__ import annotations
@@ -41,6 +45,11 @@ if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
+
+_FILES = (
+    *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
+    *("ledger.json", "condensed.safetensors", "baselines.json", ".lock"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +95,21 @@ class RunFolder:
             raise RunFolderError(f"run folder {str(path)!r} must be a folder, which it is not")
         if not (folder.path / "config.toml").is_file():
             raise RunFolderError(f"run folder {str(path)!r} must hold a config.toml; it has none")
+        folder._check_own()
         return folder
+
+    def _check_own(self) -> None:
+        """Refuse a folder with links, pipes or devices in the place of its files."""
+        images = self._images()
+        for path in (*(self.path / name for name in _FILES), *images.glob("round_*")):
+            storage.check_regular(path)
+
+    def _images(self) -> Path:
+        """Return the folder of the images, which is in this one if it is there."""
+        path = self.path / "synthetic"
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise RunFolderError(f"{str(path)!r} must be a folder of its own, not a link or a file")
+        return path
 
     def acquire(self) -> None:
         """Lock the folder for this process; two processes must not write one run."""
@@ -107,6 +130,7 @@ class RunFolder:
 
     def read_config(self) -> RunConfig:
         """Return the configuration of the run."""
+        storage.check_regular(self.path / "config.toml")
         return build_config(file=self.path / "config.toml")
 
     def append_round(self, record: dict[str, Any], private: dict[str, Any] | None = None) -> None:
@@ -123,7 +147,7 @@ class RunFolder:
         """Replace the last line of rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
-        kept = path.read_bytes().splitlines(keepends=True)[:-1]
+        kept = storage.read_regular(path).splitlines(keepends=True)[:-1]
         storage.write_file(path, b"".join(kept) + line.encode() + b"\n")
 
     def synthetic_path(self, rounds: int | None = None) -> Path:
@@ -136,7 +160,8 @@ class RunFolder:
         """Return where the synthetic set goes, its folder made."""
         path = self.synthetic_path(rounds)
         with storage_errors(path):
-            path.parent.mkdir(exist_ok=True)
+            if rounds is not None:
+                self._images().mkdir(exist_ok=True)
         return path
 
     def drop_images(self, count: int) -> None:
@@ -144,7 +169,7 @@ class RunFolder:
 
         Those rounds run again; with new noise their images will be others.
         """
-        first, images = self.synthetic_path(count), self.synthetic_path(0).parent
+        first, images = self.synthetic_path(count), self._images()
         later = [path for path in images.glob("round_*") if path.stem > first.stem]
         with storage_errors(images):
             for path in later:
@@ -190,7 +215,8 @@ class RunFolder:
     def _keep_lines(self, name: str, count: int, mode: int = 0o666) -> list[bytes]:
         """Return the first `count` lines of a file and cut the file down to them."""
         path = self.path / name
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        storage.check_regular(path)  # also a link to nothing
+        lines = storage.read_regular(path).splitlines(keepends=True) if path.exists() else []
         if len(lines) > count:
             storage.write_file(path, b"".join(lines[:count]), mode)
         return lines[:count]
@@ -248,6 +274,7 @@ class RunFolder:
         import safetensors
 
         path = self.path / "checkpoint.safetensors"
+        storage.check_regular(path)  # the library opens it by its name
         if not path.exists():
             yield None
             return
@@ -300,6 +327,7 @@ class RunFolder:
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
+        storage.check_regular(path)
         if not path.exists():
             return None
         content = storage.read_json(path, RunFolderError)
@@ -308,7 +336,7 @@ class RunFolder:
 
     def _config_digest(self) -> str:
         """Return what ties a checkpoint to this run's configuration."""
-        return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
+        return hashlib.sha256(storage.read_regular(self.path / "config.toml")).hexdigest()
 
 
 def finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ from fedquilt.common.errors import DataError, RunFolderError, StorageError
 from fedquilt.common.storage import (
     append_line,
     lock_file,
+    open_regular,
     read_json,
     remove_leftovers,
     sync_file,
@@ -99,6 +100,25 @@ def test_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
     write_file(link, b"new")
     assert not link.is_symlink()
     assert (link.read_text(), (tmp_path / "precious").read_text()) == ("new", "precious")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a pipe"])
+def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path if kind == "pipe" else tmp_path / "pipe")
+        if kind != "pipe":
+            path.symlink_to("pipe")
+    for use in (lock_file, sync_file, lambda place: append_line(place, "line")):
+        with pytest.raises(RunFolderError, match=r"file' must be a regular file; it is a "):
+            use(path)
+    for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+        with pytest.raises(RunFolderError, match="must be a regular file"):
+            open_regular(path, flags)
+    with pytest.raises(DataError, match="must be a regular file"):
+        read_json(path)
 
 
 def test_lines_are_appended_and_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

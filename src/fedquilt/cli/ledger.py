@@ -1,4 +1,4 @@
-"""`fedquilt ledger show|export|verify`: what every client has given away."""
+"""`fedquilt ledger show|export|verify|backup|restore`: what every client has given away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fedquilt.cli.run import JSON
 from fedquilt.common.errors import InvalidValueError
 
 ledger = typer.Typer(
-    name="ledger", help="Look into a privacy ledger, copy it out, check it.", no_args_is_help=True
+    name="ledger",
+    help="Look into a privacy ledger, copy it out, check it, back it up.",
+    no_args_is_help=True,
 )
 LEDGER = typer.Argument(metavar="LEDGER", help="A ledger file, or the folder of a run.")
 POPULATION = typer.Option("--population", help="Only this population.")
@@ -106,6 +108,44 @@ def verify(
     else:
         print("\n".join(["NOT WHOLE", *report.problems]))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@ledger.command()
+def backup(
+    path: Annotated[str, LEDGER],
+    to: Annotated[str, typer.Argument(metavar="TO", help="The file to make.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="TO may be an older backup of this ledger.")
+    ] = False,
+) -> None:
+    """Copy a ledger, also while runs use it, and check the copy.
+
+    Copying the file alone may lose entries: the -journal beside it is part of the ledger.
+    """
+    with _open(path) as opened:
+        report = opened.backup(to, replace=replace)
+    print(f"backed up: {report.entries} entries, head {report.head}, to {to}")
+
+
+@ledger.command()
+def restore(
+    kept: Annotated[str, typer.Argument(metavar="BACKUP", help="A file that `backup` made.")],
+    path: Annotated[str, LEDGER],
+    runs: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN_FOLDER", help="A run whose kept head must be there."),
+    ] = None,
+) -> None:
+    """Check a backup and put it in the place of a ledger, unless that would forget charges.
+
+    A ledger that has entries which the backup lacks is left as it is. Where it is lost,
+    name the folders of the runs that used it: only they know whether the backup is too old.
+    """
+    heads = [head for folder in runs or [] for head in _kept_heads(folder)]
+    with _open(kept) as opened:
+        report = opened.backup(_ledger_file(Path(path)), replace=True, known_heads=heads)
+    found = f"{len(heads)} kept heads found"
+    print(f"restored: {report.entries} entries, {found}, head {report.head}, to {path}")
 
 
 def _open(path: str) -> Any:

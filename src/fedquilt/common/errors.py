@@ -41,6 +41,10 @@ class StorageError(FedquiltError, OSError):
     """A file could not be written: full disk, missing rights, gone folder."""
 
 
+class IrregularFileError(StorageError, RunFolderError):
+    """A link, pipe, folder or device lies where a regular file must be."""
+
+
 class RunInterrupted(KeyboardInterrupt):
     """A run was stopped by Ctrl-C; `folder` can be resumed (None: nothing was kept)."""
 

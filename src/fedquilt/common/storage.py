@@ -1,4 +1,7 @@
-"""Files that survive a crash: one writer, one appender, one lock, one reader of JSON.
+"""Files that survive a crash: one opener, one writer, one appender, one lock, one reader of JSON.
+
+`open_regular` opens a file for what it is: a folder that somebody else has packed may hold a
+link to any file of its reader, or a pipe that nobody ever writes to.
 
 `write_file` replaces a file whole or leaves the old one: the bytes go to a temporary
 file in the same folder and to the disk, then the name is moved, then the folder goes to
@@ -14,11 +17,12 @@ import io
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.errors import DataError, FedquiltError, StorageError
+from fedquilt.common.errors import DataError, FedquiltError, IrregularFileError, StorageError
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -38,6 +42,50 @@ def storage_errors(path: object) -> Iterator[None]:
     except OSError as error:
         cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
         raise StorageError(f"cannot write {str(path)!r}: {cause}") from error
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is there and is no regular file; a file that is not there is fine."""
+    try:
+        found = path.lstat().st_mode
+    except OSError:  # whoever opens it says what is wrong
+        return
+    if not stat.S_ISREG(found):
+        raise _irregular(path, found)
+
+
+def _irregular(path: Path, mode: int) -> IrregularFileError:
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
+    what = kinds.get(stat.S_IFMT(mode), "a device or a socket")
+    return IrregularFileError(f"{str(path)!r} must be a regular file; it is {what}")
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file and nothing else: no link is followed, no pipe is waited for.
+
+    Raises
+    ------
+    IrregularFileError
+        It is a link, a pipe, a folder or a device.
+    OSError
+        It cannot be opened.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError:
+        check_regular(path)  # says it better
+        raise
+    found = os.fstat(handle).st_mode
+    if not stat.S_ISREG(found):
+        os.close(handle)
+        raise _irregular(path, found)
+    return handle
+
+
+def read_regular(path: Path) -> bytes:
+    """Return all of a regular file; see `open_regular`."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as stream:
+        return stream.read()
 
 
 def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool = False) -> None:
@@ -79,14 +127,18 @@ def append_line(path: Path, line: str, mode: int = 0o666) -> None:
     The line survives the death of the process when this returns, and a power cut after
     `sync_file`: many lines are worth one wait for the disk.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-    with storage_errors(path), open(os.open(path, flags, mode), "ab") as stream:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with storage_errors(path), open(open_regular(path, flags, mode), "ab") as stream:
         stream.write(line.encode() + b"\n")
 
 
 def sync_file(path: Path) -> None:
     """Make what was appended to a file durable; a file that is not there has nothing."""
-    with storage_errors(path), contextlib.suppress(FileNotFoundError), open(path, "rb+") as stream:
+    with (
+        storage_errors(path),
+        contextlib.suppress(FileNotFoundError),
+        open(open_regular(path, os.O_RDWR), "rb+") as stream,
+    ):
         os.fsync(stream.fileno())
 
 
@@ -111,7 +163,8 @@ def remove_leftovers(folder: Path) -> None:
 def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
     """Open a file and lock it for this process; closing it unlocks it.
 
-    The file is made where there is none, and its content stays as it is.
+    The file is made where there is none, and its content stays as it is.  Only a regular
+    file is locked (`open_regular`).
 
     Raises
     ------
@@ -122,7 +175,7 @@ def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
     """
     import fcntl  # posix only
 
-    held = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode), "r+")
+    held = io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT, mode), "r+")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
@@ -134,7 +187,7 @@ def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
 def read_json(path: Path, error: type[FedquiltError] = DataError) -> dict[str, Any]:
     """Return the JSON object in a file, or raise `error` with the name of the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError) as cause:
         raise error(f"{path} must be a JSON object: {cause}") from cause
     if not isinstance(content, dict):

@@ -130,6 +130,13 @@ def _fill(draft: Path, first: Entry) -> None:
         connection.execute("COMMIT")
 
 
+def copy_content(source: sqlite3.Connection, path: Path) -> None:
+    """Copy what an open ledger holds into the empty file at `path`, durably."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        _make_durable(connection)
+        source.backup(connection)
+
+
 def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connection:
     """Open the ledger at `path`, or say why it cannot be used; nothing is ever created.
 

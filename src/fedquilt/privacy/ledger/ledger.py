@@ -1,4 +1,4 @@
-"""The ledger: open, populations, verify, export.
+"""The ledger: open, populations, verify, export, backup.
 
 An export is a dictionary for JSON or rows for CSV.  Infinity is written as the text
 "inf", which every reader of JSON accepts.
@@ -19,6 +19,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
+from fedquilt.privacy.ledger.backup import copy_ledger
 from fedquilt.privacy.ledger.balances import Balances, ClientRow
 from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.errors import LedgerConflictError
@@ -243,6 +244,27 @@ class Ledger:
         """
         with self._store.reading():
             return verify.missing_heads(self._store, heads)
+
+    def backup(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        known_heads: Iterable[str] = (),
+    ) -> verify.VerifyReport:
+        """Copy the ledger to `path`, also while runs go on, and check the copy.
+
+        Restoring is the same from the backup to the place of the ledger.
+
+        Parameters
+        ----------
+        replace
+            Whether a ledger may be at `path`.  One that has entries which this one lacks is
+            never replaced.
+        known_heads
+            Heads that the copy must have, as in `verify`.
+        """
+        return copy_ledger(self._store, Path(path), replace=replace, known_heads=known_heads)
 
     def verify(self, known_heads: Iterable[str] = ()) -> verify.VerifyReport:
         """Recompute the chain and all balances; see `VerifyReport`."""

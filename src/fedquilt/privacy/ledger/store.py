@@ -195,6 +195,7 @@ class Store:
         with files.translated(self.path):
             self._connection.execute(begin)
             try:
+                self._check_usable()  # again: who held the lock may have replaced the file
                 yield
                 self._close_cursors()
                 self._connection.execute("COMMIT")
@@ -236,6 +237,14 @@ class Store:
         with contextlib.closing(self._connection.execute(sql, values)) as cursor:
             row: tuple[Any, ...] | None = cursor.fetchone()
             return row
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the ledger as it is now into the empty file at `path`; others may go on."""
+        if self._writes:
+            raise LedgerError(f"ledger {self.path} cannot be copied in the middle of a transaction")
+        with self.reading():
+            self.head()  # takes the lock, so that SQLite's copy does not have to wait for it
+            files.copy_content(self._connection, path)
 
     def execute(self, sql: str, *values: object) -> None:
         """Change something; call it inside `writing`."""
