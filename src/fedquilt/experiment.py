@@ -145,13 +145,14 @@ class Experiment:
             self._keep(0)
             return None
         done, line = len(self.lines), self.lines[-1]
-        stopped = self._reason_to_stop(line)
+        last = done == self.config.num_rounds
+        stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
         if "test_accuracy" not in line and (stopped or self._evaluates(done)):
             line |= self._evaluate_and_keep(done)
             if self.folder is not None:
                 self.folder.amend_round(line)
-            return self._reason_to_stop(line)
+            return None if last else self._reason_to_stop(line)
         if "test_accuracy" in line:
             self._bring_up_to_date()  # its checkpoint may be older than its line
         return stopped
@@ -228,6 +229,8 @@ class Experiment:
 
     def _reason_to_stop(self, line: dict[str, Any]) -> str | None:
         """Return why no round should follow the one of this line, None when one should."""
+        if self._is_dead():
+            return "the model is not finite any more"
         if self._reached_target(line):
             return "the validation accuracy reached the target"
         account = self.federation.account
@@ -236,6 +239,14 @@ class Experiment:
             if not self.federation.mechanism.has_allowance(remaining).any():
                 return "no client has allowance left for another round"
         return None
+
+    def _is_dead(self) -> bool:
+        """Tell whether the released model is NaN or infinite: no round could mend it.
+
+        The released model is public, so this costs no privacy; further rounds would.
+        Where clients do not train the model, they do not depend on it either.
+        """
+        return self.method.clients_train and not bool(self.federation.weights.isfinite().all())
 
     def _reached_target(self, line: dict[str, Any]) -> bool:
         """Tell whether early stopping is on and the validation accuracy is at the target."""
@@ -287,6 +298,9 @@ class Experiment:
         counts = federation.tracker.participation_count
         epsilons = None if account is None else account.epsilons()
         statement = federation.mechanism.statement(counts, epsilons)
+        if not federation.mechanism.is_bounded:
+            notes = (*statement.notes, *_refusal_notes(self.lines))
+            statement = dataclasses.replace(statement, notes=notes)
         result = build_result(self.config, self.lines, statement, counts)
         result["stopped"] = stopped
         result["metadata"] |= self.subject.metadata()
@@ -320,6 +334,17 @@ class Experiment:
         statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
         result["statement"] = statement.as_json()
         return statement
+
+
+def _refusal_notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say in how many rounds every client was left out; for modes that claim nothing.
+
+    Who sent what is no secret there.
+    """
+    lost = sum(0 < len(line["cohort"]) == len(line.get("non_finite", ())) for line in lines)
+    if not lost:
+        return []
+    return [f"every update was NaN or infinity and left out in {lost} of {len(lines)} rounds"]
 
 
 def run(

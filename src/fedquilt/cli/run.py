@@ -127,6 +127,8 @@ def _print(finished: RunResult) -> None:
             method=finished.result["mode"],
         )
     )
+    if finished.result.get("stopped"):
+        print(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
     if "slices" in finished.result:
         print(f"\n{slices_table(finished.result['slices'])}")
     if "ledger" in finished.result:
