@@ -67,7 +67,7 @@ def test_a_run_that_refused_every_update_says_so(
 ) -> None:
     changes: dict[str, Any] = {
         "learning_rate": 1e30,
-        "fedprox_mu": 1e20,
+        "fedprox_mu": 1.0,
         "noise_seed": None,
         "num_rounds": 2,
     }
