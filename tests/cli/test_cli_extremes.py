@@ -12,6 +12,7 @@ from run_samples import flags
 
 Cli = Callable[..., Any]
 LONG = "x" * 300
+CERTIFIED = [*flags(mode="certified", noise_seed=None), "--quiet"]
 
 
 def assert_refused(said: Any, *words: str) -> None:
@@ -42,8 +43,8 @@ def test_noise_over_more_rounds_than_memory_holds(cli: Cli, here: Path) -> None:
     [
         ["run", *flags(), "--quiet", "--output-dir", LONG],
         ["compare", *flags(), "--modes", "quap_fl", "--seeds", "0", "--output-dir", LONG],
-        ["run", *flags(mode="certified", noise_seed=None), "--quiet", "--ledger", LONG],
-        ["run", *flags(mode="certified", noise_seed=None), "--ledger=a", "--population", LONG],
+        ["run", *CERTIFIED, "--ledger", LONG],
+        ["run", *CERTIFIED, "--ledger=a", "--population", LONG],
         ["run", "--resume", LONG, "--quiet"],
         ["condense", "--resume", LONG],
         ["ledger", "show", LONG],
