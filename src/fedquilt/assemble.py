@@ -40,7 +40,7 @@ from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
-from fedquilt.data import ImageDataset, as_dataset, load_dataset, split_clients
+from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
@@ -192,6 +192,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     Returns the configuration with what was left open (number of clients,
     target accuracy) filled in.
     """
+    check_data_dir(config.data_dir)
     train, test = load_dataset(
         config.dataset, config.data_dir, download=not config.no_download, progress=progress
     )

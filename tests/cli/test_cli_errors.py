@@ -262,6 +262,16 @@ def test_an_empty_data_folder(cli: Cli, here: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["data"]
 
 
+@pytest.mark.parametrize("command", ["run", "compare", "condense"])
+def test_a_data_folder_that_is_not_there(cli: Cli, here: Path, command: str) -> None:
+    (here / "data").mkdir()
+    for named in ("nonesuch", "data:nonesuch"):
+        said = cli(command, "--dataset", "digits", "--data-dir", named, "--num-rounds", 1)
+        assert said.code == 2
+        assert "error: data_dir='nonesuch' must be a folder that exists" in said.words
+    assert [path.name for path in here.iterdir()] == ["data"]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_truncated_idx_file(cli: Cli, here: Path, packed: bool) -> None:
     folder = here / "data" / "mnist"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -69,3 +70,11 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        # Any path a user types may be longer than the file system takes.
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(
+            f"error: {error.filename!r} must be a shorter name: {error.strerror}", file=sys.stderr
+        )
+        sys.exit(2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import interruptible, watch
+from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
@@ -70,13 +70,16 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
 
     runs = [one.result for one in finished]
     rows = comparison_table(runs)
-    figure = plot_comparison(runs, str(folder / "comparison.png"))
-    record = {"runs": [one.summary() for one in finished], "table": rows, "figure": str(figure)}
+    figure = None
+    with drawing("comparison.png"):
+        figure = str(plot_comparison(runs, str(folder / "comparison.png")))
+    record = {"runs": [one.summary() for one in finished], "table": rows, "figure": figure}
     if as_json:
         print(json.dumps(finite(record), allow_nan=False))
         return
     print(render_comparison(rows))
-    print(f"\nfigure: {figure}")
+    if figure is not None:
+        print(f"\nfigure: {figure}")
 
 
 def _modes(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import interruptible, watch
+from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
@@ -60,12 +60,14 @@ def condense(
             RunFolder(folder).write_baselines({}, names)
 
     with interruptible("condense") as kept:
-        with watch(_label(wanted), shown, tracker, draw_one, remember) as observer:
+        with watch(_label(wanted), shown, tracker, _draw_on_the_way, remember) as observer:
             finished = (
                 run_config(wanted, observer) if resume is None else resume_run(resume, observer)
             )
         kept.folder = finished.folder
-        pictures = draw_pictures(finished)
+        pictures: list[Path] = []
+        with drawing("the pictures"):
+            pictures = draw_pictures(finished)
         rows = [condensation_row(finished)]
         for name in names:
             with watch(f"{wanted.dataset} {name}", shown) as observer:
@@ -137,6 +139,12 @@ def draw_one(path: Path) -> None:
     )
 
 
+def _draw_on_the_way(path: Path) -> None:
+    """Draw the images of one file; a run goes on without."""
+    with drawing(path.with_suffix(".png").name):
+        draw_one(path)
+
+
 def draw_pictures(finished: RunResult) -> list[Path]:
     """Draw what is missing: a grid for each evaluation and the final set, strip, animation."""
     from fedquilt.data import condensed_info, load_condensed
@@ -180,6 +188,7 @@ def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]
     print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
     if finished.folder is not None:
         print(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
-        print(f"pictures  {', '.join(path.name for path in pictures)}")
+        if pictures:
+            print(f"pictures  {', '.join(path.name for path in pictures)}")
         print(f"\n{finished.folder}")
     sys.stdout.flush()

@@ -44,12 +44,19 @@ def plan(
 ) -> None:
     """Say what a bound for every client takes, and what to change first if it is hopeless."""
     from fedquilt.common import checks
+    from fedquilt.common.errors import InvalidValueError
     from fedquilt.config.choices import ADJACENCIES
     from fedquilt.privacy import feasibility as planning
 
     checks.choice("adjacency", adjacency, ADJACENCIES)
     size = parse_count(clients_per_round)
     cohort = size * num_clients if isinstance(size, float) else size
+    if 0 < cohort * num_rounds < 1:
+        raise InvalidValueError(
+            f"clients_per_round={clients_per_round} must let at least one client join in "
+            f"num_rounds={num_rounds} rounds of num_clients={num_clients}, "
+            f"not {cohort * num_rounds:.3g}"
+        )
     made = planning.plan(
         population=num_clients,
         rounds=num_rounds,

@@ -42,6 +42,18 @@ def interruptible(command: str = "run") -> Iterator[RunPointer]:
         raise typer.Exit(130) from None
 
 
+@contextmanager
+def drawing(what: str) -> Iterator[None]:
+    """Let a command go on without a figure that cannot be written, and say why.
+
+    The run is finished and paid for: what may be claimed is worth more than a picture.
+    """
+    try:
+        yield
+    except OSError as error:  # StorageError is one
+        print(f"warning: {what} could not be drawn: {error}", file=sys.stderr)
+
+
 class Watcher(Observer):
     """An observer of one run.
 

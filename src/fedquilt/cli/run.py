@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import interruptible, watch
+from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
 
@@ -42,7 +42,8 @@ def run(
     with interruptible() as kept:
         finished = _run(settings, config, preset, resume, shown, tracker)
         kept.folder = finished.folder
-        draw_history(finished)
+        with drawing("training.png"):
+            draw_history(finished)
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))
     else:

@@ -379,6 +379,7 @@ _CEILINGS: dict[str, float] = {
     "epsilon": 1e4,
     "allowance": 1e4,
     "server_lr": 1e300,
+    "noise_bands": 10_000,
 }
 
 

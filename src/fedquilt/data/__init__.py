@@ -19,7 +19,13 @@ from fedquilt.data.clients import (
 )
 from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
 from fedquilt.data.dataset import ImageDataset, as_dataset
-from fedquilt.data.files import DatasetStatus, FileStatus, data_folders, dataset_status
+from fedquilt.data.files import (
+    DatasetStatus,
+    FileStatus,
+    check_data_dir,
+    data_folders,
+    dataset_status,
+)
 from fedquilt.data.load import load_dataset
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
 from fedquilt.data.split import SPLITS, dirichlet_split, split_clients
@@ -35,6 +41,7 @@ __all__ = [
     "ImageDataset",
     "analyze_data_distribution",
     "as_dataset",
+    "check_data_dir",
     "condensed_info",
     "create_client_dataloaders",
     "data_folders",

@@ -144,6 +144,16 @@ def data_folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     return _unique([*named, *environment])
 
 
+def check_data_dir(data_dir: str | None) -> None:
+    """Refuse a named data folder that is not there: a typing error must not load other data."""
+    for folder in _split(data_dir or ""):
+        if not os.path.exists(folder):
+            raise InvalidValueError(
+                f"data_dir={str(folder)!r} must be a folder that exists; "
+                "make it first to download into it"
+            )
+
+
 def find_file(folder: str, spec: FileSpec, folders: Sequence[Path]) -> Path | None:
     """Return the first `folders[i]/folder/name` that exists, or None."""
     for root in folders:
