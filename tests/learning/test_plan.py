@@ -162,6 +162,11 @@ def test_the_papers_networks_have_plans(
         assert torch.equal(weights.to_model(weights.to_plan(tensor)).reshape(tensor.shape), tensor)
 
 
+def image_net(*layers: nn.Module) -> nn.Module:
+    """These layers and a head; only looked at, so the head's size does not matter."""
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 5))
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,12 +189,12 @@ class Hooked(nn.Linear):
         (nn.Sequential(Hooked(7, 5)), (7,), "standard layer|does not follow"),
         (nn.Sequential(nn.Linear(7, 5), nn.Softmax(1)), (7,), "Softmax"),
         (nn.Sequential(nn.Linear(7, 5), nn.ReLU()), (7,), "does not end in a linear layer"),
-        (nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.Flatten(), nn.Linear(36, 5)), (1, 8, 8), "stride 1"),
-        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 5)), (1, 8, 8), "2 x 2"),
-        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 5)), (1, 8, 8), "GroupNorm"),
+        (image_net(nn.Conv2d(1, 4, 3, stride=2)), (1, 8, 8), "stride 1"),
+        (image_net(nn.Conv2d(1, 4, 3), nn.MaxPool2d(3)), (1, 8, 8), "2 x 2"),
+        (image_net(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)), (1, 8, 8), "GroupNorm"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], reason: str) -> None:
     with pytest.raises(NoPlanError, match=reason):
         make_plan(model.train(), torch.zeros(2, *shape))
