@@ -147,7 +147,8 @@ class Problem:
     """Data on the device, the samples of each client, and the initial model.
 
     `model_width` is the width of this model as a share of the one that was asked for:
-    below 1 when a run trains the smallest slice only.
+    below 1 when a run trains the smallest slice only.  `lends_memory`: it is used for one run,
+    whose engine may train in the memory of `flat`.
     """
 
     task: Task
@@ -161,6 +162,7 @@ class Problem:
     front: nn.Module | None = None
     model_width: str = "1"
     own: Own = Own()
+    lends_memory: bool = False
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -274,7 +276,14 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 def build_method(config: RunConfig, problem: Problem) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
-    parts = MethodParts(config, problem.flat, task, problem.num_classes, problem.selector.secret)
+    parts = MethodParts(
+        config,
+        problem.flat,
+        task,
+        problem.num_classes,
+        problem.selector.secret,
+        lends_memory=problem.lends_memory,
+    )
     if own.engine is not None:
         engine = own.engine(parts) if callable(own.engine) else own.engine
         parts = dataclasses.replace(parts, engine=engine)
@@ -388,7 +397,7 @@ def _assemble(
         task=Task(inputs, targets, clients),
         test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=FlatModel(model, sample),
+        flat=FlatModel(model, sample, adopt=True),
         num_classes=num_classes or 0,
         model_width=model_width,
         selector=build_selector(config, len(clients)),

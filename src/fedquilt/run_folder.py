@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.common import storage
 from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.common.storage import storage_errors
+from fedquilt.common.tensors import as_safetensors
 from fedquilt.config import RunConfig, build_config, write_config_file
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
@@ -230,11 +231,13 @@ class RunFolder:
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds."""
         import numpy as np
-        import safetensors.torch
         import torch
 
-        tensors = {f"model/{name}": _portable(tensor) for name, tensor in model.items()}
-        tensors |= {f"state/{key}": torch.from_numpy(np.array(v)) for key, v in state.items()}
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        tensors |= {
+            f"state/{key}": torch.from_numpy(np.require(v, requirements="W"))
+            for key, v in state.items()
+        }
         metadata = {
             "schema_version": str(SCHEMA_VERSION),
             "rounds": str(rounds),
@@ -242,8 +245,7 @@ class RunFolder:
             "config": self._config_digest(),
         }
         storage.sync_file(self.path / "rounds.jsonl")
-        content = safetensors.torch.save(tensors, metadata)
-        storage.write_file(self.path / "checkpoint.safetensors", content)
+        storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
 
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet."""
@@ -362,13 +364,6 @@ def _json_line(line: bytes, path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
     return record
-
-
-def _portable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
-    import torch
-
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def make_fresh(parent: Path, stem: str) -> Path:

@@ -185,4 +185,4 @@ class RunAccount:
 
 
 def _digest(release: torch.Tensor) -> str:
-    return hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(release.cpu().contiguous().numpy().data).hexdigest()
