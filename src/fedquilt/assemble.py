@@ -41,6 +41,7 @@ from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
+from fedquilt.data.holdings import Holdings
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
@@ -121,8 +122,9 @@ def _digest(ids: tuple[str, ...] | None, parts: Parts) -> str:
     digest = hashlib.sha256()
     for value in ids or ():
         digest.update(len(value.encode()).to_bytes(8, "big") + value.encode())
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part.astype("<i8").tobytes())
+    held = parts if isinstance(parts, Holdings) else Holdings(parts)
+    for content in held.as_bytes():
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -212,7 +214,8 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         classes_per_client=config.classes_per_client,
         groups=groups,
     )
-    clients = [pool[part] for part in parts]
+    clients = Holdings(pool[part] for part in parts)
+    del parts
     people = None
     if config.partition == "writer" and train.groups is not None:
         people = [int(train.groups[part[0]]) for part in clients]
@@ -370,7 +373,7 @@ def _assemble(
     model: nn.Module,
     train: ImageDataset,
     test: ImageDataset,
-    clients: list[NDArray[np.int64]],
+    clients: Parts,
     roster: Roster,
     held_out: NDArray[np.int64],
     num_classes: int | None,
@@ -440,24 +443,8 @@ def _check_outputs(problem: Problem) -> int:
     return scores
 
 
-def _checked_clients(
-    clients: Sequence[Sequence[int] | NDArray[Any]], size: int
-) -> list[NDArray[np.int64]]:
-    """Return the index lists as arrays; samples that are not in the data are an error."""
+def _checked_clients(clients: Sequence[Sequence[int] | NDArray[Any]], size: int) -> Holdings:
+    """Return who holds which samples; samples that are not in the data are an error."""
     if len(clients) == 0:
         raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
-    parts = []
-    for client, indices in enumerate(clients):
-        part = np.asarray(indices)
-        if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
-            raise InvalidValueError(f"clients[{client}] must be a list of sample numbers")
-        if part.size == 0:  # a client without data is a client: it joins and sends zero
-            parts.append(np.zeros(0, dtype=np.int64))
-            continue
-        if part.min() < 0 or part.max() >= size:
-            raise InvalidValueError(
-                f"clients[{client}] must hold numbers >= 0 and < {size}, the size of the data; "
-                f"it holds {int(part.min())} to {int(part.max())}"
-            )
-        parts.append(part.astype(np.int64))
-    return parts
+    return Holdings(clients, size)

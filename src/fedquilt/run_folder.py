@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import shutil
@@ -295,8 +296,8 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **finite(result)}, indent=1)
-        storage.write_file(self.path / "result.json", text.encode())
+        content = {"schema_version": SCHEMA_VERSION, **finite(result)}
+        storage.write_file(self.path / "result.json", _json_parts(content))
 
     def write_baselines(self, rows: dict[str, Any], wanted: list[str] | None = None) -> None:
         """Write baselines.json: what stands beside a condensation, by name.
@@ -341,6 +342,13 @@ class RunFolder:
         return hashlib.sha256(storage.read_regular(self.path / "config.toml")).hexdigest()
 
 
+def _json_parts(content: dict[str, Any]) -> Iterator[bytes]:
+    """Yield a JSON object with indents, in parts: a list of a million clients makes many."""
+    texts = json.JSONEncoder(indent=1).iterencode(content)
+    while part := "".join(itertools.islice(texts, 1 << 14)):
+        yield part.encode()
+
+
 def finite(value: Any) -> Any:
     """Return a JSON value with every NaN and Inf replaced by null."""
     if isinstance(value, float):
@@ -348,6 +356,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= {int}:  # one number a client
+            return list(value)
         return [finite(item) for item in value]
     return value
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.pieces import pieces
+from fedquilt.common.pieces import LENGTH, pieces
 
 
 class NoiseStream(Protocol):
@@ -157,7 +157,7 @@ class BandedNoise:
 
         Independent noise is drawn a piece at a time too, from one stream, and is the same.
         """
-        if self.bands == 1:
+        if self.bands == 1 and size > LENGTH:
             stream = self.source.stream(round_index)
             for piece in pieces(size):
                 yield piece, stream.normal(piece.stop - piece.start)
