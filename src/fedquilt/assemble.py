@@ -41,6 +41,7 @@ from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
+from fedquilt.data.holdings import Holdings
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
@@ -121,8 +122,9 @@ def _digest(ids: tuple[str, ...] | None, parts: Parts) -> str:
     digest = hashlib.sha256()
     for value in ids or ():
         digest.update(len(value.encode()).to_bytes(8, "big") + value.encode())
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part.astype("<i8").tobytes())
+    held = parts if isinstance(parts, Holdings) else Holdings(parts)
+    for content in held.as_bytes():
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -147,7 +149,8 @@ class Problem:
     """Data on the device, the samples of each client, and the initial model.
 
     `model_width` is the width of this model as a share of the one that was asked for:
-    below 1 when a run trains the smallest slice only.
+    below 1 when a run trains the smallest slice only.  `lends_memory`: it is used for one run,
+    whose engine may train in the memory of `flat`.
     """
 
     task: Task
@@ -161,6 +164,7 @@ class Problem:
     front: nn.Module | None = None
     model_width: str = "1"
     own: Own = Own()
+    lends_memory: bool = False
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -210,7 +214,8 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         classes_per_client=config.classes_per_client,
         groups=groups,
     )
-    clients = [pool[part] for part in parts]
+    clients = Holdings(pool[part] for part in parts)
+    del parts
     people = None
     if config.partition == "writer" and train.groups is not None:
         people = [int(train.groups[part[0]]) for part in clients]
@@ -274,7 +279,14 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 def build_method(config: RunConfig, problem: Problem) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
-    parts = MethodParts(config, problem.flat, task, problem.num_classes, problem.selector.secret)
+    parts = MethodParts(
+        config,
+        problem.flat,
+        task,
+        problem.num_classes,
+        problem.selector.secret,
+        lends_memory=problem.lends_memory,
+    )
     if own.engine is not None:
         engine = own.engine(parts) if callable(own.engine) else own.engine
         parts = dataclasses.replace(parts, engine=engine)
@@ -361,7 +373,7 @@ def _assemble(
     model: nn.Module,
     train: ImageDataset,
     test: ImageDataset,
-    clients: list[NDArray[np.int64]],
+    clients: Parts,
     roster: Roster,
     held_out: NDArray[np.int64],
     num_classes: int | None,
@@ -388,7 +400,7 @@ def _assemble(
         task=Task(inputs, targets, clients),
         test=(tests, test.targets.to(device)),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=FlatModel(model, sample),
+        flat=FlatModel(model, sample, adopt=True),
         num_classes=num_classes or 0,
         model_width=model_width,
         selector=build_selector(config, len(clients)),
@@ -431,24 +443,8 @@ def _check_outputs(problem: Problem) -> int:
     return scores
 
 
-def _checked_clients(
-    clients: Sequence[Sequence[int] | NDArray[Any]], size: int
-) -> list[NDArray[np.int64]]:
-    """Return the index lists as arrays; samples that are not in the data are an error."""
+def _checked_clients(clients: Sequence[Sequence[int] | NDArray[Any]], size: int) -> Holdings:
+    """Return who holds which samples; samples that are not in the data are an error."""
     if len(clients) == 0:
         raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
-    parts = []
-    for client, indices in enumerate(clients):
-        part = np.asarray(indices)
-        if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
-            raise InvalidValueError(f"clients[{client}] must be a list of sample numbers")
-        if part.size == 0:  # a client without data is a client: it joins and sends zero
-            parts.append(np.zeros(0, dtype=np.int64))
-            continue
-        if part.min() < 0 or part.max() >= size:
-            raise InvalidValueError(
-                f"clients[{client}] must hold numbers >= 0 and < {size}, the size of the data; "
-                f"it holds {int(part.min())} to {int(part.max())}"
-            )
-        parts.append(part.astype(np.int64))
-    return parts
+    return Holdings(clients, size)

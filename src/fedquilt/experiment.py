@@ -38,6 +38,7 @@ from fedquilt.assemble_account import (
 from fedquilt.assemble_mechanism import Build
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.common.observer import as_observer
+from fedquilt.common.pieces import pieces
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.method import Method
@@ -246,7 +247,10 @@ class Experiment:
         The released model is public, so this costs no privacy; further rounds would.
         Where clients do not train the model, they do not depend on it either.
         """
-        return self.method.clients_train and not bool(self.federation.weights.isfinite().all())
+        weights = self.federation.weights
+        return self.method.clients_train and not all(
+            bool(weights[piece].isfinite().all()) for piece in pieces(len(weights))
+        )
 
     def _reached_target(self, line: dict[str, Any]) -> bool:
         """Tell whether early stopping is on and the validation accuracy is at the target."""
@@ -401,6 +405,7 @@ def run(
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
     parts, ids = named_clients(clients, client_ids)
     config, problem = problem_from(config, model, train, test, parts, ids, own)
+    del model, train, test, clients, client_ids, parts, ids  # copied, and maybe nobody else's
     return _run(config, problem, folder, output_dir, observer)
 
 
@@ -439,6 +444,7 @@ def _run(
     observer: Watching | None,
 ) -> RunResult:
     """Open folder and ledger, go to a checkpoint if there is one, and train."""
+    problem = dataclasses.replace(problem, lends_memory=True)
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:

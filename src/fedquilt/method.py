@@ -61,6 +61,8 @@ class MethodParts:
         A secret coin decides who takes part, so nothing may follow the cohort's size.
     engine : Engine, optional
         A user's own.
+    lends_memory : bool
+        An engine may train in the memory of `flat`, which is written before it is read.
     """
 
     config: RunConfig
@@ -69,6 +71,7 @@ class MethodParts:
     num_classes: int
     secret_cohort: bool = False
     engine: Engine | None = None
+    lends_memory: bool = False
 
     @property
     def local_settings(self) -> LocalSettings:
@@ -89,7 +92,8 @@ class MethodParts:
         """Return the engine that the configuration names, or the user's own."""
         if self.engine is not None:
             return self.engine
-        return make_engine(self.config.engine, self.flat.module, self.task, self.local_settings)
+        model = self.flat if self.lends_memory else self.flat.module
+        return make_engine(self.config.engine, model, self.task, self.local_settings)
 
     def make_server(self) -> ServerStep:
         """Return the server optimiser that the configuration names."""

@@ -337,7 +337,7 @@ def build_result(
         },
         "history": history,
         "cohorts": history["client_participation"],
-        "joins": [int(count) for count in counts],
+        "joins": counts.astype(np.int64).tolist(),
         "statement": statement.as_json(),
     }
 

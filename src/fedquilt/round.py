@@ -13,14 +13,16 @@ joins do not import one another:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.aggregation import Accumulator, Place, RunningMean
 from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
@@ -104,7 +106,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     # 3 local training, one client at a time unless the clip bound needs them all
     losses: list[float] = []
     updates = method.engine.train(federation.weights, cohort.clients, round_index, learning_rate)
-    received: Iterable[Contribution] = _receive(mechanism, updates, losses)
+    # `map` keeps no update: the next client trains when the one before it is summed and gone
+    received: Iterable[Contribution] = map(partial(_receive, mechanism, losses), updates)
     if mechanism.needs_whole_cohort:
         received = list(received)
 
@@ -118,7 +121,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
             record.non_finite.append(contribution.client)
         noised = mechanism.noise_client(mechanism.clip(contribution))
         if noised.weight:
-            total.add(noised.vector, noised.weight, method.place(noised.client, round_index))
+            _add(total, noised, method.place(noised.client, round_index))
+        del contribution, noised
 
     # 6, 7 noise on the sum, division by the number of clients, or of those who hold a coordinate
     update, record.noise = mechanism.release(total.total, total.weight, total.held)
@@ -166,10 +170,15 @@ def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _receive(
-    mechanism: Mechanism, updates: Iterable[ClientUpdate], losses: list[float]
-) -> Iterator[Contribution]:
-    """Hand each update to the mechanism as it arrives, and record its training loss."""
-    for update in updates:
-        losses.append(update.loss)
-        yield mechanism.receive(update.client, update.delta, update.num_examples)
+def _receive(mechanism: Mechanism, losses: list[float], update: ClientUpdate) -> Contribution:
+    """Hand an update to the mechanism as it arrives, and record its training loss."""
+    losses.append(update.loss)
+    return mechanism.receive(update.client, update.delta, update.num_examples)
+
+
+def _add(total: Accumulator, noised: Contribution, place: Place | None) -> None:
+    """Add a contribution to the sum; one that is yet to be scaled is, while it is added."""
+    if noised.scale is not None and place is None and isinstance(total, RunningMean):
+        total.add_scaled(noised.sent, noised.scale, noised.weight)
+    else:
+        total.add(noised.vector, noised.weight, place)

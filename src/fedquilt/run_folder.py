@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import shutil
@@ -38,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.common import storage
 from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.common.storage import storage_errors
+from fedquilt.common.tensors import as_safetensors
 from fedquilt.config import RunConfig, build_config, write_config_file
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
@@ -230,11 +232,13 @@ class RunFolder:
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds."""
         import numpy as np
-        import safetensors.torch
         import torch
 
-        tensors = {f"model/{name}": _portable(tensor) for name, tensor in model.items()}
-        tensors |= {f"state/{key}": torch.from_numpy(np.array(v)) for key, v in state.items()}
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        tensors |= {
+            f"state/{key}": torch.from_numpy(np.require(v, requirements="W"))
+            for key, v in state.items()
+        }
         metadata = {
             "schema_version": str(SCHEMA_VERSION),
             "rounds": str(rounds),
@@ -242,8 +246,7 @@ class RunFolder:
             "config": self._config_digest(),
         }
         storage.sync_file(self.path / "rounds.jsonl")
-        content = safetensors.torch.save(tensors, metadata)
-        storage.write_file(self.path / "checkpoint.safetensors", content)
+        storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
 
     def load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet."""
@@ -293,8 +296,8 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **finite(result)}, indent=1)
-        storage.write_file(self.path / "result.json", text.encode())
+        content = {"schema_version": SCHEMA_VERSION, **finite(result)}
+        storage.write_file(self.path / "result.json", _json_parts(content))
 
     def write_baselines(self, rows: dict[str, Any], wanted: list[str] | None = None) -> None:
         """Write baselines.json: what stands beside a condensation, by name.
@@ -339,6 +342,13 @@ class RunFolder:
         return hashlib.sha256(storage.read_regular(self.path / "config.toml")).hexdigest()
 
 
+def _json_parts(content: dict[str, Any]) -> Iterator[bytes]:
+    """Yield a JSON object with indents, in parts: a list of a million clients makes many."""
+    texts = json.JSONEncoder(indent=1).iterencode(content)
+    while part := "".join(itertools.islice(texts, 1 << 14)):
+        yield part.encode()
+
+
 def finite(value: Any) -> Any:
     """Return a JSON value with every NaN and Inf replaced by null."""
     if isinstance(value, float):
@@ -346,6 +356,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= {int}:  # one number a client
+            return list(value)
         return [finite(item) for item in value]
     return value
 
@@ -362,13 +374,6 @@ def _json_line(line: bytes, path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
     return record
-
-
-def _portable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own memory on the CPU: views of one vector cannot be saved."""
-    import torch
-
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def make_fresh(parent: Path, stem: str) -> Path:

@@ -246,3 +246,34 @@ def test_a_model_without_a_plain_constructor_is_fine() -> None:
     assert len(flat.vector) == 2 * 12
     expected = np.concatenate([p.detach().numpy().ravel() for p in flat.module.parameters()])
     assert np.array_equal(flat.read().numpy(), expected)
+
+
+def test_twins_share_their_parameters_and_nothing_else() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.again = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.again.weight = self.linear.weight
+            self.norm = nn.BatchNorm1d(2)
+            self.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16))
+            self.calls = [0]
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls[0] += 1
+            return self.norm(self.linear(inputs) + self.again(inputs)) * self.narrow
+
+    flat = FlatModel(Counting(), torch.randn(4, 3))
+    twin = flat.twin()
+    assert twin.names == flat.names
+    assert twin.buffer_names == flat.buffer_names
+    assert twin.vector is flat.vector
+    assert twin.module.again.weight is twin.module.linear.weight
+    assert twin.module.linear.weight is not flat.module.linear.weight
+    values = torch.arange(float(flat.vector.numel()))
+    twin.write(values)
+    assert torch.equal(flat.module.linear.weight, twin.module.linear.weight)
+    twin.module(torch.randn(4, 3))
+    assert twin.module.calls != flat.module.calls
+    assert torch.equal(flat.module.narrow, torch.ones(2, dtype=torch.float16))
+    flat.write(values)
+    assert torch.equal(flat.read(), values)

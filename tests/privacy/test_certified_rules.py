@@ -213,7 +213,7 @@ def test_the_release_is_the_noised_sum_over_a_public_number(folder: Path) -> Non
     total = torch.arange(SIZE, dtype=torch.float64)
     drawn = SeededNoise(7).stream(4).normal(SIZE)
     for weight in (0.0, 1.0, 3.0):
-        update, report = mechanism.release(total, weight)
+        update, report = mechanism.release(total.clone(), weight)
         expected = (total.numpy() + mechanism._noise_std * drawn) / 2.0
         np.testing.assert_allclose(update.numpy(), expected, rtol=1e-14)
         assert report.noise_std == mechanism._noise_std / 2.0

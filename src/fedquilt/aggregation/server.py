@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
+from fedquilt.common.pieces import pieces
 from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
@@ -56,31 +57,38 @@ class ServerOptimizer:
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Return the new weights, in the type of the old ones."""
-        direction = self._direction(update.to(torch.float64))
-        return (weights.to(torch.float64) + self.lr * direction).to(weights.dtype)
+        if self.name != "sgd" and self._first is None:
+            self._first = torch.zeros_like(update, dtype=torch.float64)
+        if self.name in ("adam", "yogi") and self._second is None:
+            self._second = torch.full_like(update, TAU**2, dtype=torch.float64)
+        moved = torch.empty_like(weights)
+        for piece in pieces(len(weights)):
+            direction = self._direction(update[piece].to(torch.float64), piece)
+            moved[piece] = weights[piece].to(torch.float64) + self.lr * direction
+        return moved
 
-    def _direction(self, update: torch.Tensor) -> torch.Tensor:
-        if self.name == "sgd":
+    def _direction(self, update: torch.Tensor, piece: slice) -> torch.Tensor:
+        """Move the moments of a piece, in place, and return where its weights go."""
+        if self._first is None:
             return update
-        first = torch.zeros_like(update) if self._first is None else self._first
-        if self.name == "momentum":
-            self._first = self.momentum * first + update
-            return self._first
-        square = update * update
-        second = torch.full_like(update, TAU**2) if self._second is None else self._second
-        self._first = BETA_1 * first + (1 - BETA_1) * update
+        first = self._first[piece]
+        if self._second is None:
+            first.copy_(self.momentum * first + update)
+            return first
+        square, second = update * update, self._second[piece]
+        first.copy_(BETA_1 * first + (1 - BETA_1) * update)
         if self.name == "adam":
-            self._second = BETA_2 * second + (1 - BETA_2) * square
+            second.copy_(BETA_2 * second + (1 - BETA_2) * square)
         else:
-            self._second = second - (1 - BETA_2) * square * torch.sign(second - square)
-        return self._first / (self._second.sqrt() + TAU)
+            second.copy_(second - (1 - BETA_2) * square * torch.sign(second - square))
+        return first / (second.sqrt() + TAU)
 
     def report(self) -> dict[str, float]:
         """Return no measurements."""
         return {}
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return the moments as arrays, for a checkpoint."""
+        """Return the moments as arrays, for a checkpoint; the next step moves them."""
         moments = {"first": self._first, "second": self._second}
         return {key: m.cpu().numpy() for key, m in moments.items() if m is not None}
 

@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,13 @@ def read_regular(path: Path) -> bytes:
         return stream.read()
 
 
-def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool = False) -> None:
+def write_file(
+    path: Path,
+    content: bytes | Iterable[bytes | memoryview],
+    mode: int = 0o666,
+    *,
+    parents: bool = False,
+) -> None:
     """Replace the file at `path`, whole or not at all, and make it durable.
 
     Parameters
@@ -96,7 +102,7 @@ def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool =
     path
         The file.  A symbolic link is replaced, never followed.
     content
-        All of it.
+        All of it, or its parts in order.
     mode
         The rights of the new file, less the umask.
     parents
@@ -110,7 +116,8 @@ def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool =
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:
             with open(handle, "wb") as stream:
-                stream.write(content)
+                for part in (content,) if isinstance(content, bytes) else content:
+                    stream.write(part)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path)

@@ -37,7 +37,7 @@ __all__ = [
 
 def make_engine(
     name: str,
-    model: nn.Module,
+    model: nn.Module | FlatModel,
     task: Task,
     settings: LocalSettings,
     loss_of: LossOf | None = None,
@@ -45,8 +45,11 @@ def make_engine(
     """Return the engine of a name; `auto` is batched on a GPU, else sequential.
 
     A loss of its own for each client can only be trained by the sequential engine.
+    A `FlatModel` lends its memory to the sequential engine; the others copy its module.
     """
     from fedquilt.learning.local import SequentialEngine
+
+    module = model.module if isinstance(model, FlatModel) else model
 
     if loss_of is not None:
         if name not in ("auto", "sequential"):
@@ -59,18 +62,18 @@ def make_engine(
         if on_gpu:
             from fedquilt.learning.batched import BatchedEngine
 
-            if BatchedEngine.supports(model, task):
-                return BatchedEngine(model, task, settings)
+            if BatchedEngine.supports(module, task):
+                return BatchedEngine(module, task, settings)
         return SequentialEngine(model, task, settings)
     if name == "sequential":
         return SequentialEngine(model, task, settings)
     if name == "batched":
         from fedquilt.learning.batched import BatchedEngine
 
-        return BatchedEngine(model, task, settings)
+        return BatchedEngine(module, task, settings)
     if name == "processes":
         from fedquilt.learning.processes import ProcessEngine
 
-        return ProcessEngine(model, task, settings)
+        return ProcessEngine(module, task, settings)
     # Whoever comes here has named none of these.
     raise InvalidValueError(f"engine={name!r} must be one of {', '.join(map(repr, ENGINES))}")

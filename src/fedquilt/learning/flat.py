@@ -46,27 +46,70 @@ class FlatModel:
         A small batch of public inputs, on the device where the copy shall live.
         Forward passes in training mode tell which buffers move; without a
         sample every buffer counts as constant.
+    adopt : bool
+        Take the model itself instead of a copy: nobody else may have it then.
     """
 
-    def __init__(self, model: nn.Module, sample: torch.Tensor | None = None) -> None:
-        self.module = copy.deepcopy(model)
+    def __init__(
+        self, model: nn.Module, sample: torch.Tensor | None = None, *, adopt: bool = False
+    ) -> None:
+        module = model if adopt else copy.deepcopy(model)
         moving: list[str] = []
         if sample is not None:
-            self.module.to(sample.device)
-            moving = moving_buffers(self.module, sample)
-        tensors = _travelling(self.module, moving)
+            module.to(sample.device)
+            moving = moving_buffers(module, sample)
+        tensors = _travelling(module, moving)
         if not any(not is_buffer for _, _, is_buffer in tensors):
             raise InvalidValueError("model has no trainable parameter: nothing could be learned")
         _refuse_complex(tensors)
-        self.segments = _lay_out(tensors)
         wide = any(tensor.dtype == torch.float64 for _, tensor, _ in tensors)
-        self.vector = torch.empty(
-            self.segments[-1].stop,
+        segments = _lay_out(tensors)
+        vector = torch.empty(
+            segments[-1].stop,
             dtype=torch.float64 if wide else torch.float32,
             device=tensors[0][1].device,
         )
+        with torch.no_grad():
+            for segment, (_, tensor, _) in zip(segments, tensors, strict=True):
+                # One after the other, so that no second model is held.
+                view = vector[segment.start : segment.stop].view(segment.shape)
+                view.copy_(tensor)
+                if not segment.is_buffer and tensor.dtype == vector.dtype:
+                    tensor.data = view
+        self._lay(module, segments, vector)
+
+    def twin(self) -> FlatModel:
+        """Return the same model with a state of its own and its parameters in this vector.
+
+        Whoever writes one has written the other: two users in turn, each of whom writes
+        before it reads, share the memory of one model.
+        """
+        homes = zip(self.parameters, self._homes, strict=True)
+        memo = {
+            id(parameter): nn.Parameter(home, parameter.requires_grad)
+            for parameter, home in homes
+            if type(parameter) is nn.Parameter and home.dtype == self.vector.dtype
+        }
+        other = FlatModel.__new__(FlatModel)
+        other._lay(copy.deepcopy(self.module, memo), self.segments, self.vector)
+        return other
+
+    def _lay(self, module: nn.Module, segments: list[Segment], vector: torch.Tensor) -> None:
+        """Make each parameter of the module a view of the vector, where its type allows it.
+
+        Buffers are looked up by name whenever they are needed: a forward pass
+        may put a new tensor in a buffer's place.
+        """
+        self.module, self.segments, self.vector = module, segments, vector
+        named = dict(module.named_parameters())
         self._outside: list[tuple[Segment, torch.Tensor]] = []
-        self._adopt([tensor for _, tensor, _ in tensors])
+        for segment in segments:
+            if segment.is_buffer:
+                continue
+            if named[segment.name].dtype == vector.dtype:
+                named[segment.name].data = self._view(segment)
+            else:
+                self._outside.append((segment, named[segment.name]))
         self.parameters: list[torch.Tensor] = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
@@ -93,23 +136,6 @@ class FlatModel:
             tensor.grad = None
         for parameter, home in zip(self.parameters, self._homes, strict=True):
             parameter.data = home
-
-    def _adopt(self, tensors: list[torch.Tensor]) -> None:
-        """Make each parameter a view of the vector, where its type allows it.
-
-        Buffers are looked up by name whenever they are needed: a forward pass
-        may put a new tensor in a buffer's place.
-        """
-        with torch.no_grad():
-            for segment, tensor in zip(self.segments, tensors, strict=True):
-                view = self._view(segment)
-                view.copy_(tensor)
-                if segment.is_buffer:
-                    continue
-                if tensor.dtype == self.vector.dtype:
-                    tensor.data = view
-                else:
-                    self._outside.append((segment, tensor))
 
     def _view(self, segment: Segment) -> torch.Tensor:
         return self.vector[segment.start : segment.stop].view(segment.shape)

@@ -90,7 +90,7 @@ class CohortSelector:
         self.seed = seed
         self.secret = secret
         # A weight of zero would bar a client for ever.
-        self._weights = np.maximum(propensity, 1e-9)
+        self._weights = np.maximum(propensity, 1e-9) if rule == "weighted" else None
 
     @property
     def sampling_rate(self) -> float:
@@ -120,7 +120,7 @@ class CohortSelector:
         if self.rule == "poisson":
             picked = poisson_cohort(available, self._coin, rng)
         else:
-            weights = self._weights[available] if self.rule == "weighted" else None
+            weights = None if self._weights is None else self._weights[available]
             picked = select_cohort(available, self.limit, rng, weights)
         return Cohort(picked, picked)
 

@@ -40,8 +40,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.pieces import pieces
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.clip import PrivateQuantile, norm
+from fedquilt.privacy.clip import LongNorm, PrivateQuantile, norm
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import JoinFacts, Policy
@@ -185,10 +186,9 @@ class Certified:
 
     def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
         """Take the plain delta in float64; one that is not finite counts as zero."""
-        vector = delta.to(torch.float64)
-        if not is_finite(vector):
-            return Contribution(client, torch.zeros_like(vector), 1.0, finite=False)
-        return Contribution(client, vector, 1.0)
+        if not _is_finite(delta):
+            return Contribution(client, torch.zeros_like(delta), 1.0, finite=False, scale=1.0)
+        return Contribution(client, delta, 1.0, scale=1.0)
 
     def clip_bound(self, received: Iterable[Contribution]) -> float | None:
         """Return C_t, which was fixed before anybody trained."""
@@ -201,21 +201,25 @@ class Certified:
         sensitivity, so that what it declares keeps to c_i; what is longer all the same is
         shortened, and the charge holds whatever the rule does.
         """
-        length = norm(contribution.vector)
+        as_sent = contribution.scale in (None, 1.0)
+        vector = contribution.sent if as_sent else contribution.vector
+        length = norm(vector)
         if self.quantile is not None:
             self.quantile.add(length)
-        limit = self._clips[contribution.client]
+        client, limit = contribution.client, self._clips[contribution.client]
         self._clipped += int(length > limit)
-        vector = contribution.vector
-        if type(self).bound_vector is not Certified.bound_vector:
-            vector = self.bound_vector(vector, limit / self.sensitivity)
+        has_own_rule = type(self).bound_vector is not Certified.bound_vector
+        if has_own_rule:
+            vector = self.bound_vector(contribution.vector, limit / self.sensitivity)
             length = norm(vector) if is_finite(vector) else math.inf
         if length > limit or (self.settings.normalise and length > _NOTHING):
-            scaled = shortened(vector, length, limit)
-            return Contribution(contribution.client, scaled, 1.0, contribution.finite)
-        if vector is contribution.vector:
-            return contribution
-        return Contribution(contribution.client, vector, 1.0, contribution.finite)
+            if not math.isfinite(length):
+                vector, length = torch.zeros_like(vector), limit
+            scale = limit / length * _SHAVE
+            return Contribution(client, vector, 1.0, contribution.finite, scale)
+        if has_own_rule:
+            return Contribution(client, vector, 1.0, contribution.finite)
+        return contribution
 
     def bound_vector(self, vector: torch.Tensor, limit: float) -> torch.Tensor:
         """Bound an update in a way of a subclass's own, to at most `sensitivity` * limit."""
@@ -234,22 +238,27 @@ class Certified:
         """
         if self._facts is None:
             raise RuntimeError("open_round must be called before release")
-        index = self._facts.round_index
-        drawn = torch.from_numpy(self.noise.draw(index, total.numel())).to(total.device)
-        noise = self._noise_std * drawn
-        divisor: float | torch.Tensor = self.settings.divisor
-        if self._facts.coverage is not None:
-            noise = torch.where(self._facts.coverage > 0, noise, 0.0)
-            divisor = coverage_divisor(self.settings.divisor, self._facts.coverage)
+        index, coverage = self._facts.round_index, self._facts.coverage
+        total = total.to(torch.float64)
+        noise_norm, signal_norm = LongNorm(), LongNorm()
+        for piece, drawn in self.noise.draw_pieces(index, total.numel()):
+            signal, noise = total[piece], self._noise_std * torch.from_numpy(drawn).to(total.device)
+            divisor: float | torch.Tensor = self.settings.divisor
+            if coverage is not None:
+                noise = torch.where(coverage[piece] > 0, noise, 0.0)
+                divisor = coverage_divisor(self.settings.divisor, coverage[piece])
+            noise_norm.add(noise / divisor)
+            signal_norm.add(signal / divisor)
+            signal.add_(noise).div_(divisor)
         report = NoiseReport(
             noise_std=self._noise_std / self.settings.divisor,
-            noise_norm=norm(noise / divisor),
-            signal_norm=norm(total / divisor),
+            noise_norm=noise_norm.value(),
+            signal_norm=signal_norm.value(),
             clipped_fraction=self._clipped / max(weight, 1.0),
         )
         if self.quantile is not None:
             self.quantile.close_round(self.noise.source.stream(index, 1))
-        return (total + noise) / divisor, report
+        return total, report
 
     @property
     def claims(self) -> bool:
@@ -325,11 +334,11 @@ class Certified:
             self.quantile.load_state(state)
 
 
-def shortened(vector: torch.Tensor, length: float, limit: float) -> torch.Tensor:
-    """Return a vector of at most the limit in the same direction; nothing if it has none."""
-    if not math.isfinite(length):
-        return torch.zeros_like(vector)
-    return vector * (limit / length * _SHAVE)
+def _is_finite(delta: torch.Tensor) -> bool:
+    """Tell whether every entry is finite; sums of float32 in float64 do not overflow."""
+    if delta.dtype == torch.float64:
+        return is_finite(delta)
+    return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces(len(delta)))
 
 
 def coverage_divisor(divisor: float, coverage: torch.Tensor) -> torch.Tensor:

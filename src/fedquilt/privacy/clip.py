@@ -30,11 +30,15 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.common.pieces import pieces
 from fedquilt.privacy.noise import NoiseStream
 
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
 
+# Longer vectors are not copied to float64 as a whole.
+_LONG = 1 << 22
+_LANES = 4
 # Scaled vectors end this much inside the bound, or twice the spacing of their type.
 _HAIR = 1e-12
 
@@ -44,8 +48,48 @@ def norm(vector: NDArray[Any] | torch.Tensor) -> float:
     if isinstance(vector, torch.Tensor):
         values = vector.detach()
         values = values if values.is_floating_point() else values.to(torch.float64)
-        return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        if values.numel() <= _LONG or values.device.type != "cpu" or values.ndim != 1:
+            return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        whole = LongNorm()
+        for piece in pieces(values.numel()):
+            whole.add(values[piece])
+        return whole.value()
     return float(np.linalg.norm(np.asarray(vector, dtype=np.float64)))
+
+
+class LongNorm:
+    """The L2 norm, in float64, of a vector that comes a piece at a time (`common.pieces`).
+
+    Four sums of squares, of every fourth element, are carried from piece to piece and
+    added at the end: the order in which torch adds up a whole vector on one thread.
+    """
+
+    def __init__(self) -> None:
+        self._only: torch.Tensor | None = None
+        self._lanes: NDArray[np.float64] = np.zeros(_LANES)
+        self._rest: NDArray[np.float64] = np.zeros(0)
+        self._count = 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        """Add the next piece; all but the last have the same length."""
+        self._count += 1
+        self._only = piece if self._count == 1 else None
+        values = piece.to(torch.float64).cpu().numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = values * values
+        whole = len(squares) // _LANES * _LANES
+        if whole:
+            rows = squares[:whole].reshape(-1, _LANES)
+            rows[0] += self._lanes
+            self._lanes = np.add.reduce(rows, axis=0)
+        self._rest = squares[whole:]
+
+    def value(self) -> float:
+        """Return the norm of all pieces; NaN or Inf when an entry is."""
+        if self._only is not None:
+            return norm(self._only)
+        # One after the other: newer Pythons' `sum` adds more exactly than torch.
+        return math.sqrt(np.add.accumulate(np.concatenate([self._lanes, self._rest]))[-1])
 
 
 def clip(vector: Vector, bound: float) -> Vector:

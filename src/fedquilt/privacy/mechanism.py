@@ -39,12 +39,21 @@ class Contribution:
     """One client's vector in the mechanism's units, and its weight in the sum.
 
     A vector with a NaN or Inf entry arrives as zero, marked not finite.
+
+    With a `scale` the vector is `scale` times what was `sent`, in float64, and is computed
+    when it is looked at: whoever sums it a piece at a time need not hold all of it.
     """
 
     client: int
-    vector: torch.Tensor
+    sent: torch.Tensor
     weight: float
     finite: bool = True
+    scale: float | None = None
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The vector itself."""
+        return self.sent if self.scale is None else self.sent.to(torch.float64) * self.scale
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ class Mechanism(Protocol):
         """Noise the sum and divide it (steps 6 and 7); return the mean update.
 
         `held` is the weight on each coordinate, where clients hold parts of the model.
+        The sum may be changed in place.
         """
 
     def statement(
@@ -239,7 +249,7 @@ class NoPrivacy(Unbounded):
         if held is not None:
             someone = held > 0
             return torch.where(someone, total / held.masked_fill(~someone, 1.0), 0.0), NoiseReport()
-        mean = total / weight if weight else total
+        mean = total.div_(weight) if weight else total
         return mean, NoiseReport()
 
     def statement(

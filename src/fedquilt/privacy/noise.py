@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
+from fedquilt.common.pieces import LENGTH, pieces
 
 
 class NoiseStream(Protocol):
@@ -147,6 +149,22 @@ class BandedNoise:
             self._restart(round_index, size)
         self._next_round = round_index + 1
         return self._advance(round_index, size)
+
+    def draw_pieces(
+        self, round_index: int, size: int
+    ) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        """Yield the noise that `draw` returns, a piece at a time.
+
+        Independent noise is drawn a piece at a time too, from one stream, and is the same.
+        """
+        if self.bands == 1 and size > LENGTH:
+            stream = self.source.stream(round_index)
+            for piece in pieces(size):
+                yield piece, stream.normal(piece.stop - piece.start)
+            return
+        noise = self.draw(round_index, size)
+        for piece in pieces(size):
+            yield piece, noise[piece]
 
     def _advance(self, round_index: int, size: int) -> NDArray[np.float64]:
         noise = self.source.stream(round_index).normal(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 class RunAccount:
@@ -59,11 +61,20 @@ class RunAccount:
         # A power of two: dividing by it and multiplying again changes no bit.
         self._per_charge = adjacency.sensitivity_factor**2
         self._seen = seen
-        self._places = run.places
+        self._places = _unless_in_order(run.places)
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
-        self._joins = run.joins()[self._places]
+        self._count = run.places.size
+        self._joins = self._mine(run.joins())
         self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
+
+    def _mine(self, everybody: NDArray[_Number]) -> NDArray[_Number]:
+        """Return the run's clients, in its order, of an array over the population."""
+        return everybody[: self._count] if self._places is None else everybody[self._places]
+
+    def _numbers(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers in the population of some clients of the run."""
+        return clients if self._places is None else self._places[clients]
 
     @property
     def is_bounded(self) -> bool:
@@ -83,19 +94,20 @@ class RunAccount:
     def remaining(self, round_index: int) -> NDArray[np.float64]:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
         if not self.is_bounded:
-            return np.full(self._places.size, np.inf)
-        left = np.asarray(self.run.remaining()[self._places])
+            return np.full(self._count, np.inf)
+        left = self._mine(self.run.remaining())
         if self._ahead is not None and round_index in self._settled:
-            left = np.asarray(left + self._ahead)
-        return np.asarray(left / self._per_charge)
+            left += self._ahead
+        left /= self._per_charge
+        return left
 
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
-        return np.asarray(self.run.spent()[self._places])
+        return self._mine(self.run.spent())
 
     def spent_elsewhere(self) -> NDArray[np.float64]:
         """Return what each client has spent in other runs, in squared GDP units."""
-        return np.asarray(self.population.spent()[self._places] - self.spent())
+        return np.asarray(self._mine(self.population.spent()) - self.spent())
 
     def joins(self) -> NDArray[np.int64]:
         """Return how many releases of this run, crashed ones included, each client was in."""
@@ -117,7 +129,7 @@ class RunAccount:
         reservation = (
             None
             if charges is None or repeated
-            else self.run.reserve(round_index, self._places[clients], charges * self._per_charge)
+            else self.run.reserve(round_index, self._numbers(clients), charges * self._per_charge)
         )
         self._open = (round_index, clients, reservation)
         return charges if reservation is None else reservation.charges_mu2 / self._per_charge
@@ -145,11 +157,11 @@ class RunAccount:
                 f"round {round_index} of run {self.run.info.name!r} was settled before and came "
                 "out differently under the same noise seed: data, code or machine changed"
             )
-        return self.run.record_unbounded(round_index, self._places[clients], digest)
+        return self.run.record_unbounded(round_index, self._numbers(clients), digest)
 
     def epsilons(self) -> NDArray[np.float64] | None:
         """Return each client's epsilon in this run; None for a run without a bound."""
-        return np.asarray(self.run.epsilons()[self._places]) if self.is_bounded else None
+        return self._mine(self.run.epsilons()) if self.is_bounded else None
 
     def summary(self) -> dict[str, Any]:
         """Return where the account is and how it stands, for the run's record."""
@@ -176,7 +188,7 @@ class RunAccount:
         joined = np.flatnonzero(self._joins)
         if unprotected is not None and joined.size:
             last = max(self.run.settled(), default=0)
-            self.run.record_unbounded(last + 1, self._places[joined], _digest(unprotected))
+            self.run.record_unbounded(last + 1, self._numbers(joined), _digest(unprotected))
         self.run.finish()
 
     def close(self) -> None:
@@ -184,5 +196,10 @@ class RunAccount:
         self.ledger.close()
 
 
+def _unless_in_order(places: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the places of a run's clients; None where client k stands at place k."""
+    return None if np.array_equal(places, np.arange(places.size)) else places
+
+
 def _digest(release: torch.Tensor) -> str:
-    return hashlib.sha256(release.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(release.cpu().contiguous().numpy().data).hexdigest()

@@ -21,13 +21,34 @@ from fedquilt.privacy.ledger.store import Store, now
 from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
 
 
-def remaining(account: Balances, run: RunInfo, in_run: FloatArray, ids: IntArray) -> FloatArray:
+def remaining(
+    account: Balances, run: RunInfo, in_run: FloatArray, ids: IntArray | None
+) -> FloatArray:
     """Return min(budget − spent in the run, allowance − spent − reserved by other runs).
 
-    `in_run` is what each client of the population has spent in this run.
+    `in_run` is what each client of the population has spent in this run.  None for `ids`
+    is everybody.
     """
+    if ids is None:
+        return _left_of_all(account, run, in_run)
     own = account.held(ids, lambda r: r.run == run.key)
     return _left(account, run, in_run, ids, uncounted=own, counted=np.zeros(ids.size))
+
+
+def _left_of_all(account: Balances, run: RunInfo, in_run: FloatArray) -> FloatArray:
+    """Return what `remaining` says of every client, in as few arrays as can be."""
+    reserved = account.reserved
+    own = [r for r in account.open.values() if r.run == run.key]
+    if own:
+        reserved = reserved.copy()
+        for reservation in own:
+            reserved[reservation.clients] -= reservation.charges_mu2
+    left = account.info.allowance_mu2 - account.spent
+    left -= reserved
+    np.minimum(left, run.budget_mu2 - in_run, out=left)
+    np.maximum(left, 0.0, out=left)
+    left[run.sits_out] = 0.0
+    return left
 
 
 def grant(
@@ -160,16 +181,18 @@ class Run:
         with self._store.reading():
             self._account.refresh(self._store)
             in_run = self._account.track(self._store, self.info.key)
-            ids = self._ids(clients)
+            ids = None if clients is None else self._ids(clients)
             left = remaining(self._account, self.info, in_run, ids)
-            return np.where(self._outside(ids), 0.0, left)
+            if self._places is not None:
+                left[self._outside(self._ids(clients))] = 0.0
+            return left
 
     def spent(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the squared GDP units spent in this run alone."""
         with self._store.reading():
             self._account.refresh(self._store)
-            result: FloatArray = self._account.track(self._store, self.info.key)[self._ids(clients)]
-            return result
+            spent = self._account.track(self._store, self.info.key)
+            return spent.copy() if clients is None else spent[self._ids(clients)]
 
     def epsilons(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the epsilon, at the population's delta, spent in this run alone."""

@@ -103,11 +103,14 @@ def falls_short(asked: float, left: FloatArray, limit_mu2: float) -> npt.NDArray
 
 def epsilon_spent(mu2: FloatArray, delta: float) -> FloatArray:
     """Return the epsilon of every amount, never below the exact one; inf stays inf."""
-    values, places = np.unique(mu2, return_inverse=True)
-    if values.size > _SHARP_VALUES:
+    joined = np.flatnonzero(mu2)  # of a million clients most were never in a release
+    values, places = np.unique(mu2[joined], return_inverse=True)
+    if values.size + (joined.size < mu2.size) > _SHARP_VALUES:
         return gaussian_epsilon_many(mu2, delta)
     sharp = [gaussian_epsilon(math.sqrt(v), delta) if v < math.inf else v for v in values]
-    return np.array(sharp, dtype=np.float64)[places]
+    epsilons = np.zeros(mu2.shape)
+    epsilons[joined] = np.array(sharp, dtype=np.float64)[places]
+    return epsilons
 
 
 def epsilon_left(mu2: FloatArray, delta: float) -> FloatArray:

@@ -1,0 +1,97 @@
+"""Who holds which samples, for a million clients: one array, cut where each client begins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from fedquilt.common.errors import InvalidValueError
+
+IndexArray = npt.NDArray[np.int64]
+
+_AT_ONCE = 1 << 14
+
+
+class Holdings(Sequence[IndexArray]):
+    """The sample numbers of each client, as a sequence of arrays.
+
+    A list of a million small arrays takes some 150 MB; this takes 8 bytes a sample and 8 a
+    client, and makes a client's array, a view, when it is asked for.
+
+    Parameters
+    ----------
+    lists : iterable
+        Flat lists or arrays of whole numbers, one a client; they are copied.
+    size : int, optional
+        How many samples there are; None: numbers are not compared with it.
+    """
+
+    def __init__(self, lists: Iterable[object], size: int | None = None) -> None:
+        given = iter(lists)
+        numbers, lengths, first = [], [], 0
+        while batch := [np.asarray(held) for held in itertools.islice(given, _AT_ONCE)]:
+            numbers.append(_joined(batch, first, size))
+            lengths.append(np.fromiter(map(len, batch), dtype=np.int64, count=len(batch)))
+            first += len(batch)
+        nothing = [np.zeros(0, dtype=np.int64)]
+        self._numbers = np.concatenate(numbers or nothing)
+        self._ends = np.cumsum(np.concatenate(lengths or nothing))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, client: int) -> IndexArray: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[IndexArray]: ...
+    def __getitem__(self, client: int | slice) -> IndexArray | list[IndexArray]:
+        if isinstance(client, slice):
+            return [self[k] for k in range(*client.indices(len(self)))]
+        place = range(len(self))[client]
+        begin = self._ends[place - 1] if place else 0
+        return self._numbers[begin : self._ends[place]]
+
+    def __iter__(self) -> Iterator[IndexArray]:
+        begin = 0
+        for end in self._ends.tolist():
+            yield self._numbers[begin:end]
+            begin = end
+
+    def as_bytes(self) -> Iterator[bytes]:
+        """Yield, for one client after the other, its count in 8 bytes and its numbers.
+
+        Counts are big-endian and numbers little-endian, as digests of older runs have them.
+        """
+        for first in range(0, len(self), _AT_ONCE):
+            ends = self._ends[first : first + _AT_ONCE]
+            begin = int(self._ends[first - 1]) if first else 0
+            starts = np.concatenate([[begin], ends[:-1]])
+            counts = starts - begin + np.arange(len(ends))  # where each count goes
+            words = np.empty(int(ends[-1]) - begin + len(ends), dtype="<i8")
+            words[counts] = (ends - starts).astype(">i8").view("<i8")
+            is_number = np.ones(len(words), dtype=np.bool_)
+            is_number[counts] = False
+            words[is_number] = self._numbers[begin : ends[-1]]
+            yield words.tobytes()
+
+
+def _joined(batch: list[npt.NDArray[np.generic]], first: int, size: int | None) -> IndexArray:
+    """Return the numbers of some clients as one array; what is no list of them is an error."""
+    for place, held in enumerate(batch):
+        if held.ndim != 1 or (held.size and held.dtype.kind not in "iu"):
+            raise InvalidValueError(f"clients[{first + place}] must be a list of sample numbers")
+    # A client without data is a client: it joins and sends zero.
+    some = [held for held in batch if held.size] or [np.zeros(0, dtype=np.int64)]
+    joined: IndexArray = np.concatenate(some, dtype=np.int64, casting="unsafe")
+    if size is not None and joined.size and (joined.min() < 0 or joined.max() >= size):
+        place = next(k for k, h in enumerate(batch) if h.size and (h.min() < 0 or h.max() >= size))
+        held = batch[place]
+        raise InvalidValueError(
+            f"clients[{first + place}] must hold numbers >= 0 and < {size}, the size of the data; "
+            f"it holds {int(held.min())} to {int(held.max())}"
+        )
+    return joined
