@@ -128,6 +128,7 @@ def _read_note(handle: int) -> dict[str, str] | None:
     """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
     try:
         text = os.pread(handle, _LONGEST_NOTE, 0)
+        text = text.strip(b"\0")  # a power cut may leave room without the note
         noted = json.loads(text) if text else None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -415,7 +416,7 @@ def _check_new_ledger(config: RunConfig, path: Path) -> None:
     """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
     if config.new_population or path.exists() or not path.parent.is_dir():
         return
-    beside = [file for file in sorted(path.parent.iterdir()) if file.is_file()]
+    beside = [file for file in sorted(path.parent.glob("[!.]*")) if file.is_file()]
     for near in _near(path.stem, {_plain(file.stem) for file in beside}):
         # Settings, lists and journals may have the same stem: only ledgers count.
         alike_files = (file for file in beside if _plain(file.stem) == near)

@@ -36,7 +36,7 @@ from fedquilt.assemble_account import (
     open_witness,
 )
 from fedquilt.assemble_mechanism import Build
-from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
+from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted, StorageError
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
@@ -510,8 +510,7 @@ def _open(
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
     if own_ledger:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        place = folder.path if folder is not None else place
+        place = _scratch(stack) if folder is None else folder.path
         witness = None if folder is None else open_witness(run_id, folder.path)
         if witness is not None:
             stack.callback(witness.close)
@@ -529,6 +528,17 @@ def _open(
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _scratch(stack: contextlib.ExitStack) -> Path:
+    """Return a folder for the ledger of a run that is kept in memory."""
+    try:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    except OSError as error:
+        raise StorageError(
+            f"the ledger of a run in memory needs a temporary folder: {error.strerror or error}. "
+            "Name one that can be written (TMPDIR), or an output_dir"
+        ) from error
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
