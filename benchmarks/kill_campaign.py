@@ -25,6 +25,8 @@ costs milliseconds; `--cold` of them start as fresh interpreters and may die imp
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import random
@@ -430,7 +432,7 @@ def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) 
             return shim.preloaded(library, [sys.executable, *sys.argv])
         names = kinds.split(";") if kinds else list(FAULT_KINDS)
         _load_everything()
-        _start_fork_server()
+        _load_what_faults_need(FAULT_KINDS["certified, amplified"].config(Path(folder)))
         campaign = FaultCampaign(Path(folder), names, seed, _note_releases, released)
         campaign.run(count)
     print(campaign.table())
@@ -440,16 +442,22 @@ def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) 
     return 0 if campaign.ok else 1
 
 
-def _start_fork_server() -> None:
-    """Let forked processes use one fork server: starting one takes seconds."""
+def _load_what_faults_need(amplified: RunConfig) -> None:
+    """Import, compute and start once what takes each forked process seconds."""
     import multiprocessing.forkserver
 
-    import fedquilt.learning.worker
+    from fedquilt import assemble_mechanism
+    from fedquilt.condense import method
 
+    for name in ("torch._dynamo", "torch.func", "dp_accounting", "fedquilt.models.features"):
+        importlib.import_module(name)
+    assemble_mechanism.calibrate = functools.cache(assemble_mechanism.calibrate)
+    experiment.run_in_memory(amplified)
+    method.GrowingSettings = functools.partial(method.GrowingSettings, steps=15)
     server = multiprocessing.forkserver
-    server.set_forkserver_preload([fedquilt.learning.worker.__name__])
+    server.set_forkserver_preload(["fedquilt.learning.worker"])
     server.ensure_running()
-    server._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    server._forkserver.ensure_running = lambda: None
 
 
 def _load_everything() -> None:

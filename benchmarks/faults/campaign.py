@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from faults import shim
 from faults.kinds import KINDS, Kind, same_runs
 from faults.power_cut import Disk
-
 from fedquilt import experiment
 from fedquilt.common.errors import FedquiltError
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon

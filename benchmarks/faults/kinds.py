@@ -172,10 +172,13 @@ def _result(folder: Path) -> dict[str, Any]:
     result["metadata"]["hyperparameters"].pop("output_dir")
     for key in ("ledger", "run_id", "head"):
         result.get("ledger", {}).pop(key, None)
-    for section in (result, result["metadata"], result.get("history", {})):
-        for key in [key for key in section if "seconds" in key or "time" in key]:
-            section.pop(key)
-    return result
+    return {key: _timeless(value) for key, value in result.items()}
+
+
+def _timeless(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _timeless(item) for key, item in value.items() if "seconds" not in key}
 
 
 def _same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
