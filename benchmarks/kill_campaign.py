@@ -457,7 +457,7 @@ def _load_what_faults_need(amplified: RunConfig) -> None:
     server = multiprocessing.forkserver
     server.set_forkserver_preload(["fedquilt.learning.worker"])
     server.ensure_running()
-    server._forkserver.ensure_running = lambda: None
+    server.ensure_running = server._forkserver.ensure_running = lambda: None
 
 
 def _load_everything() -> None:

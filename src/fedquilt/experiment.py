@@ -36,12 +36,19 @@ from fedquilt.assemble_account import (
     open_witness,
 )
 from fedquilt.assemble_mechanism import Build
-from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted, StorageError
+from fedquilt.common.errors import (
+    InvalidValueError,
+    RunFolderError,
+    RunInterrupted,
+    StorageError,
+    WorkerError,
+)
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.method import Method
 from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
 from fedquilt.record import (
@@ -459,6 +466,9 @@ def _run(
             return experiment.finish(experiment.run())
         except KeyboardInterrupt:
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
+        except (WorkerError, StorageError, LedgerFileError, LedgerBusyError) as error:
+            error.folder = None if folder is None else str(folder.path)
+            raise
 
 
 def _own_parts(
