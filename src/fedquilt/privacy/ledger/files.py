@@ -55,6 +55,7 @@ from fedquilt.privacy.ledger.errors import (
     LedgerError,
     LedgerFileError,
 )
+from fedquilt.privacy.ledger.journal import check_journal
 
 SCHEMA_VERSION = 2
 """2 since populations may have members and an adjacency; 1 is read and continued."""
@@ -137,6 +138,8 @@ def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connectio
     drop the locks this process may hold on it (POSIX).
     """
     _check_path(path, read_only=read_only)
+    if not read_only:
+        check_journal(path)
     mode = "ro" if read_only else "rw"
     uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
     with translated(path):
