@@ -38,7 +38,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -432,7 +432,8 @@ def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) 
             return shim.preloaded(library, [sys.executable, *sys.argv])
         names = kinds.split(";") if kinds else list(FAULT_KINDS)
         _load_everything()
-        _load_what_faults_need(FAULT_KINDS["certified, amplified"].config(Path(folder)))
+        amplified = FAULT_KINDS["certified, amplified"].config(Path(folder))
+        _load_what_faults_need(names, amplified)
         campaign = FaultCampaign(Path(folder), names, seed, _note_releases, released)
         campaign.run(count)
     print(campaign.table())
@@ -442,18 +443,25 @@ def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) 
     return 0 if campaign.ok else 1
 
 
-def _load_what_faults_need(amplified: RunConfig) -> None:
+def _load_what_faults_need(kinds: Sequence[str], amplified: RunConfig) -> None:
     """Import, compute and start once what takes each forked process seconds."""
-    import multiprocessing.forkserver
-
     from fedquilt import assemble_mechanism
     from fedquilt.condense import method
 
-    for name in ("torch._dynamo", "torch.func", "dp_accounting", "fedquilt.models.features"):
+    for name in ("fedquilt.models.features", "torch.func", "torch._dynamo"):
         importlib.import_module(name)
-    assemble_mechanism.calibrate = functools.cache(assemble_mechanism.calibrate)
-    experiment.run_in_memory(amplified)
+    if "certified, amplified" in kinds:
+        assemble_mechanism.calibrate = functools.cache(assemble_mechanism.calibrate)
+        experiment.run_in_memory(amplified)
     method.GrowingSettings = functools.partial(method.GrowingSettings, steps=15)
+    if "processes" in kinds:
+        _start_fork_server()
+
+
+def _start_fork_server() -> None:
+    """Let forked processes use one fork server: starting one takes seconds."""
+    import multiprocessing.forkserver
+
     server = multiprocessing.forkserver
     server.set_forkserver_preload(["fedquilt.learning.worker"])
     server.ensure_running()

@@ -111,7 +111,7 @@ def write_file(path: Path, content: bytes, mode: int = 0o666, *, parents: bool =
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with storage_errors(path):
         if parents:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         # O_EXCL: the temporary file is ours, and no link that somebody put there.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:

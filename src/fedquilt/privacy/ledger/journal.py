@@ -20,6 +20,7 @@ The format is that of "SQLite Database File Format", section 3 (sqlite.org/filef
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 import struct
@@ -134,7 +135,7 @@ def _first_entry(content: bytes) -> tuple[bytes | None, str]:
 def _chain_problem(connection: sqlite3.Connection) -> str:
     query = f"SELECT {', '.join(COLUMNS)}, hash FROM entries ORDER BY seq DESC LIMIT ?"
     rows = connection.execute(query, (_CHECKED,)).fetchall()[::-1]
-    for last, row in zip(rows, rows[1:], strict=False):
+    for last, row in itertools.pairwise(rows):
         if read_row(row, last[0], last[-1])[1]:
             return "what would come out is not whole"
     head = connection.execute("SELECT seq, hash FROM head").fetchone()
