@@ -226,7 +226,7 @@ def test_no_locks_at_all_is_an_error_of_its_own(
 ) -> None:
     for name in ("flock", "lockf"):
         monkeypatch.setattr(fcntl, name, refuse(number))
-    with pytest.raises(NoLocksError, match="has no file locks .*Lustre"):
+    with pytest.raises(NoLocksError, match=r"has no file locks .*Lustre"):
         lock_file(tmp_path / "lock")
     assert not has_locks(tmp_path)
     assert names(tmp_path) == ["lock"]
