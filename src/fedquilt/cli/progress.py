@@ -33,7 +33,7 @@ def interruptible(command: str | None = "run") -> Iterator[RunPointer]:
 
     A command notes the folder of a run that is finished in what it gets: whatever
     follows can be stopped and taken up again too.  So can a run that its disk, its ledger or
-    a worker process has stopped: there the line follows the error.  None is a command that
+    a worker process has stopped: there it ends the error.  None is a command that
     keeps nothing.
     """
     kept = RunPointer()
@@ -47,8 +47,7 @@ def interruptible(command: str | None = "run") -> Iterator[RunPointer]:
         except FedquiltError as error:
             if error.folder is None or command is None:
                 raise
-            print(f"error: {error}", file=sys.stderr)
-            print(_advice(command, error.folder), file=sys.stderr)
+            print(f"error: {error}; {_advice(command, error.folder)}", file=sys.stderr)
             raise typer.Exit(2) from None
 
 
