@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedquilt.errors import StorageError
 from fedquilt.experiment import resume_run, run_config, run_in_memory
+from fedquilt.learning.worker import SharedTensor
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.run_folder import RunFolder
-from run_samples import folder_of, only_folder, tiny
+from run_processes import environment
+from run_samples import flags, folder_of, only_folder, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +86,38 @@ def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["fedavg", "certified"])
 def test_a_run_with_a_folder_needs_no_temporary_one(tmp_path: Path, mode: str) -> None:
     assert run_config(tiny(mode=mode, output_dir=str(tmp_path))).result["rounds"] == 4
+
+
+WITHOUT = """
+import os, sys, tempfile
+def nowhere():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+tempfile.gettempdir = nowhere
+from fedquilt.cli import main
+main()
+"""
+
+
+def test_nor_does_one_whose_cost_torch_counts(tmp_path: Path) -> None:
+    """Counting imports torch's compiler, which wants a folder for a cache; so does nobody else."""
+    changes = {"mode": "fedavg", "method": "heterofl", "model": "digits", "tiers": "1,1/2"}
+    settings = flags(**changes, noise_seed=None, num_rounds=1, output_dir=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "run", *settings, "--json"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.usefixtures("no_temporary_folder")
+def test_worker_processes_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("spawn")
+    refuse(monkeypatch, errno.EROFS, (type(context), "RawArray"))
+    with pytest.raises(StorageError, match=r"needs 12 bytes of shared memory.*Read-only.*TMPDIR"):
+        SharedTensor(context, (3,), torch.float32)
 
 
 @pytest.mark.usefixtures("no_temporary_folder")

@@ -93,6 +93,7 @@ def test_killed_at_every_moment_that_touches_the_disk(
 def test_no_moment_was_forgotten(nursery: Nursery, tmp_path: Path) -> None:
     for event, count in (("fsync", FSYNCS), ("replace", REPLACES), ("round", ROUNDS)):
         parent = tmp_path / event
+        parent.mkdir()
         beyond = (event, count + 1)
         ended = nursery.run("run", *flags(**RICH, output_dir=parent), "--quiet", die_at=beyond)
         assert ended.code == 0, ended

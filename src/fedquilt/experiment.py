@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import tempfile
 import time
@@ -446,6 +447,7 @@ def _run(
     observer: Watching | None,
 ) -> RunResult:
     """Open folder and ledger, go to a checkpoint if there is one, and train."""
+    _spare_torch_a_temporary_folder()
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:
@@ -538,6 +540,18 @@ def _open(
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _spare_torch_a_temporary_folder() -> None:
+    """Let torch import its compiler where there is no temporary folder.
+
+    It wants the name of a folder for a cache, also when nothing is compiled, and finds none
+    in a read-only container; any folder that is there will do.
+    """
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.dirname(torch.__file__))
 
 
 def _scratch(stack: contextlib.ExitStack) -> Path:
