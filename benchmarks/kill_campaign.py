@@ -1,7 +1,9 @@
-"""Certified runs that are killed at random moments, again and again.
+"""Runs that are killed, cut off and refused by their disk, again and again.
 
     python benchmarks/kill_campaign.py [--kills 200] [--cold 10] [--folder FOLDER]
+    python benchmarks/kill_campaign.py --faults 1000 [--kinds KIND;KIND] [--folder FOLDER]
 
+The first form kills certified runs at random moments.
 Two runs at a time share a ledger.  Each is a process of its own that gets SIGKILL at a
 random moment and is then resumed, until it finishes or its clients have nothing left;
 after a few runs a new ledger begins.  Every process notes each release beside the
@@ -12,6 +14,10 @@ that were applied, which is what was truly given away.  After each kill
 * the rounds before the last checkpoint must be the lines they were,
 * the ledger must be whole and hold the head that the run has kept.
 
+The second form places faults at the system calls of runs of every kind: kills before, after
+and in the middle of a call, errors of the disk, and power cuts, which take what was not
+synced (`faults/`).  It needs Linux and a C compiler, and says so where there is none.
+
 Most processes are forked from this one, which has everything imported, so that a kill
 costs milliseconds; `--cold` of them start as fresh interpreters and may die importing.
 """
@@ -19,6 +25,8 @@ costs milliseconds; `--cold` of them start as fresh interpreters and may die imp
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import random
@@ -30,7 +38,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -382,6 +390,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25, help="rounds of a run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--folder", type=Path, help="where the runs are made (then removed)")
+    parser.add_argument("--faults", type=int, help="place so many faults at system calls instead")
+    parser.add_argument("--kinds", help="kinds of run for --faults, joined by ';'; default all")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -390,6 +400,8 @@ def main() -> int:
         return _exit_code(
             lambda: run_or_resume(Path(parent), Path(ledger), int(rounds), int(number))
         )
+    if options.faults:
+        return place_faults(options.faults, options.kinds, options.seed, options.folder)
     _load_everything()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         longest = measure_one_run(Path(folder), options.rounds)
@@ -402,6 +414,58 @@ def main() -> int:
     print(f"\none run alone takes {longest:.2f} s; the campaign took {seconds:.0f} s")
     print("\n".join(campaign.messages))
     return 0 if campaign.ok else 1
+
+
+def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) -> int:
+    """Place faults at system calls; with the shim preloaded, so in a process of its own."""
+    from faults import shim
+    from faults.campaign import FaultCampaign
+    from faults.kinds import KINDS as FAULT_KINDS
+
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        if "fault_shim" not in os.environ.get("LD_PRELOAD", ""):
+            try:
+                library = shim.build(Path(folder))
+            except shim.NoCompilerError as error:
+                print(f"skipped: {error}")
+                return 0
+            return shim.preloaded(library, [sys.executable, *sys.argv])
+        names = kinds.split(";") if kinds else list(FAULT_KINDS)
+        _load_everything()
+        amplified = FAULT_KINDS["certified, amplified"].config(Path(folder))
+        _load_what_faults_need(names, amplified)
+        campaign = FaultCampaign(Path(folder), names, seed, _note_releases, released)
+        campaign.run(count)
+    print(campaign.table())
+    print(f"\nthe campaign took {campaign.seconds:.0f} s")
+    for tally in campaign.tallies.values():
+        print("\n".join(tally.bad))
+    return 0 if campaign.ok else 1
+
+
+def _load_what_faults_need(kinds: Sequence[str], amplified: RunConfig) -> None:
+    """Import, compute and start once what takes each forked process seconds."""
+    from fedquilt import assemble_mechanism
+    from fedquilt.condense import method
+
+    for name in ("fedquilt.models.features", "torch.func", "torch._dynamo"):
+        importlib.import_module(name)
+    if "certified, amplified" in kinds:
+        assemble_mechanism.calibrate = functools.cache(assemble_mechanism.calibrate)
+        experiment.run_in_memory(amplified)
+    method.GrowingSettings = functools.partial(method.GrowingSettings, steps=15)
+    if "processes" in kinds:
+        _start_fork_server()
+
+
+def _start_fork_server() -> None:
+    """Let forked processes use one fork server: starting one takes seconds."""
+    import multiprocessing.forkserver
+
+    server = multiprocessing.forkserver
+    server.set_forkserver_preload(["fedquilt.learning.worker"])
+    server.ensure_running()
+    server.ensure_running = server._forkserver.ensure_running = lambda: None
 
 
 def _load_everything() -> None:

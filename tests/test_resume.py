@@ -52,17 +52,17 @@ RICH: dict[str, Any] = {
     "participation_ema": 0.3,
     "server_optimizer": "adam",
 }
-# What a run of three rounds does to the disk with a checkpoint after each: it writes
-# config.toml; four times (the last one at the end) it flushes rounds.jsonl and
-# replaces the checkpoint; it writes result.json.
-FSYNCS, REPLACES, ROUNDS = 2 + 3 * 4 + 2, 1 + 4 + 1, 3
+# What a run of three rounds does to the disk with a checkpoint after each: it makes its
+# folders and writes config.toml; it makes rounds.jsonl; four times (the last one at the end)
+# it flushes that and replaces the checkpoint; it writes result.json.
+FSYNCS, REPLACES, ROUNDS = 1 + 2 + 1 + 3 * 4 + 2, 1 + 4 + 1, 3
 MOMENTS = [
     *(("fsync", number) for number in range(1, FSYNCS + 1)),
     *(("replace", number) for number in range(1, REPLACES + 1)),
     *(("replaced", number) for number in range(1, REPLACES + 1)),
     *((event, n) for event in ("round", "torn", "recorded") for n in range(1, ROUNDS + 1)),
 ]
-BEFORE_THE_CONFIGURATION = {("fsync", 1), ("replace", 1)}
+BEFORE_THE_CONFIGURATION = {("fsync", 1), ("fsync", 2), ("replace", 1)}
 
 
 def killed(nursery: Nursery, parent: Path, moment: tuple[str, int], **changes: Any) -> Path:
@@ -93,6 +93,7 @@ def test_killed_at_every_moment_that_touches_the_disk(
 def test_no_moment_was_forgotten(nursery: Nursery, tmp_path: Path) -> None:
     for event, count in (("fsync", FSYNCS), ("replace", REPLACES), ("round", ROUNDS)):
         parent = tmp_path / event
+        parent.mkdir()
         beyond = (event, count + 1)
         ended = nursery.run("run", *flags(**RICH, output_dir=parent), "--quiet", die_at=beyond)
         assert ended.code == 0, ended

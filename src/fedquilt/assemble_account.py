@@ -82,6 +82,8 @@ class Witness:
     def note(self, head: str) -> None:
         """Write the newest head; a disk that cannot take it does not stop the run."""
         text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
+        if len(text) > _SECTOR:  # a power cut may tear what is longer than that
+            text = json.dumps({"head": head, "folder": self._folder.name[:60]}).encode()
         with contextlib.suppress(OSError):
             # Blanks up to whole blocks, and over all that was there: a run killed at any
             # moment leaves no end of a longer note behind.
@@ -121,6 +123,7 @@ def open_witness(run_id: str, folder: Path) -> Witness | None:
 
 
 _BLOCK = 4096
+_SECTOR = 512
 _LONGEST_NOTE = 1 << 16
 
 
@@ -128,6 +131,7 @@ def _read_note(handle: int) -> dict[str, str] | None:
     """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
     try:
         text = os.pread(handle, _LONGEST_NOTE, 0)
+        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without the note
         noted = json.loads(text) if text else None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -415,7 +419,7 @@ def _check_new_ledger(config: RunConfig, path: Path) -> None:
     """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
     if config.new_population or path.exists() or not path.parent.is_dir():
         return
-    beside = [file for file in sorted(path.parent.iterdir()) if file.is_file()]
+    beside = [file for file in sorted(path.parent.glob("[!.]*")) if file.is_file()]
     for near in _near(path.stem, {_plain(file.stem) for file in beside}):
         # Settings, lists and journals may have the same stem: only ledgers count.
         alike_files = (file for file in beside if _plain(file.stem) == near)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import tempfile
 import time
@@ -36,13 +37,20 @@ from fedquilt.assemble_account import (
     open_witness,
 )
 from fedquilt.assemble_mechanism import Build
-from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
+from fedquilt.common.errors import (
+    InvalidValueError,
+    RunFolderError,
+    RunInterrupted,
+    StorageError,
+    WorkerError,
+)
 from fedquilt.common.observer import as_observer
 from fedquilt.common.pieces import pieces
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.method import Method
 from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
 from fedquilt.record import (
@@ -445,6 +453,7 @@ def _run(
 ) -> RunResult:
     """Open folder and ledger, go to a checkpoint if there is one, and train."""
     problem = dataclasses.replace(problem, lends_memory=True)
+    _spare_torch_a_temporary_folder()
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:
@@ -465,6 +474,9 @@ def _run(
             return experiment.finish(experiment.run())
         except KeyboardInterrupt:
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
+        except (WorkerError, StorageError, LedgerFileError, LedgerBusyError) as error:
+            error.folder = None if folder is None else str(folder.path)
+            raise
 
 
 def _own_parts(
@@ -516,8 +528,7 @@ def _open(
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
     if own_ledger:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        place = folder.path if folder is not None else place
+        place = _scratch(stack) if folder is None else folder.path
         witness = None if folder is None else open_witness(run_id, folder.path)
         if witness is not None:
             stack.callback(witness.close)
@@ -535,6 +546,29 @@ def _open(
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _spare_torch_a_temporary_folder() -> None:
+    """Let torch import its compiler where there is no temporary folder.
+
+    It wants the name of a folder for a cache, also when nothing is compiled, and finds none
+    in a read-only container; any folder that is there will do.
+    """
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.dirname(torch.__file__))
+
+
+def _scratch(stack: contextlib.ExitStack) -> Path:
+    """Return a folder for the ledger of a run that is kept in memory."""
+    try:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    except OSError as error:
+        raise StorageError(
+            f"the ledger of a run in memory needs a temporary folder: {error.strerror or error}. "
+            "Name one that can be written (TMPDIR), or an output_dir"
+        ) from error
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:

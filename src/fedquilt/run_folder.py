@@ -31,6 +31,7 @@ import json
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class RunFolder:
         """Make the folder `{dataset}_{mode}_seed{seed}_{timestamp}` and lock it."""
         stem = run_stem(config)
         with storage_errors(output_dir):
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            storage.make_folder(Path(output_dir))
             folder = cls(make_fresh(Path(output_dir), stem))
             try:
                 folder.acquire()
@@ -122,6 +123,12 @@ class RunFolder:
                 raise RunFolderError(
                     f"run folder {str(self.path)!r} is in use by another process"
                 ) from error
+            except storage.NoLocksError as error:
+                warnings.warn(
+                    f"{error}: nothing keeps a second process from continuing this run at the "
+                    "same time; take care that none does",
+                    stacklevel=2,
+                )
         storage.remove_leftovers(self.path)
 
     def close(self) -> None:
@@ -163,7 +170,7 @@ class RunFolder:
         path = self.synthetic_path(rounds)
         with storage_errors(path):
             if rounds is not None:
-                self._images().mkdir(exist_ok=True)
+                storage.make_folder(self._images())
         return path
 
     def drop_images(self, count: int) -> None:
@@ -245,7 +252,8 @@ class RunFolder:
             "ledger_head": ledger_head,
             "config": self._config_digest(),
         }
-        storage.sync_file(self.path / "rounds.jsonl")
+        for name in ("rounds.jsonl", "private.jsonl"):
+            storage.sync_file(self.path / name)
         storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
 
     def load_checkpoint(self) -> Checkpoint | None:
@@ -382,6 +390,7 @@ def make_fresh(parent: Path, stem: str) -> Path:
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
+            storage.sync_folder(parent)
             return path
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedquilt.common.errors import DataError, RunFolderError, StorageError
 from fedquilt.common.storage import (
+    NoLocksError,
     append_line,
+    has_locks,
     lock_file,
+    make_folder,
     open_regular,
     read_json,
     remove_leftovers,
     sync_file,
+    sync_folder,
     write_file,
 )
 
@@ -171,3 +177,96 @@ def test_json_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "x.json") == {"a": [1, None]}
     with pytest.raises(DataError, match=r"y\.json .*No such file"):
         read_json(tmp_path / "y.json")
+
+
+def refuse(number: int) -> Callable[..., None]:
+    """Return a function that fails as a system call does."""
+
+    def call(*given: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
+
+
+def is_locked_for_others(path: Path) -> bool:
+    """Ask from another process: locks of fcntl are a process's own."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            lock_file(path).close()
+            code = 0
+        except BlockingIOError:
+            code = 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 1)
+    return code == 1
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_where_there_is_no_flock_the_other_kind_of_lock_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refuse(number))
+    path = tmp_path / "lock"
+    with lock_file(path):
+        assert is_locked_for_others(path)
+    assert not is_locked_for_others(path)
+    assert has_locks(tmp_path)
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_no_locks_at_all_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, refuse(number))
+    with pytest.raises(NoLocksError, match=r"has no file locks .*Lustre"):
+        lock_file(tmp_path / "lock")
+    assert not has_locks(tmp_path)
+    assert names(tmp_path) == ["lock"]
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files and folders that were synced, in order."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def noting(handle: int) -> None:
+        found.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return found
+
+
+def test_names_are_durable_before_anything_relies_on_them(
+    tmp_path: Path, synced: list[str]
+) -> None:
+    """A power cut takes a name whose folder was not synced, with all that is in the file."""
+    make_folder(tmp_path / "a" / "b")
+    assert synced == [tmp_path.name, "a"]
+    make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2
+    synced.clear()
+    append_line(tmp_path / "a" / "lines", "one")
+    assert synced == ["a"]
+    append_line(tmp_path / "a" / "lines", "two")
+    assert synced == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_folders_that_cannot_be_synced_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "fsync", refuse(number))
+    sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        sync_folder(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import struct
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fedquilt.errors import StorageError
 from fedquilt.monitor import DeliveryError, MonitorError, thread_monitor
+from fedquilt.observe import sinks
 from fedquilt.observe.samples import Sample
 from fedquilt.observe.sinks import CLOSE_SECONDS, LatestSample, PrometheusSink
 from http_receiver import Receiver, wait_until
@@ -139,6 +142,26 @@ def test_a_port_that_is_taken_is_named(kind: ModuleType) -> None:
         monitor = kind.PrometheusMonitor(port, address="127.0.0.1")
         with pytest.raises(MonitorError, match=f"cannot listen on address='127.0.0.1' port={port}"):
             monitor.start()
+
+
+def test_connections_that_ask_nothing_are_dropped_without_a_word(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port scan: connect and go, say half a word and go, say nothing and stay."""
+    monkeypatch.setattr(sinks, "IDLE_SECONDS", 0.2, raising=False)
+    with thread_monitor.PrometheusMonitor(0, address="127.0.0.1") as monitor:
+        before = threading.active_count()
+        with socket.create_connection(("127.0.0.1", monitor.port)) as silent:
+            for said in (b"", b"GET", b"\x16\x03\x01garbage\r\n\r\n", b"GET /metrics HTTP/1.0\r\n"):
+                with socket.create_connection(("127.0.0.1", monitor.port)) as scanner:
+                    scanner.sendall(said)
+                    linger = struct.pack("ii", 1, 0)  # closing it breaks the connection
+                    scanner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            silent.settimeout(10)
+            assert silent.recv(1) == b""
+        wait_until(lambda: threading.active_count() <= before)
+        assert scrape(monitor.port)["monitor_samples_total"] >= 0
+    assert capfd.readouterr().err == ""
 
 
 def test_prometheus_over_version_six() -> None:

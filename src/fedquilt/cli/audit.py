@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedquilt.cli.progress import interruptible
 from fedquilt.cli.run import JSON
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
@@ -42,6 +43,21 @@ def audit(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Check on this machine that runs give away no more than they declare; exit 1 if not."""
+    with interruptible(None):
+        _audit(replay, canary, cases, engine, device, trials, without_clip, seed, as_json)
+
+
+def _audit(
+    replay: bool,
+    canary: bool,
+    cases: list[str] | None,
+    engine: str | None,
+    device: str,
+    trials: int,
+    without_clip: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
     from fedquilt import audit as auditing
 
     if not (replay or canary):

@@ -24,6 +24,7 @@ SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
 
 
 @takes_run_options("mode", "seed")
+@interruptible()  # also while it loads
 def compare(
     settings: dict[str, Any],
     modes: Annotated[str, MODES_OPTION] = ",".join(MODES),

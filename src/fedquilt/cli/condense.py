@@ -30,6 +30,7 @@ _USUAL = ("coreset", "fedavg")
 
 
 @takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES)
+@interruptible("condense")  # also while it loads
 def condense(
     settings: dict[str, Any],
     config: Annotated[str | None, CONFIG] = None,

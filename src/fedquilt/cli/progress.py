@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 
 import typer
 
+from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import CondenseConfig, RunConfig
 
@@ -25,21 +28,55 @@ class RunPointer:
 
 
 @contextmanager
-def interruptible(command: str = "run") -> Iterator[RunPointer]:
-    """End a command that Ctrl-C stops with one line that says how to go on.
+def interruptible(command: str | None = "run") -> Iterator[RunPointer]:
+    """End a command that Ctrl-C or SIGTERM stops with one line that says how to go on.
 
     A command notes the folder of a run that is finished in what it gets: whatever
-    follows can be stopped and taken up again too.
+    follows can be stopped and taken up again too.  So can a run that its disk, its ledger or
+    a worker process has stopped: there it ends the error.  None is a command that
+    keeps nothing.
     """
     kept = RunPointer()
+    with _terminable() as terminated:
+        try:
+            yield kept
+        except KeyboardInterrupt as stopped:
+            folder = getattr(stopped, "folder", None) or kept.folder
+            print(f"interrupted: {_advice(command, folder)}", file=sys.stderr)
+            raise typer.Exit(143 if terminated else 130) from None
+        except FedquiltError as error:
+            if error.folder is None or command is None:
+                raise
+            print(f"error: {error}; {_advice(command, error.folder)}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+def _advice(command: str | None, folder: object) -> str:
+    if command is None or not folder:
+        return "nothing was kept"
+    return f"continue with  fedquilt {command} --resume {shlex.quote(str(folder))}"
+
+
+@contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """Answer SIGTERM, by which schedulers and containers stop a program, like Ctrl-C.
+
+    The list that it yields is not empty when that has happened.
+    """
+    terminated: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield terminated  # only there signals can be answered
+        return
+
+    def stop(number: int, frame: object) -> None:
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield kept
-    except KeyboardInterrupt as stopped:
-        folder = getattr(stopped, "folder", None) or kept.folder
-        again = f"fedquilt {command} --resume {shlex.quote(str(folder))}"
-        advice = f"continue with  {again}" if folder else "nothing was kept"
-        print(f"interrupted: {advice}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 
 class FedquiltError(Exception):
-    """Base of every error that fedquilt raises on purpose."""
+    """Base of every error that fedquilt raises on purpose.
+
+    `folder` is the folder of a run that the error has stopped and that can be resumed.
+    """
+
+    folder: str | None = None
 
 
 class InvalidValueError(FedquiltError, ValueError):
@@ -43,6 +48,10 @@ class StorageError(FedquiltError, OSError):
 
 class IrregularFileError(StorageError, RunFolderError):
     """A link, pipe, folder or device lies where a regular file must be."""
+
+
+class WorkerError(FedquiltError, RuntimeError):
+    """A worker process died, or what it ran raised an error."""
 
 
 class RunInterrupted(KeyboardInterrupt):

@@ -30,6 +30,12 @@ _CAUSES = {
     errno.EACCES: "no permission",
     errno.EROFS: "the file system is read-only",
 }
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCKS = "the file system has no file locks (Lustre without -o flock, NFS without a lock server)"
+
+
+class NoLocksError(StorageError):
+    """The file system has no file locks."""
 
 
 @contextlib.contextmanager
@@ -111,7 +117,7 @@ def write_file(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with storage_errors(path):
         if parents:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         # O_EXCL: the temporary file is ours, and no link that somebody put there.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         try:
@@ -135,8 +141,12 @@ def append_line(path: Path, line: str, mode: int = 0o666) -> None:
     `sync_file`: many lines are worth one wait for the disk.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with storage_errors(path), open(open_regular(path, flags, mode), "ab") as stream:
-        stream.write(line.encode() + b"\n")
+    with storage_errors(path):
+        is_new = not path.exists()
+        with open(open_regular(path, flags, mode), "ab") as stream:
+            stream.write(line.encode() + b"\n")
+        if is_new:  # its name, too, must survive whenever `sync_file` says that its lines do
+            sync_folder(path.parent)
 
 
 def sync_file(path: Path) -> None:
@@ -149,13 +159,36 @@ def sync_file(path: Path) -> None:
         os.fsync(stream.fileno())
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, durably; one that is there is fine."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
-    """Make new names in a folder durable: after a rename it is the folder that has changed."""
+    """Make new names in a folder durable: after a rename it is the folder that has changed.
+
+    Some file systems have no such thing for folders (SMB, some FUSE), and a folder may be
+    closed to readers: there the names are as durable as they become by themselves.
+    """
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)
 
@@ -177,18 +210,50 @@ def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
     ------
     BlockingIOError
         Another process holds the lock.
+    NoLocksError
+        The file system has no locks.
     OSError
-        The file cannot be opened, or the file system knows no locks.
+        The file cannot be opened.
     """
-    import fcntl  # posix only
-
     held = io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT, mode), "r+")
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(held, path)
     except BaseException:
         held.close()
         raise
     return held
+
+
+def _lock(held: io.FileIO, path: Path) -> None:
+    """Lock a file by flock, or by fcntl where only that is known (some NFS and FUSE)."""
+    import fcntl  # posix only
+
+    for take in (fcntl.flock, fcntl.lockf):
+        try:
+            take(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise BlockingIOError(error.errno, error.strerror) from error
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+    raise NoLocksError(f"cannot lock {str(path)!r}: {NO_LOCKS}")
+
+
+def has_locks(folder: Path) -> bool:
+    """Try whether files of a folder can be locked by fcntl, as SQLite does it."""
+    import fcntl  # posix only
+
+    path = folder / f".{secrets.token_hex(8)}.tmp"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        path.unlink()
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _WITHOUT_LOCKS
+    finally:
+        os.close(handle)
+    return True
 
 
 def read_json(path: Path, error: type[FedquiltError] = DataError) -> dict[str, Any]:

@@ -16,10 +16,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
+from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
@@ -40,14 +42,11 @@ from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTe
 # One job in training and one waiting, so that a worker need not wait for the next.
 _SLOTS = 2
 _PATIENCE_SECONDS = 5.0
+_SAME_SIGNAL_SECONDS = 0.5
 _IMPORTABLE = (
     "worker processes import the main script again: define the model's class at the top "
     "level of a file, and start the work under `if __name__ == '__main__':`"
 )
-
-
-class WorkerError(FedquiltError, RuntimeError):
-    """A worker process died, or what it ran raised an error."""
 
 
 class ProcessEngine:
@@ -119,6 +118,7 @@ class ProcessEngine:
         clients = [int(client) for client in cohort]
         self._training = True
         try:
+            _start_fork_server(self._context)
             self._start.copy_(start.detach())
             self._hire(min(self._limit, len(clients)))
             yield from self._train_all(clients, round_index, learning_rate)
@@ -251,6 +251,8 @@ class _Worker:
         self.process.join(_PATIENCE_SECONDS)
         code = self.process.exitcode
         how = "closed its connection" if code is None else f"ended with exit code {code}"
+        if code == -signal.SIGTERM:
+            time.sleep(_SAME_SIGNAL_SECONDS)  # one to the whole group stops this process, too
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
         if not self.ready:
@@ -282,6 +284,22 @@ def _context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
     return context
+
+
+def _start_fork_server(context: BaseContext) -> None:
+    """Start the fork server deaf to Ctrl-C, which reaches the whole process group.
+
+    It would print a traceback while it imports torch.  Blocked signals stay blocked in what
+    is started; one for this process comes when it unblocks them.
+    """
+    if context.get_start_method() != "forkserver":
+        return
+    resource_tracker.ensure_running()  # unblocks the signal by itself
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _process(

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.errors import StorageError
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import find_draws, train_client
@@ -34,7 +35,15 @@ class SharedTensor:
     def __init__(self, context: BaseContext, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape = shape
         self._dtype = dtype
-        self._bytes = context.RawArray("b", max(1, math.prod(shape) * dtype.itemsize))
+        size = max(1, math.prod(shape) * dtype.itemsize)
+        try:
+            self._bytes = context.RawArray("b", size)
+        except OSError as error:
+            cause = error.strerror or error
+            raise StorageError(
+                f"engine='processes' needs {size} bytes of shared memory: {cause}. Make room in "
+                "/dev/shm or in a temporary folder (TMPDIR), or use another engine"
+            ) from error
 
     @classmethod
     def copy_of(cls, context: BaseContext, tensor: torch.Tensor) -> SharedTensor:

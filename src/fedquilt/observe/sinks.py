@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import datetime
@@ -110,6 +111,27 @@ class LatestSample:
         yield self._families.CounterMetricFamily("monitor_samples", text, value=samples)
 
 
+IDLE_SECONDS = 10.0
+"""How long somebody who connects may say nothing."""
+
+
+def _bear_idlers(server: Any) -> None:
+    """Let a server drop connections that ask nothing or break, without a word.
+
+    Port scanners and load balancers make them; `socketserver` prints a traceback for each,
+    and keeps a thread for as long as somebody is silent.
+    """
+    report = server.handle_error
+
+    def handle_error(request: Any, address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            report(request, address)
+
+    server.handle_error = handle_error
+    handler = server.RequestHandlerClass
+    server.RequestHandlerClass = type(handler.__name__, (handler,), {"timeout": IDLE_SECONDS})
+
+
 class PrometheusSink:
     """Serves the latest sample at `http://address:port/metrics`.
 
@@ -128,6 +150,7 @@ class PrometheusSink:
             raise MonitorError(
                 f"cannot listen on address={address!r} port={port}: {error}"
             ) from error
+        _bear_idlers(self._server)
 
     @property
     def port(self) -> int:

@@ -13,19 +13,16 @@ between the look at its entries and the exchange.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedquilt.common.storage import sync_folder
 from fedquilt.privacy.ledger import files
+from fedquilt.privacy.ledger.drafts import appear, drafting
 from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError, LedgerFileError
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.verify import VerifyReport, missing_heads, verify
-
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def copy_ledger(
@@ -57,26 +54,14 @@ def copy_ledger(
         raise LedgerFileError(f"ledger {source.path} and {target} are one file")
     if target.exists() and not replace:
         raise LedgerFileError(f"{target} exists; name another file, or say that it is replaced")
-    with files.translated(target), _draft(target) as draft:
+    if not target.parent.is_dir():
+        raise LedgerFileError(f"ledger {target}: the folder {target.parent} does not exist")
+    with files.translated(target), drafting(target, timeout) as draft:
         source.copy_to(draft)
         report = _checked(draft, source.path, known_heads)
         _put(draft, target, timeout)
         sync_folder(target.parent)
     return report
-
-
-@contextlib.contextmanager
-def _draft(target: Path) -> Iterator[Path]:
-    """Yield a name beside `target`, for its owner only; nothing of it is left afterwards."""
-    if not target.parent.is_dir():
-        raise LedgerFileError(f"ledger {target}: the folder {target.parent} does not exist")
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
-    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
-        draft.with_name(f"{draft.name}-journal").unlink(missing_ok=True)
 
 
 def _checked(draft: Path, source: Path, known_heads: Iterable[str]) -> VerifyReport:
@@ -118,12 +103,7 @@ def _put_new(draft: Path, target: Path) -> None:
             f"{journal} belongs to a ledger that is no longer there and would damage the copy: "
             "put that ledger back, or remove the journal"
         )
-    try:
-        os.link(draft, target)  # unlike a rename never over a file that has just appeared
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        os.rename(draft, target)
+    appear(draft, target)
 
 
 def _lacking(draft: Path, there: Store) -> int:

@@ -46,7 +46,8 @@ from typing import Any
 from urllib.parse import quote
 
 from fedquilt.common.errors import DataError, StorageError
-from fedquilt.common.storage import read_json, sync_folder, write_file
+from fedquilt.common.storage import has_locks, read_json, write_file
+from fedquilt.privacy.ledger.drafts import appear, drafting, no_locks
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
 from fedquilt.privacy.ledger.errors import (
     LedgerBusyError,
@@ -54,6 +55,7 @@ from fedquilt.privacy.ledger.errors import (
     LedgerError,
     LedgerFileError,
 )
+from fedquilt.privacy.ledger.journal import check_journal
 
 SCHEMA_VERSION = 2
 """2 since populations may have members and an adjacency; 1 is read and continued."""
@@ -99,23 +101,15 @@ def is_ledger(path: Path) -> bool:
 
 
 def create_file(path: Path, time: str) -> None:
-    """Make an empty ledger at `path`; when somebody else was faster, leave theirs.
-
-    It is built under another name and appears under its own in one step, so a
-    crash or a full disk leaves no half a ledger behind.
-    """
+    """Make an empty ledger at `path`; when somebody else was faster, leave theirs."""
     if not path.parent.is_dir():
         raise LedgerFileError(f"ledger {path}: the folder {path.parent} does not exist")
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
-    try:
-        with translated(path):
-            os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            _fill(draft, Entry(1, LEDGER, time, digest=secrets.token_hex(16)))
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            sync_folder(path.parent)
-    finally:
-        draft.unlink(missing_ok=True)
+    with translated(path), drafting(path) as draft:
+        if os.path.lexists(path):
+            return
+        _fill(draft, Entry(1, LEDGER, time, digest=secrets.token_hex(16)))
+        with contextlib.suppress(FileExistsError):
+            appear(draft, path)
 
 
 def _fill(draft: Path, first: Entry) -> None:
@@ -144,6 +138,8 @@ def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connectio
     drop the locks this process may hold on it (POSIX).
     """
     _check_path(path, read_only=read_only)
+    if not read_only:
+        check_journal(path)
     mode = "ro" if read_only else "rw"
     uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
     with translated(path):
@@ -213,8 +209,21 @@ def translated(path: Path) -> Iterator[None]:
         raise LedgerFileError(f"ledger {path} cannot be used: {reason}") from error
 
 
+_LOCK_FAILED = ("SQLITE_IOERR_LOCK", "SQLITE_IOERR_RDLOCK", "SQLITE_IOERR_CHECKRESERVEDLOCK")
+
+
+def _has_locks(folder: Path) -> bool:
+    """SQLite takes "no locks available" for a lock of somebody else, and waits."""
+    try:
+        return has_locks(folder)
+    except OSError:  # nothing can be tried there
+        return True
+
+
 def _in_words(path: Path, error: sqlite3.Error) -> LedgerError:
     name: str = getattr(error, "sqlite_errorname", "")
+    if name in _LOCK_FAILED or (name == "SQLITE_BUSY" and not _has_locks(path.parent)):
+        return no_locks(path)
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return LedgerBusyError(
             f"ledger {path} was locked by another process for too long; nothing was "

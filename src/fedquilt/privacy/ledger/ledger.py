@@ -21,6 +21,7 @@ from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
 from fedquilt.privacy.ledger.backup import copy_ledger
 from fedquilt.privacy.ledger.balances import Balances, ClientRow
+from fedquilt.privacy.ledger.drafts import remove_drafts
 from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo
 from fedquilt.privacy.ledger.errors import LedgerConflictError
 from fedquilt.privacy.ledger.files import SCHEMA_VERSION
@@ -118,6 +119,8 @@ class Ledger:
             raise InvalidValueError("create=True and read_only=True exclude each other")
         if create and not place.exists():
             files.create_file(place, now())
+        elif not read_only:
+            remove_drafts(place)
         return cls(Store(place, read_only=read_only, timeout=timeout))
 
     def __enter__(self) -> Self:

@@ -1,0 +1,145 @@
+"""The journal beside a ledger: whether it is the ledger's own, before SQLite uses it.
+
+After a kill in the middle of a write `<ledger>-journal` holds the pages as they were, and whoever
+opens the ledger next lets SQLite put them back.  SQLite knows a journal by its name only.  When
+the ledger was taken elsewhere without its journal, used there and put back, or when another
+ledger has got its place, those pages are put into a file that they are not of, and charges are
+lost.  So what SQLite would do is tried here on a copy in memory first.  A journal is another's if
+
+* the ledger has seen more transactions since than the one that the journal undoes: the journal
+  has the first page as it was, and a counter on it grows by one with every transaction,
+* the ledger that would come out is not whole, or began with another entry.
+
+A journal that is in use by a running process passes: at every moment it is what a kill at that
+moment would leave.  Between reading the one file and the other it may change, so it is
+another's only when both were found twice the same.
+
+The format is that of "SQLite Database File Format", section 3 (sqlite.org/fileformat2.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sqlite3
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedquilt.privacy.ledger.entries import COLUMNS, read_row
+from fedquilt.privacy.ledger.errors import LedgerFileError
+
+_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size
+_BY_SIZE = 0xFFFFFFFF  # the number of records follows from the size of the file
+_COUNTER = slice(24, 28)  # of the first page: the transactions so far
+_CHECKED = 1000  # newest entries; a page of another ledger breaks the chain among them
+_TRIES, _PAUSE_SECONDS = 10, 0.05
+
+# Closing a handle on a file drops the locks that SQLite holds on it for this process
+# (POSIX), so these are kept: one for each ledger that was ever found beside a journal.
+_handles: dict[tuple[int, int], int] = {}
+
+
+def check_journal(path: Path) -> None:
+    """Refuse a ledger beside a journal that is not its own; nothing is changed."""
+    journal = path.with_name(f"{path.name}-journal")
+    before = None
+    for _ in range(_TRIES):
+        found = _read(path, journal)
+        if found is None or not (problem := _problem(*found)):
+            return
+        if found == before:
+            raise LedgerFileError(
+                f"{journal} lies beside ledger {path} and is not its own ({problem}): SQLite would "
+                "put pages of another ledger, or of an older state, into it, and charges would be "
+                "lost. Put the ledger back that it was left by, or, when you know that this one is "
+                "the newest, move the journal away; nothing was changed"
+            )
+        before = found
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
+    """Return the bytes of a ledger and its journal; None without one that SQLite would use."""
+    try:
+        pages = journal.read_bytes()
+        if not pages.startswith(_MAGIC):
+            return None
+        status = path.stat()
+        key = (status.st_dev, status.st_ino)
+        if key not in _handles:
+            _handles[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(_handles[key], status.st_size, 0), pages
+    except OSError:  # gone again, or SQLite says what is wrong
+        return None
+
+
+def _problem(database: bytes, journal: bytes) -> str:
+    """Return why a journal is not this ledger's, "" when nothing speaks against it."""
+    restored = bytearray(database)
+    for number, page in _records(journal):
+        start = (number - 1) * len(page)
+        if number == 1:
+            passed = _number(database[_COUNTER]) - _number(page[_COUNTER])
+            if passed not in (0, 1):
+                return f"{passed} transactions lie between them"
+        restored.extend(bytes(max(0, start - len(restored))))
+        restored[start : start + len(page)] = page
+    _, _, _, pages, _, size = _HEADER.unpack_from(journal)
+    del restored[pages * size :]
+    first, problem = _first_entry(bytes(restored))
+    there, _ = _first_entry(database)
+    if not problem and there is not None and there != first:
+        problem = "it is of another ledger"
+    return problem
+
+
+def _number(field: bytes) -> int:
+    return int.from_bytes(field, "big")
+
+
+def _records(journal: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the numbers and old contents of pages, as SQLite reads them after a kill."""
+    place = 0
+    while place + _HEADER.size <= len(journal):
+        magic, count, nonce, _, sector, size = _HEADER.unpack_from(journal, place)
+        if magic != _MAGIC or not 512 <= size <= 65536 or not 32 <= sector <= 65536:
+            return
+        place += sector
+        left = (len(journal) - place) // (size + 8)
+        for _ in range(left if count == _BY_SIZE else min(count, left)):
+            page = journal[place + 4 : place + 4 + size]
+            check = nonce + sum(page[at] for at in range(size - 200, 0, -200))
+            if check & 0xFFFFFFFF != _number(journal[place + 4 + size : place + 8 + size]):
+                return
+            yield _number(journal[place : place + 4]), page
+            place += size + 8
+        place = -(-place // sector) * sector
+
+
+def _first_entry(content: bytes) -> tuple[bytes | None, str]:
+    """Return the hash of a ledger's first entry, None if unreadable, and what is wrong."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        try:
+            connection.deserialize(content)
+            found = connection.execute("SELECT hash FROM entries WHERE seq = 1").fetchone()
+            first = found[0] if found else None
+            return first, _chain_problem(connection)
+        except (sqlite3.Error, OverflowError, TypeError, IndexError) as error:
+            return None, f"what would come out is damaged: {error}"
+
+
+def _chain_problem(connection: sqlite3.Connection) -> str:
+    query = f"SELECT {', '.join(COLUMNS)}, hash FROM entries ORDER BY seq DESC LIMIT ?"
+    rows = connection.execute(query, (_CHECKED,)).fetchall()[::-1]
+    for last, row in itertools.pairwise(rows):
+        if read_row(row, last[0], last[-1])[1]:
+            return "what would come out is not whole"
+    head = connection.execute("SELECT seq, hash FROM head").fetchone()
+    if not rows or head != (rows[-1][0], rows[-1][-1]):
+        return "what would come out is not whole"
+    intact = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)
+    return "" if intact else "what would come out is damaged"

@@ -1,0 +1,125 @@
+"""A ledger beside a journal: its own is used, any other is refused and changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedquilt.privacy.ledger import Ledger, LedgerFileError
+
+ALLOWANCE = {"num_clients": 10, "epsilon": 6.0, "delta": 1e-5}
+
+
+def make(path: Path, releases: int) -> str:
+    """Make a ledger with some releases in it, or add a run of them; return its head."""
+    with Ledger.open(path, create=True) as ledger:
+        population = ledger.population("p", **ALLOWANCE)  # type: ignore[arg-type]
+        run = population.start_run(f"run {len(population.runs())}", epsilon=1.0)
+        for number in range(releases):
+            run.settle(run.reserve(number, [1, 2], 0.001), f"{number}")
+        return ledger.head()
+
+
+def leave_half_a_write(path: Path, *, written: bool) -> Path:
+    """Leave what a kill in the middle of an entry leaves; return the journal's path.
+
+    `written` says whether the ledger's pages were changed by then, or only saved.
+    """
+    journal = path.with_name(f"{path.name}-journal")
+    before = path.read_bytes()
+    with sqlite3.connect(path, isolation_level=None) as connection:
+        connection.execute("PRAGMA cache_size = 1")
+        connection.execute("PRAGMA synchronous = EXTRA")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("UPDATE head SET seq = 99")
+        connection.execute(
+            "INSERT INTO entries (kind, time, hash, body) VALUES ('x', '', x'00', ?)",
+            ("x" * 200_000,),
+        )
+        kept = {path: path.read_bytes() if written else before, journal: journal.read_bytes()}
+        connection.execute("ROLLBACK")
+    connection.close()
+    for file, content in kept.items():
+        file.write_bytes(content)
+    return journal
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_its_own_journal_mends_a_ledger(path: Path, written: bool) -> None:
+    head = make(path, 5)
+    journal = leave_half_a_write(path, written=written)
+    with Ledger.open(path) as ledger:
+        assert ledger.head() == head
+        assert ledger.verify(known_heads=[head]).ok
+        ledger.population("another", num_clients=2, epsilon=1.0, delta=1e-5)
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize("releases", [1, 40])
+def test_a_ledger_that_was_used_elsewhere_does_not_take_the_old_journal(
+    path: Path, releases: int
+) -> None:
+    """SQLite would put the older pages back, and the newer charges would be gone."""
+    make(path, 5)
+    journal = leave_half_a_write(path, written=False)
+    elsewhere = path.with_name("elsewhere.sqlite")
+    shutil.copy(path, elsewhere)
+    head = make(elsewhere, releases)
+    shutil.copy(elsewhere, path)
+    before = path.read_bytes(), journal.read_bytes()
+    with pytest.raises(LedgerFileError, match=r"journal lies beside .* is not its own"):
+        Ledger.open(path)
+    assert (path.read_bytes(), journal.read_bytes()) == before
+    journal.unlink()
+    with Ledger.open(path) as ledger:
+        assert ledger.verify(known_heads=[head]).ok
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("releases", [2, 5, 9])
+def test_another_ledger_does_not_take_the_journal(path: Path, written: bool, releases: int) -> None:
+    """Also one of as many transactions, whose counter fits."""
+    make(path, 5)
+    other = path.with_name("other.sqlite")
+    head = make(other, releases)
+    leave_half_a_write(path, written=written)
+    shutil.copy(other, path)
+    with pytest.raises(LedgerFileError, match="is not its own"):
+        Ledger.open(path)
+    assert path.read_bytes() == other.read_bytes()
+    with Ledger.open(other, read_only=True) as ledger:
+        assert ledger.verify(known_heads=[head]).ok
+
+
+def test_an_empty_journal_and_a_used_up_one_are_nothing(path: Path) -> None:
+    head = make(path, 2)
+    journal = path.with_name(f"{path.name}-journal")
+    for content in (b"", bytes(600)):
+        journal.write_bytes(content)
+        with Ledger.open(path) as ledger:
+            assert ledger.head() == head
+
+
+def test_a_journal_in_use_is_no_reason_to_refuse(path: Path) -> None:
+    make(path, 2)
+    done = threading.Event()
+
+    def write() -> None:
+        with Ledger.open(path) as ledger:
+            run = ledger.population("p").start_run("busy", epsilon=1.0)
+            for number in range(150):
+                run.settle(run.reserve(number, [3], 1e-6), f"{number}")
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    opened = 0
+    while not done.is_set():
+        with Ledger.open(path) as ledger:
+            opened += ledger.populations()[0].info.num_clients == 10
+    thread.join()
+    assert opened > 2
