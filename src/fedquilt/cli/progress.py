@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from fedquilt.common.observer import Observer
+from fedquilt.common.printable import printable, printable_message
 from fedquilt.config import CondenseConfig, RunConfig
 
 
@@ -38,7 +39,7 @@ def interruptible(command: str = "run") -> Iterator[RunPointer]:
         folder = getattr(stopped, "folder", None) or kept.folder
         again = f"fedquilt {command} --resume {shlex.quote(str(folder))}"
         advice = f"continue with  {again}" if folder else "nothing was kept"
-        print(f"interrupted: {advice}", file=sys.stderr)
+        print(f"interrupted: {printable(advice)}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -51,7 +52,8 @@ def drawing(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # StorageError is one
-        print(f"warning: {what} could not be drawn: {error}", file=sys.stderr)
+        reason = printable_message(f"{what} could not be drawn: {error}")
+        print(f"warning: {reason}", file=sys.stderr)
 
 
 class Watcher(Observer):
@@ -94,7 +96,7 @@ class Watcher(Observer):
         )
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[accuracy]}"),
@@ -103,7 +105,7 @@ class Watcher(Observer):
         )
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._bar = self._stack.enter_context(bar)
-        self._task = bar.add_task(label, total=None, accuracy="", doing="")
+        self._task = bar.add_task(printable(label), total=None, accuracy="", doing="")
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Open the trackers in the run's folder."""
