@@ -296,15 +296,15 @@ class RunFolder:
         if not there:
             yield None
             return
-        what = "a checkpoint of fedquilt"
-        with untrusted.opened_tensors(path, what, RunFolderError, framework=framework) as opened:
+        wrong = "is not a checkpoint of fedquilt"
+        with untrusted.opened_tensors(path, wrong, RunFolderError, framework=framework) as opened:
             metadata = opened.metadata
             for key in ("schema_version", "rounds"):
                 if not re.fullmatch(r"[0-9]{1,18}", metadata.get(key, ""), re.ASCII):
-                    raise RunFolderError(f"{path} is not {what}: it must state {key!r}")
+                    raise RunFolderError(f"{path} {wrong}: it must state {key!r}")
             _check_schema({"schema_version": int(metadata["schema_version"])}, path)
             if "config" not in metadata:
-                raise RunFolderError(f"{path} is not {what}: 'config' is not stated")
+                raise RunFolderError(f"{path} {wrong}: 'config' is not stated")
             if metadata["config"] != self._config_digest():
                 raise RunFolderError(f"{path} is the checkpoint of another run")
             yield opened

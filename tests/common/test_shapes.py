@@ -54,9 +54,7 @@ def test_what_fits_and_what_does_not(shape: Shape, good: list[Any], bad: list[An
 
 def test_the_refusal_names_the_place() -> None:
     shape = Table({"rows": Listed(Table({"joins": COUNT}))})
-    with pytest.raises(
-        DataError, match=r"^f: rows, entry 1,: joins must be a whole number >= 0; it is 'x\\\\x1b'"
-    ):
+    with pytest.raises(DataError, match=r"^f: rows, entry 1,: joins .*; it is 'x.x1b'$"):
         check({"rows": [{"joins": 1}, {"joins": "x\x1b"}]}, shape, "f", DataError)
     with pytest.raises(DataError, match=r"^a\\nb lacks 'rows'"):
         check({}, shape, "a\nb", DataError)

@@ -109,7 +109,7 @@ def test_the_worst_configuration_takes_no_time() -> None:
 def test_tensors_are_known_before_they_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     safetensors.numpy.save_file({"a": np.zeros((2, 3), np.float32)}, path, {"k": "v"})
-    with untrusted.opened_tensors(path, "a file", framework="np") as opened:
+    with untrusted.opened_tensors(path, "is no file", framework="np") as opened:
         assert opened.metadata == {"k": "v"}
         assert opened.specs == {"a": untrusted.TensorSpec("F32", (2, 3))}
         assert opened.get("a").shape == (2, 3)
@@ -122,6 +122,6 @@ def test_tensors_are_known_before_they_are_loaded(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 100)
     with (
         pytest.raises(RunFolderError, match="is not a thing: "),
-        untrusted.opened_tensors(path, "a thing", RunFolderError),
+        untrusted.opened_tensors(path, "is not a thing", RunFolderError),
     ):
         pass

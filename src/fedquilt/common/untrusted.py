@@ -178,7 +178,7 @@ class TensorFile:
 
 @contextlib.contextmanager
 def opened_tensors(
-    path: Path, what: str, error: type[FedquiltError] = DataError, *, framework: str = "pt"
+    path: Path, wrong: str, error: type[FedquiltError] = DataError, *, framework: str = "pt"
 ) -> Iterator[TensorFile]:
     """Open a safetensors file: names, types and shapes are known before a tensor is loaded.
 
@@ -186,8 +186,8 @@ def opened_tensors(
     ----------
     path
         The file.
-    what
-        What it should be, for the message.
+    wrong
+        What to say of a file that is none: "is not a checkpoint".
     error
         Raised for whatever is wrong with it.
     framework
@@ -213,4 +213,4 @@ def opened_tensors(
     except (safetensors.SafetensorError, OSError) as cause:
         if isinstance(cause, FedquiltError):
             raise
-        raise error(f"{path} is not {what}: {printable(cause)[:300]}") from cause
+        raise error(f"{path} {wrong}: {printable(cause)[:300]}") from cause

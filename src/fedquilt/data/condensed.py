@@ -115,8 +115,8 @@ def _opened(path: Path) -> Iterator[TensorFile]:
     """Open a safetensors file; whatever is wrong with it becomes a `DataError`."""
     if not path.exists():
         raise DataNotFoundError(f"there is no condensed data set {str(path)!r}")
-    what = "a whole safetensors file; it is torn or of another kind"
-    with opened_tensors(path, what) as opened:
+    wrong = "must be a whole safetensors file; it is torn or of another kind"
+    with opened_tensors(path, wrong) as opened:
         yield opened
 
 
