@@ -198,10 +198,13 @@ def open_account(
 
 def _remove_unused(path: Path) -> None:
     """Remove the ledger that a refused run has made, unless somebody has used it since."""
-    with contextlib.suppress(LedgerError, OSError):
-        with Ledger.open(path, read_only=True) as ledger:
-            used = bool(ledger.populations())
-        if not used:
+    # Whoever waits for the lock meanwhile finds the file gone and writes nothing.
+    with (
+        contextlib.suppress(LedgerError, OSError),
+        Ledger.open(path) as ledger,
+        ledger.transaction(),
+    ):
+        if not ledger.populations():
             path.unlink()
 
 
