@@ -79,6 +79,7 @@ class Tally:
         self.counts.setdefault(kind, Counter())[outcome] += 1
         if outcome not in ("accepted", "refused"):
             self.examples.setdefault(outcome, []).append(f"{kind}: {what}")
+            print(f"{outcome}: {kind}: {what}", file=sys.stderr, flush=True)
 
     @property
     def total(self) -> int:
@@ -144,8 +145,8 @@ def mutate_bytes(content: bytes, draw: random.Random) -> bytes:
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path to every value inside a JSON value."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
     if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:
             yield from places(inner, (*path, key))
 
@@ -456,7 +457,7 @@ def read_folder(case: Path) -> object:
     folder.read_baselines()
     folder.load_checkpoint()
     folder.read_rounds(1)
-    return fedquilt.load(case).summary()
+    return None if folder.read_result() is None else fedquilt.load(case).summary()
 
 
 def use_ledger(case: Path) -> object:
@@ -684,6 +685,13 @@ class Place:
         tempfile.tempdir = None
         os.chdir(self.root / "here")
 
+    def renew(self, source: str) -> None:
+        """Make a fresh copy of good files; what was noted of the last one is forgotten."""
+        for folder in (self.case, self.root / "state", self.root / "tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
+        (self.root / "tmp").mkdir()
+        shutil.copytree(self.sources / source, self.case)
+
     def fingerprint(self) -> list[tuple[str, int, int, int]]:
         """Return what changes when anything outside the copy is written, moved or removed."""
         found = []
@@ -698,8 +706,7 @@ def make_case(place: Place, number: int, seed: int) -> tuple[Kind, Action]:
     """Make the files of one input; return its kind and what is to be done with it."""
     draw = random.Random(f"{seed} {number}")
     kind = draw.choices(KINDS, [kind.weight for kind in KINDS])[0]
-    shutil.rmtree(place.case, ignore_errors=True)
-    shutil.copytree(place.sources / draw.choice(kind.sources), place.case)
+    place.renew(draw.choice(kind.sources))
     path = place.case / kind.file
     if draw.random() < 0.04:
         put_something_else(path, draw, place.outside)
@@ -744,14 +751,27 @@ def without_training() -> None:
     condense.draw_pictures = lambda finished: []
 
 
+def check_harness(place: Place) -> None:
+    """Raise unless everything is accepted as long as nothing was done to the files."""
+    for kind in KINDS:
+        for source in kind.sources:
+            for action in kind.actions:
+                place.renew(source)
+                outcome, how = act(action, place.case)
+                without_ledger = action in (SHOW, VERIFY) and not source.startswith("certified")
+                if outcome != "accepted" and not without_ledger:
+                    raise RuntimeError(f"{kind.name} of {source} is {outcome} as it is: {how}")
+
+
 def child(place: Place, numbers: range, seed: int, report: int) -> None:
     """Do a batch of inputs, and say of each what became of it."""
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
     without_training()
+    if numbers.start == numbers.stop:
+        check_harness(place)
     for number in numbers:
-        signal.alarm(0)
         before = place.fingerprint()
         kind, action = make_case(place, number, seed)
         os.write(report, f"{json.dumps([number, kind.name, 'begun', ''])}\n".encode())
@@ -766,14 +786,20 @@ def child(place: Place, numbers: range, seed: int, report: int) -> None:
 
 def campaign(place: Place, first: int, inputs: int, seed: int, tally: Tally) -> None:
     """Do inputs `first` up to `first + inputs` in forked processes."""
-    number, end = first, first + inputs
+    number, end, checked = first, first + inputs, False
     while number < end:
-        batch = range(number, min(end, number + BATCH))
+        batch = range(number, min(end, number + BATCH) if checked else number)
         receive, send = os.pipe()
         process = os.fork()
         if process == 0:
             os.close(receive)
-            child(place, batch, seed, send)
+            try:
+                child(place, batch, seed, send)
+            except BaseException:
+                broken = json.dumps([-1, "harness", "traceback", traceback.format_exc()])
+                os.write(send, f"{broken}\n".encode())
+            finally:
+                os._exit(3)
         os.close(send)
         with open(receive, encoding="utf-8") as stream:
             lines = [json.loads(line) for line in stream]
@@ -781,11 +807,18 @@ def campaign(place: Place, first: int, inputs: int, seed: int, tally: Tally) -> 
         for index, kind, outcome, how in lines:
             if outcome != "begun":
                 tally.add(kind, outcome, f"input {index}\n{how}")
+        if lines and lines[-1][0] == -1:
+            raise RuntimeError(lines[-1][3])
+        if not checked:
+            checked = True
+            continue
         last = lines[-1] if lines else [number, "?", "begun", ""]
         if last[2] == "begun":
             why = signal.Signals(status & 0x7F).name if status & 0x7F else f"exit {status >> 8}"
             tally.add(last[1], "hang", f"input {last[0]} ended by {why}")
         number = last[0] + 1
+        shown = f"{number - first} of {inputs}, {tally.bad} bad"
+        print(shown, end="\r", file=sys.stderr, flush=True)
 
 
 def warm() -> None:
