@@ -32,16 +32,19 @@ from fedquilt.assemble import Problem
 from fedquilt.assemble_mechanism import check_untouched
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.untrusted import parse_json
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import (
     Ledger,
+    LedgerError,
     Population,
     PopulationInfo,
     is_ledger,
     population_name,
 )
 from fedquilt.privacy.ledger.members import UNKNOWN, alike
+from fedquilt.privacy.ledger.population import check_name
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import weak_epsilon
 
@@ -132,8 +135,8 @@ def _read_note(handle: int) -> dict[str, str] | None:
     try:
         text = os.pread(handle, _LONGEST_NOTE, 0)
         text = text.replace(b"\0", b"").strip()  # a power cut may leave room without the note
-        noted = json.loads(text) if text else None
-    except (OSError, ValueError, RecursionError) as error:
+        noted = parse_json(text, "it") if text else None
+    except (OSError, ValueError) as error:
         raise ValueError(str(error)) from error
     if noted is None and not text:
         return None
@@ -179,6 +182,7 @@ def open_account(
             f"ledger {path} of this run is missing: it was deleted, rolled back or exchanged. "
             "Restore the newest copy; a run must not go on with a ledger that has forgotten charges"
         )
+    made = not resumed and not path.exists()
     ledger = Ledger.open(path, create=not resumed)
     try:
         if witness is not None:
@@ -191,7 +195,21 @@ def open_account(
         return account
     except BaseException:
         ledger.close()
+        if made:
+            _remove_unused(path)
         raise
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove the ledger that a refused run has made, unless somebody has used it since."""
+    # Whoever waits for the lock meanwhile finds the file gone and writes nothing.
+    with (
+        contextlib.suppress(LedgerError, OSError),
+        Ledger.open(path) as ledger,
+        ledger.transaction(),
+    ):
+        if not ledger.populations():
+            path.unlink()
 
 
 def _start(
@@ -229,6 +247,8 @@ def _start(
 
 def _check_new_run(config: RunConfig, problem: Problem) -> None:
     """Refuse a run that no ledger can take, before there is one."""
+    if config.population is not None:
+        check_name("population", config.population)
     if config.allowance is None or not is_bounded(config, problem):
         return
     if config.epsilon > config.allowance:

@@ -9,6 +9,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ from fedquilt.assemble_account import (
     open_witness,
 )
 from fedquilt.assemble_mechanism import Build
+from fedquilt.checkpoint_state import check_state, expected_state
 from fedquilt.common.errors import (
     InvalidValueError,
     RunFolderError,
@@ -281,25 +283,28 @@ class Experiment:
         """Restore the last checkpoint of the folder."""
         folder, federation, flat = self.folder, self.federation, self.subject.flat
         assert folder is not None
-        saved = folder.load_checkpoint()
-        folder.drop_images(0 if saved is None else saved.rounds)
+        like = federation.state() | self._kept_state
+        saved = folder.load_checkpoint(partial(expected_state, like, federation, folder.path))
         if saved is None:
             self.lines = folder.read_rounds(0)
+            folder.drop_images(0)
             if federation.account is not None:  # a round may have been settled before a checkpoint
                 federation.account.rewind(np.zeros_like(federation.account.spent()))
             return
         if federation.account is not None:
             check_not_rolled_back(federation.account, saved.ledger_head)
         self._check_kept(saved.state)
+        check_state(saved.state, saved.rounds, folder.path)
         load_tensors(flat.module, saved.model, folder.path)
         weights = saved.state.get("weights")
         try:
             federation.load_state(saved.state)
-        except (KeyError, InvalidValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise RunFolderError(f"{folder.path}: the checkpoint does not fit: {error}") from error
         vector = flat.read() if weights is None else torch.from_numpy(weights)
         federation.weights = vector.to(federation.weights.device).clone()
         self.lines = folder.read_rounds(saved.rounds)
+        folder.drop_images(saved.rounds)
 
     def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Refuse a checkpoint of another run; a subclass may compare its own state."""
@@ -435,6 +440,7 @@ def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
     if folder.read_result() is not None:
         return load(path)
     config = folder.read_config()
+    folder.checkpoint_head()  # of another run, or none: found before data are loaded
     if config.model == CUSTOM or config.dataset == CUSTOM:
         raise RunFolderError(
             f"run folder {str(path)!r} was made from your own model or data: "

@@ -9,6 +9,7 @@ config.toml.  Whatever is not on a list stays private, so that forgetting is saf
 from __future__ import annotations
 
 import copy
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.common.errors import RunFolderError
+from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.config import RunConfig
 from fedquilt.data import ImageDataset, load_condensed
 from fedquilt.privacy.statement import Statement
@@ -301,12 +302,14 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
     checkpoint = folder.load_checkpoint()
     if checkpoint is None:
         raise RunFolderError(f"run folder {str(path)!r} has no checkpoint.safetensors")
-    tensors = checkpoint.model
-    try:
-        statement = Statement.from_json(result["statement"])
-        rebuilt = _rebuild(folder.read_config(), result) if model is None else copy.deepcopy(model)
-    except (KeyError, TypeError) as error:
-        raise RunFolderError(f"{folder.path / 'result.json'} lacks or spoils {error}") from error
+    tensors, config = checkpoint.model, folder.read_config()
+    statement = Statement.from_json(result["statement"])
+    if config.method == "condense" and "condensation" not in result:
+        raise RunFolderError(f"{folder.path / 'result.json'} lacks 'condensation'")
+    if model is not None:
+        rebuilt: nn.Module | None = copy.deepcopy(model)
+    else:
+        rebuilt = _rebuild(config, result, tensors, folder.path)
     if rebuilt is not None:
         load_tensors(rebuilt, tensors, folder.path)
     grown = folder.synthetic_path()
@@ -342,24 +345,65 @@ def build_result(
     }
 
 
-def _rebuild(config: RunConfig, result: dict[str, Any]) -> nn.Module | None:
+def _rebuild(
+    config: RunConfig, result: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
+) -> nn.Module | None:
     """Build the named model of a run anew, None for a model fedquilt does not know."""
     from fedquilt.models import make_model
 
-    metadata = result["metadata"]
     if config.model == CUSTOM:
         return None
-    model = make_model(config.model, metadata["input_shape"], metadata["num_classes"], 0)
-    width = metadata.get("model_width", "1")
-    if width == "1":
-        return model
-    return slice_model(model, width, sample=torch.zeros(2, *metadata["input_shape"]))
+    metadata = result["metadata"]
+    try:
+        shape, classes = metadata["input_shape"], metadata["num_classes"]
+        width = metadata.get("model_width", "1")
+        _check_size(config.model, shape, classes, tensors)
+        model = make_model(config.model, shape, classes, 0)
+        return model if width == "1" else slice_model(model, width, sample=torch.zeros(2, *shape))
+    except (KeyError, InvalidValueError) as error:
+        raise RunFolderError(
+            f"{path / 'result.json'} does not say what model this is: {error}"
+        ) from error
+
+
+_LARGEST_INPUT = 2**24
+_MOST_TIMES = 2**12  # how much larger a model may be than its slices
+_NEEDS_VALUES = "scatter-linear"  # computes its filters when it is made
+
+
+def _check_size(
+    name: str, shape: list[int], classes: int, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Refuse to build what is much larger than what was saved: memory is taken only then."""
+    from fedquilt.models import make_model
+
+    saved = sum(tensor.numel() for tensor in tensors.values())
+    if math.prod(shape) > _LARGEST_INPUT or classes > _MOST_TIMES * saved:
+        raise InvalidValueError(
+            f"input_shape={shape} and num_classes={classes} must be those of a model of "
+            f"{saved} values"
+        )
+    if name == _NEEDS_VALUES:
+        return
+    with torch.device("meta"):  # shapes without memory
+        made = sum(tensor.numel() for tensor in make_model(name, shape, classes, 0).parameters())
+    if made > _MOST_TIMES * saved:
+        raise InvalidValueError(f"its model has {made} parameters, and {saved} values were saved")
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Put saved tensors into a module, whose names, types and shapes they must have."""
+    wanted = module.state_dict()
+    for name in wanted.keys() & tensors.keys():
+        if tensors[name].dtype != wanted[name].dtype:
+            raise RunFolderError(
+                f"{path}: the model does not fit the saved weights: {name} is "
+                f"{tensors[name].dtype} and must be {wanted[name].dtype}"
+            )
     try:
         module.load_state_dict(tensors)
     except RuntimeError as error:
+        reason = " ".join(str(error).split())[:500]
         raise RunFolderError(
-            f"{path}: the model does not fit the saved weights: {error}"
+            f"{path}: the model does not fit the saved weights: {reason}"
         ) from error

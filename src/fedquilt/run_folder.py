@@ -29,19 +29,24 @@ import io
 import itertools
 import json
 import math
+import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.common import storage
-from fedquilt.common.errors import RunFolderError, StorageError
+from fedquilt.common import storage, untrusted
+from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
+from fedquilt.common.printable import printable
+from fedquilt.common.shapes import Shape, check
 from fedquilt.common.storage import storage_errors
 from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.untrusted import TensorFile, TensorSpec
 from fedquilt.config import RunConfig, build_config, write_config_file
+from fedquilt.run_formats import ACCOUNT, BASELINES, RESULT, ROUND
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
     import torch
@@ -53,6 +58,12 @@ _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
     *("ledger.json", "condensed.safetensors", "baselines.json", ".lock"),
 )
+
+# What a state array may be, as safetensors calls it; NumPy has no bfloat16.
+_DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U32", "U8", "BOOL")
+
+Expected = Callable[[Mapping[str, TensorSpec]], Iterable[str]]
+"""Gets types and shapes of the state arrays in a checkpoint; returns which to load, or raises."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +105,22 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """Open an existing run, or raise when the folder is none."""
         folder = cls(Path(path))
-        if not folder.path.is_dir():
+        with readable(folder.path):
+            is_folder = folder.path.is_dir()
+            has_config = (folder.path / "config.toml").is_file()
+        if not is_folder:
             raise RunFolderError(f"run folder {str(path)!r} must be a folder, which it is not")
-        if not (folder.path / "config.toml").is_file():
+        if not has_config:
             raise RunFolderError(f"run folder {str(path)!r} must hold a config.toml; it has none")
         folder._check_own()
         return folder
 
     def _check_own(self) -> None:
         """Refuse a folder with links, pipes or devices in the place of its files."""
-        images = self._images()
-        for path in (*(self.path / name for name in _FILES), *images.glob("round_*")):
-            storage.check_regular(path)
+        with readable(self.path):
+            images = self._images()
+            for path in (*(self.path / name for name in _FILES), *images.glob("round_*")):
+                storage.check_regular(path)
 
     def _images(self) -> Path:
         """Return the folder of the images, which is in this one if it is there."""
@@ -156,7 +171,7 @@ class RunFolder:
         """Replace the last line of rounds.jsonl."""
         path = self.path / "rounds.jsonl"
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
-        kept = storage.read_regular(path).splitlines(keepends=True)[:-1]
+        kept = untrusted.read_lines(path, RunFolderError)[:-1]
         storage.write_file(path, b"".join(kept) + line.encode() + b"\n")
 
     def synthetic_path(self, rounds: int | None = None) -> Path:
@@ -199,36 +214,28 @@ class RunFolder:
         A ledger in the folder itself is written down by its name alone, so that
         the folder may be moved.
         """
-        account = self._read_json("ledger.json")
+        account = self._read_json("ledger.json", ACCOUNT, untrusted.NOTE_BYTES)
         if account is not None:
-            try:
-                account["ledger"] = str(self.path / account["ledger"])
-                account["run_id"] = str(account["run_id"])
-            except (KeyError, TypeError) as error:
-                raise RunFolderError(f"{self.path / 'ledger.json'} lacks {error}") from error
+            name = account["ledger"]
+            if "\0" in name or not name.isprintable():
+                raise RunFolderError(f"{self.path / 'ledger.json'}: ledger={name!r} is no path")
+            account["ledger"] = str(self.path / name)
         return account
 
     def read_rounds(self, count: int) -> list[dict[str, Any]]:
         """Return the first `count` rounds and drop what comes after them."""
-        path = self.path / "rounds.jsonl"
-        records = [_json_line(line, path) for line in self._keep_lines("rounds.jsonl", count)]
+        path, private = self.path / "rounds.jsonl", self.path / "private.jsonl"
+        with readable(self.path):
+            lines = untrusted.read_lines(path, RunFolderError)
+            secrets = untrusted.read_lines(private, RunFolderError)
+        records = [_round(line, number, path) for number, line in enumerate(lines[:count])]
         if len(records) < count:
             raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(records)}")
-        for number, record in enumerate(records):
-            _check_schema(record, path)
-            if record.pop("schema_version") and record.get("round") != number:
-                raise RunFolderError(f"{path}, line {number + 1}: expected round {number}")
-        self._keep_lines("private.jsonl", count, 0o600)
-        return records
-
-    def _keep_lines(self, name: str, count: int, mode: int = 0o666) -> list[bytes]:
-        """Return the first `count` lines of a file and cut the file down to them."""
-        path = self.path / name
-        storage.check_regular(path)  # also a link to nothing
-        lines = storage.read_regular(path).splitlines(keepends=True) if path.exists() else []
         if len(lines) > count:
-            storage.write_file(path, b"".join(lines[:count]), mode)
-        return lines[:count]
+            storage.write_file(path, b"".join(lines[:count]))
+        if len(secrets) > count:
+            storage.write_file(private, b"".join(secrets[:count]), 0o600)
+        return records
 
     def save_checkpoint(
         self,
@@ -256,51 +263,62 @@ class RunFolder:
             storage.sync_file(self.path / name)
         storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
 
-    def load_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint, or None when there is none yet."""
+    def load_checkpoint(self, expected: Expected | None = None) -> Checkpoint | None:
+        """Return the checkpoint, or None when there is none yet.
+
+        `expected` is asked which state arrays to load, before any is; None loads all.
+        """
         with self._opened_checkpoint("pt") as opened:
             if opened is None:
                 return None
-            stream, metadata = opened
-            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-        return Checkpoint(
-            int(metadata["rounds"]),
-            {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")},
-            {
-                k.removeprefix("state/"): v.numpy()
-                for k, v in tensors.items()
-                if k.startswith("state/")
-            },
-            metadata.get("ledger_head", ""),
-        )
+            specs = opened.specs
+            model = [name for name in specs if name.startswith("model/")]
+            state = {
+                name.removeprefix("state/"): spec
+                for name, spec in specs.items()
+                if name.startswith("state/")
+            }
+            for key, spec in state.items():
+                if spec.dtype not in _DTYPES:
+                    raise RunFolderError(
+                        f"{self.path / 'checkpoint.safetensors'}: state/{printable(key)} is of "
+                        f"type {spec.dtype}, which no state has"
+                    )
+            wanted = list(state) if expected is None else expected(state)
+            return Checkpoint(
+                int(opened.metadata["rounds"]),
+                {name.removeprefix("model/"): opened.get(name) for name in model},
+                {key: opened.get(f"state/{key}").numpy() for key in wanted},
+                opened.metadata.get("ledger_head", ""),
+            )
 
     def checkpoint_head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
         with self._opened_checkpoint("np") as opened:
-            return "" if opened is None else str(opened[1].get("ledger_head", ""))
+            return "" if opened is None else opened.metadata.get("ledger_head", "")
 
     @contextlib.contextmanager
-    def _opened_checkpoint(self, framework: str) -> Iterator[tuple[Any, dict[str, str]] | None]:
-        """Yield the checkpoint's file and its metadata, checked; None when there is none."""
-        import safetensors
-
+    def _opened_checkpoint(self, framework: str) -> Iterator[TensorFile | None]:
+        """Yield the checkpoint's file, its metadata checked; None when there is none."""
         path = self.path / "checkpoint.safetensors"
-        storage.check_regular(path)  # the library opens it by its name
-        if not path.exists():
+        with readable(self.path):
+            storage.check_regular(path)  # the library opens it by its name
+            there = path.exists()
+        if not there:
             yield None
             return
-        try:
-            with safetensors.safe_open(path, framework=framework) as stream:
-                metadata = stream.metadata() or {}
-                _check_schema({"schema_version": int(metadata["schema_version"])}, path)
-                int(metadata["rounds"])
-                if metadata["config"] != self._config_digest():
-                    raise RunFolderError(f"{path} is the checkpoint of another run")
-                yield stream, metadata
-        except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
-            if isinstance(error, RunFolderError):
-                raise
-            raise RunFolderError(f"{path} is not a checkpoint of fedquilt: {error}") from error
+        wrong = "is not a checkpoint of fedquilt"
+        with untrusted.opened_tensors(path, wrong, RunFolderError, framework=framework) as opened:
+            metadata = opened.metadata
+            for key in ("schema_version", "rounds"):
+                if not re.fullmatch(r"[0-9]{1,18}", metadata.get(key, ""), re.ASCII):
+                    raise RunFolderError(f"{path} {wrong}: it must state {key!r}")
+            _check_schema({"schema_version": int(metadata["schema_version"])}, path)
+            if "config" not in metadata:
+                raise RunFolderError(f"{path} {wrong}: 'config' is not stated")
+            if metadata["config"] != self._config_digest():
+                raise RunFolderError(f"{path} is the checkpoint of another run")
+            yield opened
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
@@ -321,33 +339,39 @@ class RunFolder:
 
     def wanted_baselines(self) -> list[str] | None:
         """Return the baselines that were asked for when the run began; None: not known."""
-        wanted = (self._read_json("baselines.json") or {}).get("wanted")
-        return [str(name) for name in wanted] if isinstance(wanted, list) else None
+        content = self._read_json("baselines.json", BASELINES)
+        wanted: list[str] | None = (content or {}).get("wanted")
+        return wanted
 
     def read_baselines(self) -> dict[str, Any]:
         """Return the baselines computed so far."""
-        content = self._read_json("baselines.json")
-        rows: Any = {} if content is None else content.get("rows")
-        if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
-            raise RunFolderError(f"{self.path / 'baselines.json'} must hold a row for each name")
-        return dict(rows)
+        content = self._read_json("baselines.json", BASELINES)
+        return {} if content is None else dict(content["rows"])
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result of a finished run, None while it is unfinished."""
-        return self._read_json("result.json")
+        return self._read_json("result.json", RESULT)
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:
+    def _read_json(
+        self, name: str, shape: Shape, most: int = untrusted.JSON_BYTES
+    ) -> dict[str, Any] | None:
+        """Return the object in a file when it has this shape; None when there is no file."""
         path = self.path / name
-        storage.check_regular(path)
-        if not path.exists():
-            return None
-        content = storage.read_json(path, RunFolderError)
+        with readable(self.path):
+            storage.check_regular(path)
+            if not path.exists():
+                return None
+        content = untrusted.read_json(path, RunFolderError, most)
         _check_schema(content, path)
+        check(content, shape, path, RunFolderError)
         return content
 
     def _config_digest(self) -> str:
         """Return what ties a checkpoint to this run's configuration."""
-        return hashlib.sha256(storage.read_regular(self.path / "config.toml")).hexdigest()
+        content = untrusted.read_bytes(
+            self.path / "config.toml", untrusted.TOML_BYTES, RunFolderError
+        )
+        return hashlib.sha256(content).hexdigest()
 
 
 def _json_parts(content: dict[str, Any]) -> Iterator[bytes]:
@@ -376,12 +400,27 @@ def run_stem(config: RunConfig) -> str:
     return f"{config.dataset}_{config.mode}_seed{config.seed}_{stamp}"
 
 
-def _json_line(line: bytes, path: Path) -> dict[str, Any]:
+def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    """Return a round's line without its version, checked to the last key that is used."""
+    where = f"{path}, line {number + 1}"
+    record = untrusted.parse_json(line, where, RunFolderError, "one JSON object a line")
+    _check_schema(record, path)
+    if record.pop("schema_version") and record.get("round") != number:
+        raise RunFolderError(f"{where}: expected round {number}")
+    check(record, ROUND, where, RunFolderError)
+    return dict(record)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn failures to look into a run's folder into a `RunFolderError`."""
     try:
-        record: dict[str, Any] = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path} must hold one JSON object a line: {error}") from error
-    return record
+        yield
+    except FedquiltError:
+        raise
+    except OSError as error:
+        reason = storage.in_words(error)
+        raise RunFolderError(f"run folder {str(path)!r} cannot be read: {reason}") from error
 
 
 def make_fresh(parent: Path, stem: str) -> Path:

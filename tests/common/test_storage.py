@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.common.errors import DataError, RunFolderError, StorageError
+from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.common.storage import (
     NoLocksError,
     append_line,
@@ -19,7 +19,6 @@ from fedquilt.common.storage import (
     lock_file,
     make_folder,
     open_regular,
-    read_json,
     remove_leftovers,
     sync_file,
     sync_folder,
@@ -123,8 +122,6 @@ def test_only_regular_files_are_opened_and_nothing_waits(tmp_path: Path, kind: s
     for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
         with pytest.raises(RunFolderError, match="must be a regular file"):
             open_regular(path, flags)
-    with pytest.raises(DataError, match="must be a regular file"):
-        read_json(path)
 
 
 def test_lines_are_appended_and_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,23 +157,6 @@ def test_leftovers_of_killed_writers_go(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "kept.tmp").touch()
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["kept.tmp"]
-
-
-@pytest.mark.parametrize("text", ["[1]", "3", "{", "", "\udce4"])
-def test_json_that_is_no_object_is_named(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=r"x\.json must be a JSON object"):
-        read_json(path)
-    with pytest.raises(RunFolderError, match=r"x\.json must be a JSON object"):
-        read_json(path, RunFolderError)
-
-
-def test_json_is_read(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"a": [1, null]}')
-    assert read_json(tmp_path / "x.json") == {"a": [1, None]}
-    with pytest.raises(DataError, match=r"y\.json .*No such file"):
-        read_json(tmp_path / "y.json")
 
 
 def refuse(number: int) -> Callable[..., None]:

@@ -357,7 +357,7 @@ def test_resume_from_python_keeps_its_settings(stopped: Path) -> None:
 def test_resume_with_other_classes_is_refused(stopped: Path) -> None:
     labels = load_dataset("digits")[0].targets.numpy()
     few = np.flatnonzero(labels < 5)
-    with pytest.raises(RunFolderError, match="does not fit: saved images of shape"):
+    with pytest.raises(RunFolderError, match=r"does not fit: state/server\.images"):
         go_on(stopped, clients=[few[:50], few[50:100]])
 
 

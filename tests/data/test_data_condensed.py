@@ -236,13 +236,13 @@ def test_a_good_file_made_by_hand_is_read(tmp_path: Path) -> None:
         ({"schema_version": "2"}, "schema_version='2' must be '1'"),
         ({"schema_version": None}, "schema_version=None must be '1'"),
         ({"name": None}, "must state 'name' in its metadata"),
-        ({"num_classes": "ten"}, "metadata of .* cannot be used: .*'ten'"),
+        ({"num_classes": "ten"}, "metadata of .* cannot be used: num_classes must be"),
         ({"num_classes": "0"}, "num_classes=0 must be >= 1"),
         ({"mean": "[0.5"}, "metadata of .* cannot be used"),
         ({"mean": "[0.5]"}, r"mean=\[0.5\] must have 3 numbers"),
         ({"std": "[1, 1, -1]"}, "std=-1 must be > 0"),
         ({"about": "[]"}, r"about=\[\] must be a mapping"),
-        ({"about": '{"a": NaN}'}, r"about\['a'\]=nan must be text or a finite number"),
+        ({"about": '{"a": NaN}'}, "about must be a JSON value: NaN"),
     ],
 )
 def test_wrong_metadata_is_refused(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,6 +19,7 @@ from fedquilt.cli.plan import plan
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.printable import printable_message
 
 app = typer.Typer(
     name="fedquilt",
@@ -66,15 +68,20 @@ def main() -> None:
     try:
         app()
     except FedquiltError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        # Any path a user types may be longer than the file system takes.
-        if error.errno != errno.ENAMETOOLONG:
+        # Any file that a command meets may be refused by the system: its name, its rights.
+        if error.filename is None:
             raise
-        print(
-            f"error: {error.filename!r} must be a shorter name: {error.strerror}", file=sys.stderr
-        )
-        sys.exit(2)
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        if error.errno == errno.ENAMETOOLONG:
+            _refuse(f"{name!r} must be a shorter name: {error.strerror}")
+        _refuse(f"{name!r} cannot be used: {error.strerror}")
+
+
+def _refuse(reason: object) -> NoReturn:
+    """End with one message, in which nothing moves the cursor."""
+    print(f"error: {printable_message(reason)}", file=sys.stderr)
+    sys.exit(2)

@@ -11,7 +11,7 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
@@ -78,9 +78,9 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(finite(record), allow_nan=False))
         return
-    print(render_comparison(rows))
+    say(render_comparison(rows))
     if figure is not None:
-        print(f"\nfigure: {figure}")
+        say(f"\nfigure: {figure}")
 
 
 def _modes(text: str) -> list[str]:

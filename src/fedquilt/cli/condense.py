@@ -11,9 +11,10 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
+from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, say, stands_alone
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.choices import BASELINES
 from fedquilt.config.condense import ALIASES, NOT_FOR_CONDENSE
@@ -129,7 +130,8 @@ def draw_one(path: Path) -> None:
 
     made, info = load_condensed(path), condensed_info(path)
     about = info["about"]
-    title = f"{about['dataset']}, {about['mode']}, after round {about['rounds']}"
+    stated = [str(about.get(key, "?"))[:80] for key in ("dataset", "mode", "rounds")]
+    title = "{}, {}, after round {}".format(*map(printable, stated))
     draw_condensed(
         made.images,
         made.targets,
@@ -163,10 +165,7 @@ def draw_pictures(finished: RunResult) -> list[Path]:
     pictures = [final.with_suffix(".png")]
     info = condensed_info(final)
     labels = load_condensed(files[-1] if files else final).targets
-    frames = [
-        (f"round {condensed_info(file)['about']['rounds']}", load_condensed(file).images)
-        for file in files
-    ]
+    frames = [(_frame_title(condensed_info(file)), load_condensed(file).images) for file in files]
     for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
         path = final.with_name(f"condensed_{name}")
         if not path.exists() and frames:  # somebody may have removed the rounds to save space
@@ -176,20 +175,24 @@ def draw_pictures(finished: RunResult) -> list[Path]:
     return pictures
 
 
+def _frame_title(info: dict[str, Any]) -> str:
+    return f"round {printable(info['about'].get('rounds', '?'))[:80]}"
+
+
 def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]) -> None:
     from fedquilt.report import condensation_table
     from fedquilt.run_folder import RunFolder
 
-    print(condensation_table(rows))
-    if finished.result["stopped"]:
-        print(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
+    say(condensation_table(rows))
+    if finished.result.get("stopped"):
+        say(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
     beside = [row["name"] for row in rows[1:]]
     if finished.statement.is_bounded and beside:
-        print(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
-    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+        say(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
+    say(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
     if finished.folder is not None:
-        print(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
+        say(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
         if pictures:
-            print(f"pictures  {', '.join(path.name for path in pictures)}")
-        print(f"\n{finished.folder}")
+            say(f"pictures  {', '.join(path.name for path in pictures)}")
+        say(f"\n{finished.folder}")
     sys.stdout.flush()

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from fedquilt.cli.run import say
+from fedquilt.common.printable import printable
+
 
 def data(
     name: Annotated[str | None, typer.Argument(help="Data set to fetch and verify.")] = None,
@@ -26,5 +29,5 @@ def data(
         shape = "x".join(str(size) for size in train.images.shape[1:])
         print(f"{name}: {len(train)} training and {len(test)} test samples of {shape}, verified")
         return
-    rows = [(key, dataset_status(key, data_dir).summary()) for key in DATASETS]
-    print(tabulate(rows, headers=["data set", "status"]))
+    rows = [(key, printable(dataset_status(key, data_dir).summary())) for key in DATASETS]
+    say(tabulate(rows, headers=["data set", "status"]))

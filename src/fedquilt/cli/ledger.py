@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt.cli.run import JSON
+from fedquilt.cli.run import JSON, say
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 
 ledger = typer.Typer(
     name="ledger",
@@ -38,16 +39,16 @@ def show(
 
     with _open(path) as opened:
         chosen = _populations(opened, population)
-        rows = {one.info.name: list(one.rows()) for one in chosen}
+        rows = {one.info.name: list(one.rows(most)) for one in chosen}
         summaries = [one.summary() for one in chosen]
         if figure is not None:
-            plot_ledger(summaries, rows, figure)
+            plot_ledger(summaries, {one.info.name: list(one.rows()) for one in chosen}, figure)
         if as_json:
             print(json.dumps(_as_json(opened, chosen)))
             return
-        print(ledger_tables(summaries, rows, most))
+        say(ledger_tables(summaries, rows, most))
         if figure is not None:
-            print(f"\nfigure: {figure}")
+            say(f"\nfigure: {figure}")
 
 
 @ledger.command()
@@ -106,7 +107,7 @@ def verify(
     elif report.ok:
         print(f"whole: {report.entries} entries, {len(heads)} kept heads found, head {report.head}")
     else:
-        print("\n".join(["NOT WHOLE", *report.problems]))
+        say("\n".join(["NOT WHOLE", *map(printable, report.problems)]))
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -124,7 +125,7 @@ def backup(
     """
     with _open(path) as opened:
         report = opened.backup(to, replace=replace)
-    print(f"backed up: {report.entries} entries, head {report.head}, to {to}")
+    say(f"backed up: {report.entries} entries, head {report.head}, to {to}")
 
 
 @ledger.command()
@@ -145,7 +146,7 @@ def restore(
     with _open(kept) as opened:
         report = opened.backup(_ledger_file(Path(path)), replace=True, known_heads=heads)
     found = f"{len(heads)} kept heads found"
-    print(f"restored: {report.entries} entries, {found}, head {report.head}, to {path}")
+    say(f"restored: {report.entries} entries, {found}, head {report.head}, to {path}")
 
 
 def _open(path: str) -> Any:
@@ -175,7 +176,7 @@ def _kept_heads(path: str) -> list[str]:
 
     folder = RunFolder.open(path)
     result = folder.read_result() or {}
-    heads = [folder.checkpoint_head(), result.get("ledger", {}).get("head", "")]
+    heads = [folder.checkpoint_head(), (result.get("ledger") or {}).get("head", "")]
     return [head for head in heads if head]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.options import parse_count
-from fedquilt.cli.run import JSON
+from fedquilt.cli.run import JSON, say
 
 
 def plan(
@@ -81,7 +81,7 @@ def plan(
         )
     )
     if figure is not None:
-        print(f"\nfigure: {figure}")
+        say(f"\nfigure: {figure}")
 
 
 def _count(model: str, dataset: str) -> int:

@@ -17,6 +17,7 @@ import typer
 
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
+from fedquilt.common.printable import printable, printable_message
 from fedquilt.config import CondenseConfig, RunConfig
 
 
@@ -42,12 +43,13 @@ def interruptible(command: str | None = "run") -> Iterator[RunPointer]:
             yield kept
         except KeyboardInterrupt as stopped:
             folder = getattr(stopped, "folder", None) or kept.folder
-            print(f"interrupted: {_advice(command, folder)}", file=sys.stderr)
+            print(f"interrupted: {printable(_advice(command, folder))}", file=sys.stderr)
             raise typer.Exit(143 if terminated else 130) from None
         except FedquiltError as error:
             if error.folder is None or command is None:
                 raise
-            print(f"error: {error}; {_advice(command, error.folder)}", file=sys.stderr)
+            advice = printable(_advice(command, error.folder))
+            print(f"error: {printable_message(error)}; {advice}", file=sys.stderr)
             raise typer.Exit(2) from None
 
 
@@ -88,7 +90,8 @@ def drawing(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # StorageError is one
-        print(f"warning: {what} could not be drawn: {error}", file=sys.stderr)
+        reason = printable_message(f"{what} could not be drawn: {error}")
+        print(f"warning: {reason}", file=sys.stderr)
 
 
 class Watcher(Observer):
@@ -131,7 +134,7 @@ class Watcher(Observer):
         )
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[accuracy]}"),
@@ -140,7 +143,7 @@ class Watcher(Observer):
         )
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._bar = self._stack.enter_context(bar)
-        self._task = bar.add_task(label, total=None, accuracy="", doing="")
+        self._task = bar.add_task(printable(label), total=None, accuracy="", doing="")
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Open the trackers in the run's folder."""

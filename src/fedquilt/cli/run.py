@@ -12,6 +12,7 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable_lines
 from fedquilt.config import build_config
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ def _run(
         return resume_run(resume, observer)
 
 
+def say(text: object) -> None:
+    """Print text that may hold names from files: line ends stay, control characters do not."""
+    print(printable_lines(text))
+
+
 def stands_alone(resume: str, *given: object) -> None:
     """Refuse settings beside --resume."""
     if any(given):
@@ -91,7 +97,7 @@ def draw_history(finished: RunResult) -> Path | None:
     if not path.exists():
         metadata = finished.result["metadata"]
         settings = metadata["hyperparameters"]
-        own = {key: settings[key] for key in ("epsilon", "target_accuracy")}
+        own = {key: settings.get(key) for key in ("epsilon", "target_accuracy")}
         plot_training_history(
             finished.result["history"],
             metadata["dataset"],
@@ -117,7 +123,7 @@ def _print(finished: RunResult) -> None:
     from fedquilt.report import generate_summary_table, slices_table
 
     metadata = finished.result["metadata"]
-    print(
+    say(
         generate_summary_table(
             metadata["final_accuracy"],
             metadata["final_loss"],
@@ -129,11 +135,11 @@ def _print(finished: RunResult) -> None:
         )
     )
     if finished.result.get("stopped"):
-        print(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
+        say(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
     if "slices" in finished.result:
-        print(f"\n{slices_table(finished.result['slices'])}")
+        say(f"\n{slices_table(finished.result['slices'])}")
     if "ledger" in finished.result:
-        print(f"\n{_ledger_line(finished.result['ledger'])}")
-    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
-    print(f"\n{finished.folder}")
+        say(f"\n{_ledger_line(finished.result['ledger'])}")
+    say(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    say(f"\n{finished.folder}")
     sys.stdout.flush()

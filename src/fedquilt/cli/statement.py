@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedquilt.cli.run import JSON
+from fedquilt.cli.run import JSON, say
 from fedquilt.common.errors import RunFolderError
 
 
@@ -25,4 +25,4 @@ def statement(
     if as_json:
         print(json.dumps(result["statement"]))
     else:
-        print(Statement.from_json(result["statement"]).as_text())
+        say(Statement.from_json(result["statement"]).as_text())

@@ -1,4 +1,4 @@
-"""Files that survive a crash: one opener, one writer, one appender, one lock, one reader of JSON.
+"""Files that survive a crash: one opener, one writer, one appender, one lock.
 
 `open_regular` opens a file for what it is: a folder that somebody else has packed may hold a
 link to any file of its reader, or a pipe that nobody ever writes to.
@@ -14,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from fedquilt.common.errors import DataError, FedquiltError, IrregularFileError, StorageError
+from fedquilt.common.errors import IrregularFileError, StorageError
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -46,8 +44,12 @@ def storage_errors(path: object) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
-        raise StorageError(f"cannot write {str(path)!r}: {cause}") from error
+        raise StorageError(f"cannot write {str(path)!r}: {in_words(error)}") from error
+
+
+def in_words(error: OSError) -> str:
+    """Return why the system refused a file."""
+    return _CAUSES.get(error.errno or 0, error.strerror or str(error))
 
 
 def check_regular(path: Path) -> None:
@@ -86,12 +88,6 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
         os.close(handle)
         raise _irregular(path, found)
     return handle
-
-
-def read_regular(path: Path) -> bytes:
-    """Return all of a regular file; see `open_regular`."""
-    with open(open_regular(path, os.O_RDONLY), "rb") as stream:
-        return stream.read()
 
 
 def write_file(
@@ -254,14 +250,3 @@ def has_locks(folder: Path) -> bool:
     finally:
         os.close(handle)
     return True
-
-
-def read_json(path: Path, error: type[FedquiltError] = DataError) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise `error` with the name of the file."""
-    try:
-        content = json.loads(read_regular(path).decode("utf-8"))
-    except (OSError, ValueError) as cause:
-        raise error(f"{path} must be a JSON object: {cause}") from cause
-    if not isinstance(content, dict):
-        raise error(f"{path} must be a JSON object; it is a {type(content).__name__}")
-    return content

@@ -8,13 +8,13 @@ and for `depthfl` the model `exits`.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common import checks
+from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.printable import shortened
 from fedquilt.config.condense import (
     ALIASES,
     DEFAULTS_BY_MODE,
@@ -85,16 +85,15 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
     `method` is what the file is read for, where that does not stand in it.
     """
     try:
-        with open(path, "rb") as stream:
-            content = tomllib.load(stream)
+        content = untrusted.parse_toml(untrusted.read_named(path, untrusted.TOML_BYTES))
     except OSError as error:
         raise InvalidValueError(f"config={str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, not text, or a number of thousands of digits
+    except ValueError as error:  # not TOML, not text, or beyond the limits
         raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error
     version = content.pop("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise InvalidValueError(
-            f"schema_version={version!r} must be {SCHEMA_VERSION} (in {path}); "
+            f"schema_version={shortened(version)} must be {SCHEMA_VERSION} (in {path}); "
             "it was written by another version of fedquilt"
         )
     if (method or content.get("method")) != CondenseConfig.method:

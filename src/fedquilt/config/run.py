@@ -389,6 +389,9 @@ _CEILINGS: dict[str, float] = {
     "noise_bands": 10_000,
 }
 
+# Squares and quotients of smaller bounds leave the range in which float32 has all its digits.
+_FLOORS: dict[str, float] = dict.fromkeys(("clip_norm", "min_clip", "max_clip"), 1e-30)
+
 
 def option_fields(kind: type[RunConfig] = RunConfig) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a configuration by name."""
@@ -413,6 +416,11 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
         return checks.integer(name, whole, at_most=int(_CEILINGS.get(name, LARGEST_COUNT)))
     if "float" in kinds:
         real = checks.number(name, value, **rule)
+        if 0 < real < _FLOORS.get(name, 0):
+            raise InvalidValueError(
+                f"{name}={value!r} must be >= {_FLOORS[name]:g}: float32, in which updates are "
+                "clipped, keeps too few digits of anything smaller"
+            )
         return checks.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if rule.get("own") and value == OWN:
         return value

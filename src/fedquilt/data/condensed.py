@@ -32,12 +32,15 @@ import torch
 
 from fedquilt.common import checks
 from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
+from fedquilt.common.printable import printable, shortened
 from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"
 _DTYPES = {"images": "F32", "labels": "I64"}
+_MOST_CLASSES = 2**31 - 1
 
 About = Mapping[str, str | int | float]
 
@@ -89,7 +92,7 @@ def load_condensed(path: str | os.PathLike[str]) -> ImageDataset:
     """Return the condensed set in the file, or raise `DataError` when it is none."""
     with _opened(Path(path)) as stream:
         info = _info(stream, Path(path))
-        images, labels = (stream.get_tensor(name).clone() for name in _DTYPES)
+        images, labels = (stream.get(name).clone() for name in _DTYPES)
     _check_finite(images, f"images of {path}", DataError)
     try:
         return ImageDataset(images, labels, info["name"], info["num_classes"])
@@ -108,42 +111,40 @@ def condensed_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[TensorFile]:
     """Open a safetensors file; whatever is wrong with it becomes a `DataError`."""
-    import safetensors
-
     if not path.exists():
         raise DataNotFoundError(f"there is no condensed data set {str(path)!r}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as stream:
-            yield stream
-    except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(
-            f"{path} must be a whole safetensors file; it is torn or of another kind: {error}"
-        ) from error
+    wrong = "must be a whole safetensors file; it is torn or of another kind"
+    with opened_tensors(path, wrong) as opened:
+        yield opened
 
 
-def _info(stream: Any, path: Path) -> dict[str, Any]:
-    metadata = stream.metadata() or {}
+def _info(opened: TensorFile, path: Path) -> dict[str, Any]:
+    metadata = opened.metadata
     if metadata.get("kind") != KIND:
         raise DataError(
             f"{path} must be a file of save_condensed, its kind {KIND!r}; "
-            f"its kind is {metadata.get('kind')!r}"
+            f"its kind is {shortened(metadata.get('kind'))}"
         )
     if metadata.get("schema_version") != str(SCHEMA_VERSION):
         raise DataError(
-            f"{path}: schema_version={metadata.get('schema_version')!r} must be "
+            f"{path}: schema_version={shortened(metadata.get('schema_version'))} must be "
             f"{str(SCHEMA_VERSION)!r}; it was written by another version of fedquilt"
         )
-    shape = _shape(stream, path)
+    shape = _shape(opened, path)
     try:
+        stated = {key: parse_json(metadata[key], key) for key in ("mean", "std", "about")}
+        classes = parse_json(metadata["num_classes"], "num_classes")
         return {
             "schema_version": SCHEMA_VERSION,
             "name": metadata["name"],
-            "num_classes": checks.integer("num_classes", int(metadata["num_classes"]), at_least=1),
-            "mean": _channels("mean", json.loads(metadata["mean"]), shape[1]),
-            "std": _channels("std", json.loads(metadata["std"]), shape[1], above=0),
-            "about": _checked_about(json.loads(metadata["about"])),
+            "num_classes": checks.integer(
+                "num_classes", classes, at_least=1, at_most=_MOST_CLASSES
+            ),
+            "mean": _channels("mean", stated["mean"], shape[1]),
+            "std": _channels("std", stated["std"], shape[1], above=0),
+            "about": _checked_about(stated["about"]),
             "shape": shape,
         }
     except KeyError as error:
@@ -152,17 +153,17 @@ def _info(stream: Any, path: Path) -> dict[str, Any]:
         raise DataError(f"the metadata of {path} cannot be used: {error}") from error
 
 
-def _shape(stream: Any, path: Path) -> tuple[int, int, int, int]:
+def _shape(opened: TensorFile, path: Path) -> tuple[int, int, int, int]:
     """Return the shape of the images after comparing both tensors with what they must be."""
-    held = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118
-    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in held.items()}
-    dtypes = {name: dtype for name, (dtype, _) in found.items()}
-    shape = found["images"][1] if "images" in found else ()
+    found = opened.specs
+    dtypes = {name: spec.dtype for name, spec in found.items()}
+    shape = found["images"].shape if "images" in found else ()
     whole = dtypes == _DTYPES and len(shape) == 4 and 0 not in shape
-    if not whole or found["labels"][1] != shape[:1]:
+    if not whole or found["labels"].shape != shape[:1]:
+        held = (f"{printable(n)} {s.dtype} {list(s.shape)}" for n, s in sorted(found.items())[:9])
         raise DataError(
             f"{path} must hold images F32 [N, C, H, W] and labels I64 [N]; it holds "
-            + (", ".join(f"{n} {d} {list(s)}" for n, (d, s) in sorted(found.items())) or "nothing")
+            + (", ".join(held) or "nothing")
         )
     count, channels, height, width = shape
     return count, channels, height, width

@@ -8,17 +8,25 @@ knows one hash for a file, and ours may come in another packing from another mir
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import shutil
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from fedquilt.common import checks, optional
-from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
+from fedquilt.common.errors import (
+    DataError,
+    DataNotFoundError,
+    FedquiltError,
+    InvalidValueError,
+    StorageError,
+)
 from fedquilt.data.files import PACKING_SLACK, file_md5, read_verified
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
 
@@ -76,6 +84,8 @@ TIME_LIMIT_SECONDS = 3600
 
 # Small, because the time is looked at between two chunks.
 _CHUNK = 1 << 12
+
+_LARGEST_ARCHIVE = 1 << 30
 
 
 class _RefusedError(Exception):
@@ -211,19 +221,46 @@ def _refusal(path: Path, item: FileSpec | ArchiveSpec) -> str | None:
 def _extract(path: Path, archive: ArchiveSpec, wanted: Sequence[FileSpec], scratch: Path) -> None:
     """Unpack the wanted members, and nothing else, next to the archive."""
     by_member = {f"{archive.prefix}/{file.name}": file for file in wanted}
-    with tarfile.open(path, "r:gz") as tar:
-        for member in tar:
-            file = by_member.get(member.name)
-            if file is None or not member.isreg() or member.size != file.size:
-                continue
-            source = tar.extractfile(member)
-            if source is not None:
-                with source, (scratch / file.name).open("wb") as destination:
-                    shutil.copyfileobj(source, destination)
-                read_verified(scratch / file.name, file)
-                del by_member[member.name]
+    try:
+        # Read as a stream: a header that points backwards cannot lead around in a circle.
+        with _Bounded(path) as content, tarfile.open(fileobj=content, mode="r|") as tar:
+            _extract_members(tar, by_member, scratch)
+    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, FedquiltError):
+            raise
+        raise DataError(f"{archive.name} cannot be unpacked: {error}") from error
     if by_member:
         raise DataError(f"{archive.name}: holds no {', '.join(by_member)}")
+
+
+def _extract_members(tar: tarfile.TarFile, by_member: dict[str, FileSpec], scratch: Path) -> None:
+    """Write the members of an archive that are wanted, and take them off the list."""
+    for member in tar:
+        file = by_member.get(member.name)
+        if file is None or not member.isreg() or member.size != file.size:
+            continue
+        source = tar.extractfile(member)
+        if source is not None:
+            with source, (scratch / file.name).open("wb") as destination:
+                shutil.copyfileobj(source, destination)
+            read_verified(scratch / file.name, file)
+            del by_member[member.name]
+        if not by_member:
+            return
+
+
+class _Bounded(gzip.GzipFile):
+    """A gzip file that is read up to more than any of our archives holds."""
+
+    _left = _LARGEST_ARCHIVE
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return up to `size` bytes, or refuse an archive that does not end."""
+        content = super().read(min(size, self._left) if size and size > 0 else self._left)
+        self._left -= len(content)
+        if self._left <= 0:
+            raise DataError(f"an archive must hold less than {_LARGEST_ARCHIVE} bytes unpacked")
+        return content
 
 
 @contextlib.contextmanager

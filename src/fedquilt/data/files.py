@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from fedquilt.common import checks
 from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.untrusted import read_named
 from fedquilt.data.specs import DATASETS, DatasetSpec, FileSpec
 
 _TYPES: dict[str, tuple[int, np.dtype[Any]]] = {
@@ -75,9 +76,9 @@ def read_verified(path: Path, spec: FileSpec) -> bytes:
         if not path.is_file():
             raise DataError("is not a regular file")
         _check_size(path, spec)
-        raw = path.read_bytes()
+        raw = read_named(path, spec.size + PACKING_SLACK)
         return _unpacked(raw, spec) if path.suffix == ".gz" else _checked(raw, spec)
-    except (DataError, OSError) as error:
+    except (ValueError, OSError) as error:  # DataError is one
         raise DataError(f"{path}: {error}; expected {spec.expected}") from error
 
 

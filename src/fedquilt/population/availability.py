@@ -15,15 +15,19 @@ privacy amplification.
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.common import checks
+from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.printable import shortened
 from fedquilt.config.choices import AVAILABILITIES
+
+_MOST_DIGITS = 18  # of the number of a round or a client
 
 BETA_A, BETA_B = 2.0, 5.0
 UNIFORM_PROBABILITY = BETA_A / (BETA_A + BETA_B)
@@ -92,7 +96,8 @@ def load_trace(path: str | Path, num_clients: int) -> dict[int, NDArray[np.int64
     """
     present: dict[int, set[int]] = {}
     try:
-        with open(path, newline="", encoding="utf-8-sig") as stream:
+        content = untrusted.read_named(path, untrusted.TABLE_BYTES)
+        with io.StringIO(content.decode("utf-8-sig"), newline="") as stream:
             reader = csv.DictReader(stream)
             if reader.fieldnames is None or not {"round", "client"} <= set(reader.fieldnames):
                 raise DataError(f"{path}: expected a header with 'round' and 'client'")
@@ -107,7 +112,9 @@ def load_trace(path: str | Path, num_clients: int) -> dict[int, NDArray[np.int64
         raise InvalidValueError(
             f"availability={str(path)!r} cannot be read: {error.strerror}"
         ) from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (ValueError, csv.Error) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{path}: not a CSV text file: {error}") from error
     return {
         index: np.asarray(sorted(clients), dtype=np.int64) for index, clients in present.items()
@@ -116,10 +123,7 @@ def load_trace(path: str | Path, num_clients: int) -> dict[int, NDArray[np.int64
 
 def _whole(text: str | None, name: str, where: str) -> int:
     """Return a field of the trace as a number >= 0, or raise naming the line."""
-    try:
-        value = int(text or "")
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise DataError(f"{where}: {name}={text!r} must be a whole number >= 0")
-    return value
+    plain = (text or "").strip()
+    if not plain.isdecimal() or len(plain) > _MOST_DIGITS:
+        raise DataError(f"{where}: {name}={shortened(text)} must be a whole number >= 0")
+    return int(plain)

@@ -111,8 +111,8 @@ def plan(
     sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
     cohort = _cohort(cohort, population * joins * sampling_rate / rounds)
 
-    method = "gdp" if sampling_rate == 1 else "pld"
     relation = Adjacency.of(adjacency)
+    method = _method(sampling_rate, joins, epsilon, relation)
     z = calibrate(
         epsilon,
         delta,
@@ -143,6 +143,26 @@ def plan(
         advice=(),
     )
     return _advised(asked)
+
+
+_MOST_PLD_TOSSES = 10_000  # more take minutes
+_LEAST_EPSILON, _LARGEST_EPSILON = 1e-3, 1e4
+
+
+def _method(sampling_rate: float, tosses: int, epsilon: float, adjacency: Adjacency) -> str:
+    """Return how the noise is calibrated; with a coin, in a time that can be waited for."""
+    if sampling_rate == 1:
+        return "gdp"
+    checks.number("epsilon", epsilon, at_least=_LEAST_EPSILON, at_most=_LARGEST_EPSILON)
+    if tosses <= _MOST_PLD_TOSSES:
+        return "pld"
+    if adjacency is Adjacency.REPLACE_ONE:
+        raise InvalidValueError(
+            f"joins={tosses} must be <= {_MOST_PLD_TOSSES} with sampling_rate < 1 and "
+            f"adjacency={adjacency.value!r}: only privacy loss distributions bound them, which "
+            "take too long for so many"
+        )
+    return "rdp"
 
 
 def plan_table(plan: Feasibility) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.common.bounds import format_bound
+from fedquilt.common.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -119,8 +120,9 @@ class Statement:
             f"covered    {', '.join(self.covered) or 'nothing'}",
             f"uncovered  {', '.join(self.uncovered) or 'nothing'}",
             f"noise      {self.noise_source}",
+            *(f"note       {note}" for note in self.notes),
         ]
-        return "\n".join(lines + [f"note       {note}" for note in self.notes])
+        return "\n".join(map(printable, lines))  # a name must not forge a line of its own
 
     def _adjacency_in_words(self) -> str:
         """Name the adjacency and, where something is claimed, say what it compares."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common.bounds import format_bound, format_left
+from fedquilt.common.printable import printable
 from fedquilt.report.style import (
     BLUE,
     GREY,
     VERMILION,
+    as_drawn,
     drawing,
     figure_path,
     figure_settings,
@@ -39,7 +41,7 @@ def ledger_tables(
         return "no population yet"
     head = [
         (
-            s.population,
+            printable(s.population),
             s.clients,
             s.joined,
             f"{format_bound(s.epsilon_allowance, 6)} at {format_bound(s.delta, 6)}"
@@ -56,7 +58,7 @@ def ledger_tables(
     titles += ["near the end", "used up", "all can still pay"]
     parts = [tabulate(head, headers=titles, disable_numparse=True)]
     for summary in summaries:
-        parts.append(f"\n{summary.population}: who has spent most")
+        parts.append(f"\n{printable(summary.population)}: who has spent most")
         parts.append(_clients(rows[summary.population], most))
     return "\n".join(parts)
 
@@ -67,11 +69,11 @@ def _clients(rows: Sequence[Any], most: int) -> str:
     dearest = sorted(rows, key=lambda row: (-row.epsilon_spent, row.client))[:most]
     lines = [
         (
-            row.client if row.client_id is None else row.client_id,
+            row.client if row.client_id is None else printable(row.client_id),
             row.joins,
             _spent(row.epsilon_spent),
             format_left(row.epsilon_left),
-            "-" if row.last_round is None else f"{row.last_run}, round {row.last_round}",
+            "-" if row.last_round is None else printable(f"{row.last_run}, round {row.last_round}"),
         )
         for row in dearest
     ]
@@ -122,7 +124,7 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     )
     unbounded = int((~bounded).sum())
     note = f", {unbounded} without any bound (not drawn)" if unbounded else ""
-    axes.set_title(f"{summary.population}{note}", fontsize=10)
+    axes.set_title(f"{as_drawn(summary.population)}{note}", fontsize=10)
     axes.set_ylim(0, 1.12 * summary.epsilon_allowance)
     axes.set_xlim(left=min(0, -0.02 * joins.max(initial=1)))
     axes.set_xlabel("joins")

@@ -21,6 +21,7 @@ import numpy as np
 
 from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 from fedquilt.common.storage import write_file
 from fedquilt.report.series import Array, Series
 
@@ -177,6 +178,11 @@ def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
 NOMINAL = "nominal epsilon, summed over rounds (not a guarantee)"
 _SMALL = 9
 _MANY_POINTS = 40
+
+
+def as_drawn(text: object) -> str:
+    """Return a name so that a figure shows it as it is: a dollar sign would begin a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def panel_title(axes: Axes, title: str, notes: Sequence[str] = ()) -> None:

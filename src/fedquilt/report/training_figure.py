@@ -24,6 +24,7 @@ from fedquilt.report.style import (
     NOMINAL,
     PURPLE,
     accuracy_limits,
+    as_drawn,
     drawing,
     figure_path,
     figure_settings,
@@ -76,7 +77,7 @@ def plot_training_history(
     path = figure_path(save_path, f"{dataset_name}_seed{seed}_training", settings)
     with drawing(settings) as figure:
         ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
-        figure.suptitle(f"Training history: {str(dataset_name).upper()}, seed {seed}")
+        figure.suptitle(as_drawn(f"Training history: {str(dataset_name).upper()}, seed {seed}"))
         draw_accuracy(top_left, history, target_accuracy(dataset_name, config))
         _draw_loss(top_right, history)
         _draw_budget(bottom_left, history, config or {})

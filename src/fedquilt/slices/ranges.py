@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ Ranges: TypeAlias = tuple[tuple[Fraction, Fraction], ...]
 FULL: Ranges = ((Fraction(0), Fraction(1)),)
 
 
+_LONGEST = 400
+_LARGE_EXPONENT = re.compile(r"[eE][-+]?[0-9_]{4,}")
+
+
 def parse_bound(value: object, where: str = "bound") -> Fraction:
     """Return one bound as an exact fraction; a float counts as the decimal it prints.
 
@@ -64,7 +69,10 @@ def parse_bound(value: object, where: str = "bound") -> Fraction:
     try:
         if isinstance(value, numbers.Rational):
             return Fraction(int(value.numerator), int(value.denominator))
-        return Fraction(str(value))
+        text = str(value)
+        if len(text) > _LONGEST or _LARGE_EXPONENT.search(text):
+            raise ValueError("too many digits")  # 1e999999999 would take for ever to write out
+        return Fraction(text)
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         raise InvalidValueError(
             f"{where}={value!r} must be a fraction or decimal such as '1/4' or 0.25"

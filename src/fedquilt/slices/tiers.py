@@ -9,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from fedquilt.common import untrusted
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import shortened
 from fedquilt.slices.selection import parse_width
 
 WIDTHS = tuple(Fraction(1, 2**power) for power in range(5))
 """The widths that a table of devices is matched with: 1, 1/2, 1/4, 1/8, 1/16."""
+
+_MOST_DIGITS = 18  # of the number of a client
 
 Needs = Callable[[Fraction], tuple[float, float]]
 """What a width takes: (megabytes while training, floating-point operations an example)."""
@@ -78,27 +82,34 @@ def _from_table(path: str, num_clients: int, needs: Needs) -> tuple[Fraction, ..
 
 def _rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = untrusted.read_named(Path(path).expanduser(), untrusted.TABLE_BYTES)
+        lines = content.decode("utf-8").splitlines()
+        table = csv.DictReader(lines, skipinitialspace=True, restval="")
+        columns = [name.strip() for name in table.fieldnames or ()]
+    except (OSError, ValueError, csv.Error) as error:
         raise InvalidValueError(f"tiers={path!r} cannot be read: {error}") from error
-    table = csv.DictReader(lines, skipinitialspace=True, restval="")
-    columns = [name.strip() for name in table.fieldnames or ()]
     if columns not in (["client", "width"], ["client", "memory_mb", "flops"]):
         raise InvalidValueError(
             f"tiers={path!r} must have the columns client,width or client,memory_mb,flops; "
             f"it has {','.join(columns) or 'none'}"
         )
     table.fieldnames = columns
-    for row in table:
-        yield table.line_num, row
+    try:
+        for row in table:
+            yield table.line_num, row
+    except csv.Error as error:
+        raise InvalidValueError(
+            f"tiers={path!r}, line {table.line_num} cannot be read: {error}"
+        ) from error
 
 
 def _client(text: str, num_clients: int, where: str) -> int:
-    if not text.strip().isdecimal() or int(text) >= num_clients:
+    plain = text.strip()
+    if not plain.isdecimal() or len(plain) > _MOST_DIGITS or int(plain) >= num_clients:
         raise InvalidValueError(
-            f"{where}: client={text!r} must be a number of 0..{num_clients - 1}"
+            f"{where}: client={shortened(text)} must be a number of 0..{num_clients - 1}"
         )
-    return int(text)
+    return int(plain)
 
 
 class _Costs:

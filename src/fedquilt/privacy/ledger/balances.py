@@ -6,19 +6,25 @@ cannot hold what the file does not.  What they read was hashed first (`Store.che
 Reading starts from a snapshot in the file where there is one that was checked before,
 so that opening a long ledger does not add up its whole past; any other snapshot is
 compared with what the entries add up to.
+
+A population may be said to have a hundred million clients by an entry of a hundred bytes.
+Balances are as long as the largest client number that an entry names; whoever is beyond has
+spent nothing.  They are as long as the population once somebody asks for everybody (`cover`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedquilt.common.shapes import COUNT, Listed, check
+from fedquilt.common.untrusted import parse_json
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.entries import (
     Entry,
@@ -34,6 +40,8 @@ from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_left, ep
 
 _Number = TypeVar("_Number", bound=np.generic)
 _SNAPSHOT_FLOOR = 1 << 16  # bytes of charges below which a snapshot is not worth it
+_SNAPSHOT_BYTES = 16  # of a client
+_OF_A_ROUND = (entries.RESERVE, entries.SETTLE, entries.RELEASE, entries.UNBOUNDED)
 
 
 class Balances:
@@ -41,6 +49,7 @@ class Balances:
 
     def __init__(self, info: PopulationInfo) -> None:
         self._made = info
+        self._covers_all = False
         self._clear()
 
     def _clear(self) -> None:
@@ -50,13 +59,35 @@ class Balances:
         self.numbers: dict[str, int] = {}
         self.seq = 0
         self.hash = b""
-        self.spent = np.zeros(self.info.num_clients)
-        self.reserved = np.zeros(self.info.num_clients)
-        self.joins = np.zeros(self.info.num_clients, dtype=np.uint32)
-        self.last_entry = np.zeros(self.info.num_clients, dtype=np.uint32)
+        size = self.info.num_clients if self._covers_all else 0
+        self.spent, self.reserved = np.zeros(size), np.zeros(size)
+        self.joins = np.zeros(size, dtype=np.uint32)
+        self.last_entry = np.zeros(size, dtype=np.uint32)
         self.open: dict[int, Reservation] = {}
+        self._open_rounds: dict[int, dict[int, int]] = {}  # run: {round: entry}
         self.run_spent: dict[int, FloatArray] = {}
         self.unsaved_bytes = 0
+
+    def cover(self) -> None:
+        """Make the balances as long as the population, now and from here on."""
+        self._covers_all = True
+        self._fit(self.info.num_clients)
+
+    def _fit(self, count: int) -> None:
+        """Make the balances long enough for the first `count` clients, and as long for them all."""
+        size = self.spent.size
+        if count <= size:
+            return
+        more = min(max(count, 2 * size), self.info.num_clients) - size
+        self.spent, self.reserved = _longer(self.spent, more), _longer(self.reserved, more)
+        self.joins, self.last_entry = _longer(self.joins, more), _longer(self.last_entry, more)
+        self.run_spent = {run: _longer(spent, more) for run, spent in self.run_spent.items()}
+
+    def touched(self) -> IntArray:
+        """Return the clients that were in a release or hold a reservation, ascending."""
+        parts = [reservation.clients for reservation in self.open.values()]
+        joined = np.flatnonzero(self.joins)
+        return np.unique(np.concatenate([joined, *parts])) if parts else joined
 
     def refresh(self, store: Store) -> None:
         """Read what was committed since the last time; call it first in a transaction."""
@@ -88,8 +119,10 @@ class Balances:
 
         Call it after `refresh` in the same transaction.
         """
+        self.cover()
         if run not in self.run_spent:
-            self.run_spent[run] = spent_in_run(store, self.info, run)
+            spent = spent_in_run(store, self.info, run)
+            self.run_spent[run] = _longer(spent, self.spent.size - spent.size)
         return self.run_spent[run]
 
     def left(self) -> FloatArray:
@@ -111,8 +144,10 @@ class Balances:
     def apply(self, entry: Entry) -> None:
         """Add one more entry of this population to the balances."""
         self.unsaved_bytes += len(entry.clients or b"") + len(entry.charges or b"") + 64
+        if entry.kind in _OF_A_ROUND and (entry.run is None or entry.round is None):
+            raise LedgerCorruptError(f"entry {entry.seq} ({entry.kind}) names no round of a run")
         if entry.kind == entries.RESERVE:
-            self._drop(lambda r: (r.run, r.round_index) == (entry.run, entry.round))
+            self._drop(entry.run, entry.round)
             self._open(reservation_of(entry, self.info.num_clients))
         elif entry.kind == entries.SETTLE:
             reservation = self._take(entry)
@@ -120,7 +155,7 @@ class Balances:
         elif entry.kind == entries.RELEASE:
             self._take(entry)
         elif entry.kind in (entries.RESUME, entries.FINISH):
-            self._drop(lambda r: r.run == entry.run)
+            self._drop(entry.run)
         elif entry.kind == entries.UNBOUNDED:
             clients = decode_clients(entry.clients or b"", self.info.num_clients)
             self._charge(entry, clients, np.full(clients.size, np.inf))
@@ -143,14 +178,14 @@ class Balances:
             raise LedgerCorruptError(f"entry {entry.seq} names {len(joining)} of the clients only")
         self.ids += joining
         self.numbers |= {value: first + place for place, value in enumerate(joining)}
-        more = len(self.ids) - self.info.num_clients
         self.info = replace(self.info, num_clients=len(self.ids), named=True)
-        self.spent, self.reserved = _longer(self.spent, more), _longer(self.reserved, more)
-        self.joins, self.last_entry = _longer(self.joins, more), _longer(self.last_entry, more)
-        self.run_spent = {run: _longer(spent, more) for run, spent in self.run_spent.items()}
+        self._fit(len(self.ids))
 
     def _open(self, reservation: Reservation) -> None:
+        self._fit(_end(reservation.clients))
         self.open[reservation.entry] = reservation
+        rounds = self._open_rounds.setdefault(reservation.run, {})
+        rounds[reservation.round_index] = reservation.entry
         self.reserved[reservation.clients] += reservation.charges_mu2
 
     def _take(self, entry: Entry) -> Reservation:
@@ -160,16 +195,25 @@ class Balances:
             raise LedgerCorruptError(
                 f"entry {entry.seq} closes reservation {entry.reservation}, which is not open"
             )
-        del self.open[reservation.entry]
-        self.reserved[reservation.clients] -= reservation.charges_mu2
+        self._close(reservation)
         return reservation
 
-    def _drop(self, which: Callable[[Reservation], bool]) -> None:
-        for reservation in list(filter(which, self.open.values())):
-            del self.open[reservation.entry]
-            self.reserved[reservation.clients] -= reservation.charges_mu2
+    def _drop(self, run: int | None, round_index: int | None = None) -> None:
+        """Close what a run holds open: of one round, or all of it."""
+        rounds = self._open_rounds.get(run or 0, {})
+        which = rounds.values() if round_index is None else [rounds.get(round_index, 0)]
+        for number in [number for number in which if number in self.open]:
+            self._close(self.open[number])
+
+    def _close(self, reservation: Reservation) -> None:
+        del self.open[reservation.entry]
+        rounds = self._open_rounds[reservation.run]
+        if rounds.get(reservation.round_index) == reservation.entry:
+            del rounds[reservation.round_index]
+        self.reserved[reservation.clients] -= reservation.charges_mu2
 
     def _charge(self, entry: Entry, clients: IntArray, charges: FloatArray) -> None:
+        self._fit(_end(clients))
         self.spent[clients] += charges
         self.joins[clients] += 1
         self.last_entry[clients] = entry.seq
@@ -178,7 +222,7 @@ class Balances:
 
     def save_snapshot(self, store: Store) -> None:
         """Write the balances beside the entries when reading those again would take longer."""
-        size = self.spent.nbytes + self.joins.nbytes + self.last_entry.nbytes
+        size = _SNAPSHOT_BYTES * self.info.num_clients
         if self.unsaved_bytes < max(2 * size, _SNAPSHOT_FLOOR):
             return
         row = (self.seq, *self.as_bytes())
@@ -188,12 +232,20 @@ class Balances:
 
     def as_bytes(self) -> tuple[bytes, bytes, bytes, str]:
         """Return the snapshot of the balances and of the numbers of open reservations."""
+        beyond = self.info.num_clients - self.spent.size
         balances = (
-            self.spent.astype("<f8").tobytes(),
-            self.joins.astype("<u4").tobytes(),
-            self.last_entry.astype("<u4").tobytes(),
+            self.spent.astype("<f8").tobytes() + bytes(8 * beyond),
+            self.joins.astype("<u4").tobytes() + bytes(4 * beyond),
+            self.last_entry.astype("<u4").tobytes() + bytes(4 * beyond),
         )
         return *balances, json.dumps(sorted(self.open))
+
+    def agrees(self, row: Sequence[Any]) -> bool:
+        """Tell whether a snapshot from the file is that of these balances."""
+        count = self.info.num_clients
+        sizes = [len(blob) if isinstance(blob, bytes) else -1 for blob in row[:3]]
+        # First, because the bytes of a population that is only said to be large are not made.
+        return sizes == [8 * count, 4 * count, 4 * count] and tuple(row) == self.as_bytes()
 
     def _begin(self, store: Store, head: int) -> None:
         """Come to the snapshot: by believing it if it was checked before, else by adding up."""
@@ -210,7 +262,7 @@ class Balances:
             return
         self._read(store, row[0])
         self.seq, self.unsaved_bytes = row[0], 0
-        if row[1:] != self.as_bytes():
+        if not self.agrees(row[1:]):
             raise store.refuse_snapshot(self.info.key)
         store.note_snapshot(self.info.key, row)
 
@@ -218,17 +270,25 @@ class Balances:
         members = "population = ? AND kind = ? AND seq <= ?"
         for entry in store.entries(members, self.info.key, entries.MEMBERS, row[0]):
             self._enrol(entry)
-        try:
-            self.spent[:] = np.frombuffer(row[1], dtype="<f8")
-            self.joins[:] = np.frombuffer(row[2], dtype="<u4")
-            self.last_entry[:] = np.frombuffer(row[3], dtype="<u4")
-            numbers = [int(number) for number in json.loads(row[4])]
-        except (ValueError, TypeError) as error:
-            raise LedgerCorruptError(f"ledger {store.path}: a snapshot is damaged") from error
+        count = self.info.num_clients
+        if [len(blob) for blob in row[1:4]] != [8 * count, 4 * count, 4 * count]:
+            raise LedgerCorruptError(f"ledger {store.path}: a snapshot is damaged")
+        self._fit(count)
+        self.spent[:] = np.frombuffer(row[1], dtype="<f8")
+        self.joins[:] = np.frombuffer(row[2], dtype="<u4")
+        self.last_entry[:] = np.frombuffer(row[3], dtype="<u4")
+        where = f"ledger {store.path}: the snapshot of population {self.info.key}"
+        numbers = parse_json(row[4], where, LedgerCorruptError)
+        check(numbers, Listed(COUNT), where, LedgerCorruptError)
         for number in numbers:
             for entry in store.entries("seq = ?", number):
                 self._open(reservation_of(entry, self.info.num_clients))
         self.seq = int(row[0])
+
+
+def _end(clients: IntArray) -> int:
+    """Return the number after the largest of ascending clients; 0 of nobody."""
+    return int(clients[-1]) + 1 if clients.size else 0
 
 
 def _longer(array: NDArray[_Number], more: int) -> NDArray[_Number]:
@@ -253,15 +313,25 @@ def joins_in_run(store: Store, info: PopulationInfo, run: int) -> IntArray:
 
 
 def spent_in_run(store: Store, info: PopulationInfo, run: int) -> FloatArray:
-    """Return what each client has spent in one run, read from the run's own entries."""
-    total = np.zeros(info.num_clients)
+    """Return what each client has spent in one run, read from the run's own entries.
+
+    The array is as long as the largest client number in them.
+    """
+    total = np.zeros(0)
     settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
     for entry in store.entries(settled, run, entries.SETTLE):
         reservation = reservation_of(entry, info.num_clients)
+        total = _long_enough(total, _end(reservation.clients))
         total[reservation.clients] += reservation.charges_mu2
     for entry in store.entries("run = ? AND kind = ?", run, entries.UNBOUNDED):
-        total[decode_clients(entry.clients or b"", info.num_clients)] = np.inf
+        clients = decode_clients(entry.clients or b"", info.num_clients)
+        total = _long_enough(total, _end(clients))
+        total[clients] = np.inf
     return total
+
+
+def _long_enough(total: FloatArray, count: int) -> FloatArray:
+    return _longer(total, max(0, count - total.size))
 
 
 NEAR_END = 0.9
@@ -341,23 +411,48 @@ def payable_epsilons(left: FloatArray, info: PopulationInfo) -> FloatArray:
     return np.where(whole, info.epsilon, epsilon_left(left, info.delta))
 
 
-def client_rows(account: Balances, places: Mapping[int, tuple[str, int]]) -> Iterator[ClientRow]:
-    """Return the row of each client; `places` maps an entry to its run and round.
+LISTED = 1_000_000
+"""In a larger population those who were in no release and hold nothing are not listed."""
+
+
+def listed_clients(account: Balances, most: int | None = None) -> IntArray:
+    """Return who has a row: everybody, or the `most` who have spent most, dearest first."""
+    count = account.info.num_clients
+    if most is None:
+        return np.arange(count) if count <= LISTED else account.touched()
+    few = np.arange(min(max(most, 0), count))  # in case nobody has spent anything
+    clients = np.union1d(account.touched(), few)
+    return clients[np.lexsort((clients, -_at(account.spent, clients)))][: few.size]
+
+
+def _at(balances: NDArray[_Number], clients: IntArray) -> NDArray[_Number]:
+    """Return the balances of clients; those beyond their end are zero."""
+    found = np.zeros(clients.size, dtype=balances.dtype)
+    inside = clients < balances.size
+    found[inside] = balances[clients[inside]]
+    return found
+
+
+def client_rows(
+    account: Balances, places: Mapping[int, tuple[str, int]], clients: IntArray
+) -> Iterator[ClientRow]:
+    """Return the row of each of `clients`; `places` maps an entry to its run and round.
 
     The figures are those of the moment of the call, however late they are looked at.
     """
     info = account.info
-    left = account.left()
+    spent, reserved = _at(account.spent, clients), _at(account.reserved, clients)
+    left = np.maximum(info.allowance_mu2 - spent - reserved, 0.0)
     columns = zip(
-        range(info.num_clients),
-        list(account.ids) if info.named else [None] * info.num_clients,
-        account.joins.tolist(),
-        account.spent.tolist(),
-        bounded_epsilons(account.spent, info).tolist(),
-        account.reserved.tolist(),
+        clients.tolist(),
+        [account.ids[client] if info.named else None for client in clients.tolist()],
+        _at(account.joins, clients).tolist(),
+        spent.tolist(),
+        bounded_epsilons(spent, info).tolist(),
+        reserved.tolist(),
         left.tolist(),
         payable_epsilons(left, info).tolist(),
-        account.last_entry.tolist(),
+        _at(account.last_entry, clients).tolist(),
         strict=True,
     )
     return (_row(info, places, *values) for values in columns)
@@ -376,34 +471,48 @@ def _row(
     return ClientRow(client, client_id, joins, *amounts, *places.get(last, (None, None)))
 
 
+def payable_by_all(account: Balances) -> float:
+    """Return the largest epsilon that a new run may ask of everybody."""
+    whole = account.info.allowance_mu2
+    least = account.left().min(initial=whole)  # who is beyond the balances has all of it
+    return float(payable_epsilons(np.array([least]), account.info)[0])
+
+
 def summarise(account: Balances) -> Summary:
     """Return the summary of a population's account."""
-    info = account.info
-    left = account.left()
-    epsilons = bounded_epsilons(account.spent, info)
+    info, touched = account.info, account.touched()
+    others = info.num_clients - touched.size  # they have all of their allowance
+    spent, reserved = account.spent[touched], account.reserved[touched]
+    left = np.maximum(info.allowance_mu2 - spent - reserved, 0.0)
+    epsilons = bounded_epsilons(spent, info)
     exhausted = left <= _NOTHING * info.allowance_mu2
-    near_end = (account.spent > NEAR_END * info.allowance_mu2) & ~exhausted
+    near_end = (spent > NEAR_END * info.allowance_mu2) & ~exhausted
     return Summary(
         population=info.name,
         clients=info.num_clients,
-        joined=int(np.count_nonzero(account.joins)),
+        joined=int(np.count_nonzero(account.joins[touched])),
         epsilon_allowance=info.epsilon,
         delta=info.delta,
-        epsilon_max=float(epsilons.max()),
-        epsilon_median=_median(epsilons),
+        epsilon_max=float(epsilons.max(initial=0.0)),
+        epsilon_median=_median(epsilons, others),
         exhausted=int(np.count_nonzero(exhausted)),
         near_end=int(np.count_nonzero(near_end)),
-        unbounded=int(np.count_nonzero(np.isinf(account.spent))),
-        reserved=int(np.count_nonzero(account.reserved)),
+        unbounded=int(np.count_nonzero(np.isinf(spent))),
+        reserved=int(np.count_nonzero(reserved)),
         open_reservations=len(account.open),
-        largest_run_epsilon=float(payable_epsilons(left.min(keepdims=True), info)[0]),
+        largest_run_epsilon=payable_by_all(account),
         adjacency=info.adjacency,
         named=info.named,
     )
 
 
-def _median(epsilons: FloatArray) -> float:
-    """Return the median; of two middle values the larger, so that infinity needs no sum."""
-    middle = epsilons.size // 2
+def _median(epsilons: FloatArray, zeros: int) -> float:
+    """Return the median of these and so many zeros.
+
+    Of two middle values it is the larger, so that infinity needs no sum.
+    """
+    middle = (epsilons.size + zeros) // 2 - zeros
+    if middle < 0:
+        return 0.0
     value = float(np.partition(epsilons, middle)[middle])
     return value if not math.isnan(value) else math.inf

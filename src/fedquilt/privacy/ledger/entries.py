@@ -21,6 +21,7 @@ equal bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -33,7 +34,19 @@ import numpy as np
 import numpy.typing as npt
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.shapes import (
+    ANY_TEXT,
+    COUNT,
+    POSITIVE,
+    TEXT,
+    Plain,
+    Shape,
+    Table,
+    check,
+    maybe,
+)
+from fedquilt.common.untrusted import parse_json
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
@@ -152,6 +165,16 @@ def make_body(**values: object) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def read_body(entry: Entry, what: str, shape: Shape) -> dict[str, Any]:
+    """Return the further values of an entry, which must have this shape."""
+    try:
+        body: dict[str, Any] = parse_json(entry.body or "", "its body")
+        check(body, shape, "its body", DataError)
+    except DataError as error:
+        raise LedgerCorruptError(f"entry {entry.seq} is not {what}: {error}") from error
+    return body
+
+
 _WIDTHS = (1, 2, 4)
 
 
@@ -218,6 +241,26 @@ def check_charges(charges_mu2: npt.ArrayLike, count: int) -> FloatArray:
 MAX_CLIENTS = 100_000_000
 """More clients than this would not fit one SQLite value."""
 
+_NUMBERS = frozenset({int, float})
+_TINY = math.ulp(0.0)
+_POSITIVE = Plain("a finite number > 0", _NUMBERS, least=_TINY)
+_POPULATION = Table(
+    {
+        "num_clients": dataclasses.replace(POSITIVE, most=MAX_CLIENTS),
+        "epsilon": _POSITIVE,
+        "delta": Plain("a number > 0 and < 1", _NUMBERS, least=_TINY, most=math.nextafter(1, 0)),
+        "allowance_mu2": _POSITIVE,
+    },
+    {
+        "adjacency": dataclasses.replace(TEXT, texts=ADJACENCIES),
+        "named": Plain("true or false", frozenset({bool})),
+    },
+)
+_RUN = Table(
+    {"epsilon": maybe(_POSITIVE), "budget_mu2": dataclasses.replace(_POSITIVE, least=0)},
+    {"roster": ANY_TEXT, "enrolled": COUNT},
+)
+
 
 @dataclass(frozen=True)
 class PopulationInfo:
@@ -240,24 +283,17 @@ class PopulationInfo:
     @classmethod
     def of(cls, entry: Entry) -> PopulationInfo:
         """Read a "population" entry."""
-        try:
-            body = json.loads(entry.body or "")
-            info = cls(
-                key=entry.seq,
-                name=str(entry.name),
-                num_clients=int(body["num_clients"]),
-                epsilon=float(body["epsilon"]),
-                delta=float(body["delta"]),
-                allowance_mu2=float(body["allowance_mu2"]),
-                adjacency=body.get("adjacency", ADJACENCIES[0]),
-                named=bool(body.get("named", False)),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise LedgerCorruptError(f"entry {entry.seq} is not a population: {error}") from error
-        wrong = not 0 < info.num_clients <= MAX_CLIENTS or not 0 < info.allowance_mu2 < math.inf
-        if wrong or info.adjacency not in ADJACENCIES:
-            raise LedgerCorruptError(f"entry {entry.seq} is not a population: {entry.body}")
-        return info
+        body = read_body(entry, "a population", _POPULATION)
+        return cls(
+            key=entry.seq,
+            name=str(entry.name),
+            num_clients=body["num_clients"],
+            epsilon=float(body["epsilon"]),
+            delta=float(body["delta"]),
+            allowance_mu2=float(body["allowance_mu2"]),
+            adjacency=body.get("adjacency", ADJACENCIES[0]),
+            named=body.get("named", False),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,13 +316,10 @@ class RunInfo:
     @classmethod
     def of(cls, entry: Entry, num_clients: int) -> RunInfo:
         """Read a "run" entry."""
-        try:
-            body = json.loads(entry.body or "")
-            epsilon = None if body["epsilon"] is None else float(body["epsilon"])
-            budget = float(body["budget_mu2"])
-            roster, enrolled = body.get("roster"), int(body.get("enrolled", 0))
-        except (ValueError, KeyError, TypeError) as error:
-            raise LedgerCorruptError(f"entry {entry.seq} is not a run: {error}") from error
+        body = read_body(entry, "a run", _RUN)
+        epsilon = None if body["epsilon"] is None else float(body["epsilon"])
+        budget = float(body["budget_mu2"])
+        roster, enrolled = body.get("roster"), body.get("enrolled", 0)
         sits_out = decode_clients(entry.clients or b"", num_clients)
         name, population = str(entry.name), int(entry.population or 0)
         return cls(entry.seq, name, population, epsilon, budget, sits_out, roster, enrolled)

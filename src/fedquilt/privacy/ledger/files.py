@@ -46,7 +46,8 @@ from typing import Any
 from urllib.parse import quote
 
 from fedquilt.common.errors import DataError, StorageError
-from fedquilt.common.storage import has_locks, read_json, write_file
+from fedquilt.common.storage import has_locks, write_file
+from fedquilt.common.untrusted import read_json
 from fedquilt.privacy.ledger.drafts import appear, drafting, no_locks
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
 from fedquilt.privacy.ledger.errors import (
@@ -250,6 +251,7 @@ MARK_FROM = 10_000
 """Entries from which on a mark is kept."""
 
 MARK_VERSION = 1
+_MARK_BYTES = 1 << 24
 
 _LARGEST = 2**63 - 1  # of SQLite's whole numbers
 
@@ -287,13 +289,13 @@ def snapshot_digest(row: Sequence[Any]) -> str:
 def read_mark(ledger: Path) -> Mark | None:
     """Return the mark if there is one and the file still looks as it did then."""
     try:
-        saved = read_json(mark_path(ledger))
+        saved = read_json(mark_path(ledger), most=_MARK_BYTES)
         if saved.pop("schema_version") != MARK_VERSION:
             return None
         snapshots = {int(key): str(value) for key, value in saved["snapshots"].items()}
         mark = Mark(saved["seq"], str(saved["hash"]), tuple(saved["file"]), snapshots)
         fits = mark.file == looks(ledger)
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # a mark that cannot be read saves no time, and that is all it is for
     whole = type(mark.seq) is int and 0 < mark.seq <= _LARGEST
     return mark if fits and whole else None

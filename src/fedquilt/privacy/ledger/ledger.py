@@ -17,13 +17,14 @@ from typing import Any, Self
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
 from fedquilt.privacy.ledger.backup import copy_ledger
 from fedquilt.privacy.ledger.balances import Balances, ClientRow
 from fedquilt.privacy.ledger.drafts import remove_drafts
 from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo
-from fedquilt.privacy.ledger.errors import LedgerConflictError
+from fedquilt.privacy.ledger.errors import LedgerConflictError, LedgerCorruptError
 from fedquilt.privacy.ledger.files import SCHEMA_VERSION
 from fedquilt.privacy.ledger.members import check_ids
 from fedquilt.privacy.ledger.population import (
@@ -55,7 +56,7 @@ def csv_rows(population: Population) -> Iterator[list[str]]:
     yield [field.name for field in dataclasses.fields(ClientRow)]
     for row in population.rows():
         values = dataclasses.astuple(row)
-        yield ["" if value is None else str(value) for value in values]
+        yield ["" if value is None else printable(value) for value in values]
 
 
 def _population(population: Population, clients: bool) -> dict[str, Any]:
@@ -164,7 +165,9 @@ class Ledger:
             run = self._store.named(entries.RUN, run_id)
             if run is None:
                 return None
-            made = next(self._store.entries("seq = ?", run.population))
+            made = next(self._store.entries("seq = ?", run.population), None)
+            if made is None or made.kind != entries.POPULATION:
+                raise LedgerCorruptError(f"entry {run.seq} (run) belongs to no population")
         return self._handle(PopulationInfo.of(made))
 
     def population(

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.ledger.entries import Entry, make_body
+from fedquilt.common.shapes import TEXT, Listed, Table
+from fedquilt.privacy.ledger.entries import Entry, make_body, read_body
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import IntArray
 
@@ -126,9 +127,9 @@ def members_body(ids: Iterable[str]) -> str:
 def members_of(entry: Entry) -> list[str]:
     """Read a "members" entry."""
     try:
-        ids = json.loads(entry.body or "")["ids"]
+        ids = read_body(entry, "a list of members", Table({"ids": Listed(TEXT)}))["ids"]
         return list(_as_texts(ids))  # an older fedquilt let more ids pass
-    except (ValueError, KeyError, TypeError) as error:
+    except InvalidValueError as error:
         raise LedgerCorruptError(f"entry {entry.seq} is not a list of members: {error}") from error
 
 

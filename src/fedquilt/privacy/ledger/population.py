@@ -20,6 +20,8 @@ from fedquilt.privacy.ledger.balances import (
     Summary,
     bounded_epsilons,
     client_rows,
+    listed_clients,
+    payable_by_all,
     payable_epsilons,
     summarise,
 )
@@ -208,6 +210,7 @@ class Population:
         roster = None if ids is None else roster_digest(ids)
         with self._store.writing():
             self._account.refresh(self._store)
+            self._account.cover()
             self._account.save_snapshot(self._store)
             found = self._store.named(entries.RUN, name)
             if found is not None:
@@ -323,28 +326,34 @@ class Population:
         self.refresh()
         return self._account
 
+    def _everybody(self) -> Balances:
+        """Return the account with a balance for each client."""
+        account = self._fresh()
+        account.cover()
+        return account
+
     def spent(self) -> FloatArray:
         """Return the squared GDP units each client has given away; inf where unbounded."""
-        return self._fresh().spent.copy()
+        return self._everybody().spent.copy()
 
     def reserved(self) -> FloatArray:
         """Return the squared GDP units each client has in open reservations."""
-        return self._fresh().reserved.copy()
+        return self._everybody().reserved.copy()
 
     def left(self) -> FloatArray:
         """Return allowance − spent − reserved of each client, in squared GDP units."""
-        return self._fresh().left()
+        return self._everybody().left()
 
     def joins(self) -> IntArray:
         """Return how many releases each client was part of."""
-        return self._fresh().joins.astype(np.int64)
+        return self._everybody().joins.astype(np.int64)
 
     def epsilons(self) -> FloatArray:
         """Return each client's epsilon at the population's delta, never below the exact one.
 
         It is at most the allowance for every client whose charges were bounded.
         """
-        spent = self._fresh().spent
+        spent = self._everybody().spent
         return bounded_epsilons(spent, self.info)
 
     def epsilon_left(self) -> FloatArray:
@@ -357,10 +366,14 @@ class Population:
         This is gaussian_epsilon(√(smallest allowance left), delta), which is more
         than the difference of epsilons: see the module `units`.
         """
-        return float(payable_epsilons(self.left().min(keepdims=True), self.info)[0])
+        return payable_by_all(self._fresh())
 
-    def rows(self) -> Iterator[ClientRow]:
-        """Return what `show` prints of each client, one after the other."""
+    def rows(self, most: int | None = None) -> Iterator[ClientRow]:
+        """Return what `show` prints of each client, one after the other.
+
+        With `most` those so many who have spent most, dearest first.  In a population of
+        more than a million, clients that were in no release are left out.
+        """
         query = (
             "SELECT e.seq, e.round, r.name FROM entries e JOIN entries r ON r.seq = e.run "
             "WHERE e.population = ? AND e.kind IN (?, ?)"
@@ -369,7 +382,7 @@ class Population:
             account = self._fresh()
             found = self._store.select(query, self.info.key, entries.SETTLE, entries.UNBOUNDED)
             places = {seq: (name, index) for seq, index, name in found}
-        return client_rows(account, places)
+        return client_rows(account, places, listed_clients(account, most))
 
     def summary(self) -> Summary:
         """Return the population's figures in one record."""

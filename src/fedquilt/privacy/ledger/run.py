@@ -15,6 +15,7 @@ from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
 from fedquilt.privacy.ledger.errors import (
     BudgetExceededError,
     LedgerConflictError,
+    LedgerCorruptError,
     ReservationError,
 )
 from fedquilt.privacy.ledger.store import Store, now
@@ -371,7 +372,9 @@ class Run:
 
     def _check_same(self, settled: Entry, reservation: Reservation) -> None:
         """Refuse a digest that was charged before for another cohort or other charges."""
-        before = next(self._store.entries("seq = ?", settled.reservation))
+        before = next(self._store.entries("seq = ?", settled.reservation), None)
+        if before is None:
+            raise LedgerCorruptError(f"entry {settled.seq} settles what was never reserved")
         charged = reservation_of(before, self._account.info.num_clients)
         order = np.argsort(reservation.clients)
         same = np.array_equal(charged.clients, reservation.clients[order]) and np.array_equal(

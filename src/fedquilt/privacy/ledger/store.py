@@ -293,4 +293,7 @@ class Store:
             "SELECT max(seq) FROM entries WHERE run = ? AND kind IN (?, ?, ?)",
             *(run, RUN, RESUME, FINISH),
         )
-        return next(self.entries("seq = ?", found[0] if found else None))
+        newest = next(self.entries("seq = ?", found[0] if found else None), None)
+        if newest is None:
+            raise LedgerCorruptError(f"ledger {self.path}: there is no run {run}")
+        return newest

@@ -112,7 +112,10 @@ class _Walk:
         """Check every entry against the one before it, and the balances on the way."""
         snapshots: dict[int, list[int]] = defaultdict(list)
         for seq, population in self.store.select("SELECT seq, population FROM snapshots"):
-            snapshots[seq].append(population)
+            if type(seq) is int:
+                snapshots[seq].append(population)
+            else:
+                self.problems.append(f"balances are of entry {seq!r:.80}, which is no number")
         query = f"SELECT {', '.join(COLUMNS)}, hash FROM entries ORDER BY seq"
         last = 0
         for row in self.store.select(query):
@@ -190,7 +193,7 @@ class _Walk:
             "SELECT spent, joins, last_entry, open FROM snapshots WHERE population = ?", population
         )
         account = self.accounts.get(population)
-        if account is None or row != account.as_bytes():
+        if account is None or row is None or not account.agrees(row):
             self.problems.append(
                 f"the balances of population {population} are not what its entries add up to"
             )
@@ -201,7 +204,8 @@ class _Walk:
             info = self.accounts[run.population].info
             spent = spent_in_run(self.store, info, run.key)
             over = np.isfinite(spent) & (spent > run.budget_mu2)
-            over[run.sits_out] |= np.isfinite(spent[run.sits_out]) & (spent[run.sits_out] > 0)
+            absent = run.sits_out[run.sits_out < spent.size]
+            over[absent] |= np.isfinite(spent[absent]) & (spent[absent] > 0)
             if np.any(over):
                 who = int(np.flatnonzero(over)[0])
                 self.problems.append(

@@ -1,0 +1,148 @@
+"""What the files of a run must hold, key by key, before anybody computes with them.
+
+Keys that an older version did not write are known and not needed; keys that nobody computes
+with are not named.
+"""
+
+from __future__ import annotations
+
+from fedquilt.common.shapes import (
+    ANY_NUMBER,
+    ANY_TEXT,
+    COUNT,
+    NAME,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Listed,
+    Mapped,
+    OrNull,
+    Plain,
+    Table,
+)
+
+_EPSILON = Plain('a number >= 0 or "inf"', frozenset({int, float, str}), least=0, texts=("inf",))
+_FLAG = Plain("true or false", frozenset({bool}))
+_STATS = Mapped(NUMBER)
+_TEXTS = Listed(TEXT)
+
+ROUND = Table(
+    {
+        "round": COUNT,
+        "cohort": Listed(COUNT),
+        **dict.fromkeys(("train_loss", "clip_value", "epsilon", "noise_std"), ANY_NUMBER),
+        **dict.fromkeys(("noise_norm", "signal_norm"), ANY_NUMBER),
+    },
+    {
+        "test_accuracy": ANY_NUMBER,
+        "test_loss": ANY_NUMBER,
+        "validation_accuracy": ANY_NUMBER,
+        "participation_stats": _STATS,
+        "seconds": ANY_NUMBER,
+        **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss"), ANY_NUMBER),
+        "epoch_avg_loss": ANY_NUMBER,
+    },
+)
+
+STATEMENT = Table(
+    {
+        **dict.fromkeys(("unit", "adjacency", "noise_source"), TEXT),
+        "delta": Plain("a number from 0 to 1", frozenset({int, float}), least=0, most=1),
+        **dict.fromkeys(("epsilon_max", "epsilon_median"), _EPSILON),
+        **dict.fromkeys(("covered", "uncovered", "notes"), _TEXTS),
+    }
+)
+
+_NUMBERS = Listed(ANY_NUMBER)
+_HISTORY = Table(
+    {
+        **dict.fromkeys(("train_loss", "clip_values", "noise_levels"), _NUMBERS),
+        **dict.fromkeys(("privacy_budgets", "test_accuracy", "test_loss"), _NUMBERS),
+        "client_participation": Listed(Listed(COUNT)),
+        "evaluation_rounds": Listed(COUNT),
+    },
+    {
+        "noise_stats": Listed(Mapped(ANY_NUMBER)),
+        "participation_stats": Listed(_STATS),
+        **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"), _NUMBERS),
+    },
+)
+
+_SETTINGS = Table(
+    {},
+    {
+        **dict.fromkeys(("epsilon", "target_accuracy", "num_clients", "min_group"), ANY_NUMBER),
+        "init_method": ANY_TEXT,
+    },
+)
+
+_METADATA = Table(
+    {
+        "dataset": NAME,
+        "seed": COUNT,
+        "final_accuracy": ANY_NUMBER,
+        "final_loss": ANY_NUMBER,
+        "hyperparameters": _SETTINGS,
+    },
+    {
+        "input_shape": Listed(POSITIVE),
+        "num_classes": POSITIVE,
+        "model_width": NAME,
+        "target_accuracy": ANY_NUMBER,
+    },
+)
+
+_LEDGER = Table(
+    {"ledger": TEXT, "population": TEXT, "head": TEXT},
+    {"created": ANY_TEXT, "enrolled": COUNT},
+)
+
+_CONDENSATION = Table(
+    {
+        **dict.fromkeys(("bytes_up", "bytes_down"), COUNT),
+        "seconds": ANY_NUMBER,
+        "classes_not_sent": Listed(COUNT),
+    }
+)
+
+_COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
+_SLICES = Table(
+    {
+        "method": NAME,
+        "tiers": Listed(Table({"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)})),
+        "mean": Table(dict.fromkeys(_COSTS, NUMBER)),
+    }
+)
+
+RESULT = Table(
+    {
+        "mode": NAME,
+        "rounds": COUNT,
+        "metadata": _METADATA,
+        "history": _HISTORY,
+        "statement": STATEMENT,
+    },
+    {
+        "stopped": ANY_TEXT,
+        "ledger": _LEDGER,
+        "condensation": _CONDENSATION,
+        "cohorts": Listed(Listed(COUNT)),
+        "joins": Listed(COUNT),
+        "slices": _SLICES,
+    },
+)
+
+ACCOUNT = Table({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
+
+_BASELINE = Table(
+    {},
+    {
+        "name": NAME,
+        **dict.fromkeys(("accuracy", "loss", "seconds"), ANY_NUMBER),
+        **dict.fromkeys(("bytes_up", "bytes_down", "rounds"), COUNT),
+        "raw": _FLAG,
+        "note": TEXT,
+    },
+)
+
+BASELINES = Table({"rows": Mapped(_BASELINE)}, {"wanted": OrNull(Listed(NAME))})
