@@ -480,7 +480,7 @@ def _row_step(active: int, rows: int) -> int:
     """Return how many rows run where `active` are training: few numbers, little waste."""
     if active <= 8:
         return min(rows, max(1, active))
-    step = 2 ** (active.bit_length() - 3)
+    step = 1 << (active.bit_length() - 3)
     return min(rows, -(-active // step) * step)
 
 
