@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,8 @@ from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
 from fedquilt.slices.method import Slices, Smallest
 from fedquilt.slices.slicing import smallest_model
+
+_LOG = logging.getLogger("fedquilt")
 
 Parts = Sequence[NDArray[np.int64]]
 
@@ -451,6 +454,8 @@ def _assemble(
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
     wanted = config.metrics if own.metrics is None else own.metrics
+    for note in train.notes:
+        _LOG.warning("%s", note)
     return Problem(
         task=task,
         test=(tests, test_targets),
@@ -464,7 +469,7 @@ def _assemble(
         input_shape=input_shape,
         front=front,
         own=own,
-        metrics=make_metrics(wanted, task.objective),
+        metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
     )
 

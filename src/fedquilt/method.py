@@ -90,7 +90,6 @@ class MethodParts:
         optimizer = make_client_optimizer(
             config.optimizer,
             momentum=config.momentum,
-            nesterov=config.nesterov,
             weight_decay=config.weight_decay,
             gradient_clip=config.gradient_clip,
             factory=self.optimizer,

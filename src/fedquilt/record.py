@@ -283,8 +283,11 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Everything that was measured on the test set after the last round, by name."""
-        return dict(self.result["metadata"].get("final") or {})
+        """What was measured on the test set after the last round; the headline first."""
+        metadata = self.result["metadata"]
+        final: dict[str, float] = metadata.get("final") or {}
+        first = [name for name in metadata.get("metrics", ()) if name in final]
+        return {name: final[name] for name in (*first, *(n for n in final if n not in first))}
 
     @property
     def final_accuracy(self) -> float | None:

@@ -138,7 +138,10 @@ class RunConfig:
         own=True,
     )
     ignore_index: int = declare(
-        -100, _TRAINING, "Target that a loss of classes leaves out, such as padding."
+        -100,
+        _TRAINING,
+        "Target that a loss of classes leaves out, such as padding.",
+        at_least=-(2**31),
     )
     metrics: str = declare(
         "auto",
@@ -149,8 +152,9 @@ class RunConfig:
     optimizer: str = declare(
         "sgd", _TRAINING, "How clients step.", choices=CLIENT_OPTIMIZERS, own=True
     )
-    momentum: float = declare(0.0, _TRAINING, "Momentum of --optimizer sgd.", at_least=0, below=1)
-    nesterov: bool = declare(False, _TRAINING, "Nesterov's form of that momentum.")
+    momentum: float = declare(
+        0.0, _TRAINING, "Momentum of --optimizer sgd and nesterov.", at_least=0, below=1
+    )
     weight_decay: float = declare(
         0.0, _TRAINING, "Weight decay of clients; decoupled with adamw.", at_least=0
     )
@@ -327,13 +331,13 @@ class RunConfig:
 
     def _check_steps(self) -> None:
         """Check what the clients' optimiser and its learning rate ask of one another."""
-        if self.optimizer != "sgd" and (self.momentum or self.nesterov):
+        if self.momentum and self.optimizer not in ("sgd", "nesterov"):
             raise InvalidValueError(
-                f"momentum={self.momentum:g} and nesterov={self.nesterov} must be left out with "
-                f"optimizer={self.optimizer!r}: they are sgd's"
+                f"momentum={self.momentum:g} must be left out with optimizer={self.optimizer!r}: "
+                "it is that of sgd and nesterov"
             )
-        if self.nesterov and not self.momentum:
-            raise InvalidValueError("nesterov=True needs momentum > 0")
+        if self.optimizer == "nesterov" and not self.momentum:
+            raise InvalidValueError("optimizer='nesterov' needs momentum > 0")
         if self.optimizer == OWN and self.weight_decay:
             raise InvalidValueError(
                 f"weight_decay={self.weight_decay:g} must be left out with your own optimizer: "

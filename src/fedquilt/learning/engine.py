@@ -19,7 +19,7 @@ from torch import nn
 from fedquilt.common import trees
 from fedquilt.common.trees import Tree
 from fedquilt.learning.objective import CROSS_ENTROPY, Objective
-from fedquilt.learning.optimizers import ClientOptimizer
+from fedquilt.learning.optimizers import PLAIN, ClientOptimizer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LocalSettings:
 
     Where a secret coin decides who is given to the engine, the number must not follow it.
     """
-    optimizer: ClientOptimizer = ClientOptimizer()
+    optimizer: ClientOptimizer = PLAIN
     """How a client steps; its state starts anew for every client in every round."""
     silent: bool = False
     """Whether a client that cannot be trained sends NaN, which counts as nothing.
@@ -97,6 +97,13 @@ class Task:
             self.targets, lambda tensor: tensor.new_full((count, *tensor.shape[1:]), value)
         )
         return targets
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether a sample has one class, and the loss is the cross-entropy of its scores."""
+        plain = isinstance(self.targets, torch.Tensor) and self.targets.dim() == 1
+        whole = plain and not self.targets.is_floating_point()
+        return whole and self.objective.name in ("cross_entropy", "nll")
 
     @property
     def device(self) -> torch.device:

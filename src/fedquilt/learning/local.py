@@ -192,8 +192,8 @@ def refuse_hidden_state(
         what = ", ".join(opaque) if opaque else "a global variable, or one of another library"
         raise InvalidValueError(
             "the model must train alike from the same state, whoever was trained before; it does "
-            f"not: its forward pass, the loss or the optimizer may change something that cannot be put back ({what}). "
-            "Keep such state in tensors, numbers or lists of the module"
+            "not: its forward pass, the loss or the optimizer may change something that cannot be "
+            f"put back ({what}). Keep such state in tensors, numbers or lists of the module"
         )
 
 

@@ -315,6 +315,7 @@ def make_metrics(
     wanted: str | Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric] | OwnMetric,
     objective: Objective,
     outputs: torch.Tensor | None = None,
+    targets: Tree | None = None,
 ) -> dict[str, MakeMetric]:
     """Return the metrics of a run by name; the first is the headline.
 
@@ -324,12 +325,12 @@ def make_metrics(
         Names joined by commas, `auto`, callables, or a mapping from your names to them.
     objective : Objective
         Decides what `auto` is.
-    outputs : tensor, optional
-        Public outputs of the model.
+    outputs, targets : tensor, optional
+        Public outputs of the model and targets: their form decides where the loss does not.
     """
     if isinstance(wanted, str):
         names = [part.strip() for part in wanted.split(",") if part.strip()]
-        wanted = _automatic(objective, outputs) if names == ["auto"] else names
+        wanted = _automatic(objective, outputs, targets) if names == ["auto"] else names
     if callable(wanted):
         wanted = [wanted]
     items = wanted.items() if isinstance(wanted, Mapping) else ((None, one) for one in wanted)
@@ -348,17 +349,17 @@ def check_metric_names(wanted: str) -> None:
             _named(name)
 
 
-def _automatic(objective: Objective, outputs: torch.Tensor | None) -> list[str]:
+def _automatic(
+    objective: Objective, outputs: torch.Tensor | None, targets: Tree | None
+) -> list[str]:
     """Return what is measured where nobody said: accuracy of classes, else the error."""
-    if objective.name == "next_token":
-        return ["perplexity"]
-    if objective.has_classes or objective.name == "binary_cross_entropy":
-        return ["accuracy"]
-    return (
-        [objective.name]
-        if objective.name in ("mse", "mae")
-        else (["mse"] if objective.name == "huber" else [])
-    )
+    if objective.is_named:
+        usual = {"next_token": "perplexity", "mse": "mse", "mae": "mae", "huber": "mse"}
+        return [usual.get(objective.name, "accuracy")]
+    classes = isinstance(targets, torch.Tensor) and targets.dtype == torch.int64
+    scores = outputs is not None and isinstance(targets, torch.Tensor)
+    fits = scores and outputs is not None and outputs.dim() == 2 and targets.dim() == 1  # type: ignore[union-attr]
+    return ["accuracy"] if classes and fits else []
 
 
 def _make(one: str | OwnMetric, objective: Objective) -> MakeMetric:

@@ -6,7 +6,8 @@ pull added, g <- g + mu (w - w_0), and the learning rate r of the round:
 | rule | step |
 |---|---|
 | sgd | g <- g + d w;  w <- w - r g |
-| sgd, momentum m | g <- g + d w;  b <- m b + g;  w <- w - r b, or w - r (g + m b) with nesterov |
+| sgd, momentum m | g <- g + d w;  b <- m b + g;  w <- w - r b |
+| nesterov | g <- g + d w;  b <- m b + g;  w <- w - r (g + m b) |
 | adam | g <- g + d w;  first and second moments of g;  w <- w - r m^ / (sqrt(v^) + 1e-8) |
 | adamw | w <- (1 - r d) w;  the rest as adam without d |
 
@@ -30,6 +31,7 @@ import torch
 
 from fedquilt.common.errors import InvalidValueError
 
+_ADAMS = ("adam", "adamw")
 _FIRST, _SECOND, _SMALL = 0.9, 0.999, 1e-8
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -52,9 +54,9 @@ class ClientOptimizer:
     Parameters
     ----------
     name : str
-        sgd, adam or adamw; `custom` with a factory.
-    momentum, nesterov
-        Of sgd.
+        sgd, nesterov, adam or adamw; `custom` with a factory.
+    momentum : float
+        Of sgd and nesterov.
     weight_decay : float
         As in `torch.optim`; decoupled with adamw.
     gradient_clip : float, optional
@@ -66,7 +68,6 @@ class ClientOptimizer:
 
     name: str = "sgd"
     momentum: float = 0.0
-    nesterov: bool = False
     weight_decay: float = 0.0
     gradient_clip: float | None = None
     factory: Factory | None = None
@@ -74,7 +75,7 @@ class ClientOptimizer:
     @property
     def is_plain(self) -> bool:
         """Whether it is w <- w - r g and nothing else."""
-        return self == ClientOptimizer()
+        return self == PLAIN
 
     def begin(
         self,
@@ -90,6 +91,10 @@ class ClientOptimizer:
             return _PlainSteps(parameters, anchors, learning_rate, mu)
         state = RuleState(self, parameters)
         return _RuleSteps(state, parameters, anchors, learning_rate, mu)
+
+
+PLAIN = ClientOptimizer()
+"""w <- w - r g, and nothing else."""
 
 
 class _PlainSteps:
@@ -190,7 +195,7 @@ class RuleState:
     ) -> None:
         self._rule, self._stacked = rule, stacked
         self._steps = 0
-        count = {"sgd": 1 if rule.momentum else 0}.get(rule.name, 2)
+        count = 2 if rule.name in _ADAMS else int(rule.momentum > 0)
         some = list(parameters)
         self._moments = [[torch.zeros_like(p) for p in some] for _ in range(count)]
 
@@ -240,7 +245,7 @@ class RuleState:
             torch._foreach_mul_(weights, 1.0 - rate * rule.weight_decay)
         elif rule.weight_decay:
             moves = list(torch._foreach_add(moves, weights, alpha=rule.weight_decay))
-        if rule.name != "sgd":
+        if rule.name in _ADAMS:
             self._adam(weights, moves, moments, rate)
             return
         if rule.momentum:
@@ -249,7 +254,7 @@ class RuleState:
             torch._foreach_add_(past, moves)
             moves = (
                 list(torch._foreach_add(moves, past, alpha=rule.momentum))
-                if rule.nesterov
+                if rule.name == "nesterov"
                 else past
             )
         torch._foreach_add_(weights, moves, alpha=-rate)
@@ -319,7 +324,6 @@ def make_client_optimizer(
     name: str,
     *,
     momentum: float = 0.0,
-    nesterov: bool = False,
     weight_decay: float = 0.0,
     gradient_clip: float | None = None,
     factory: Any = None,
@@ -335,4 +339,4 @@ def make_client_optimizer(
             f"optimizer={factory!r:.60} must be a name or a callable that makes a "
             "torch.optim.Optimizer from parameters"
         )
-    return ClientOptimizer(name, momentum, nesterov, weight_decay, gradient_clip, factory)
+    return ClientOptimizer(name, momentum, weight_decay, gradient_clip, factory)

@@ -277,7 +277,8 @@ def group_size(stack: ModelStack, batch_size: int, copies: int = 4) -> int:
 
     A client holds its weights, their gradient, its update and one tensor of
     scratch (`copies`; an optimiser with a state holds more), and for each sample of a
-    batch what the forward pass keeps and the gradients with respect to it.  What clients really hold does not enter.
+    batch what the forward pass keeps and the gradients with respect to it.  What
+    clients really hold does not enter.
     """
     with seeded_layers(stack.public.device, 0):
         _, sample_bytes = _trial_step(stack)
