@@ -79,7 +79,11 @@ def _token_cross_entropy(
             f"outputs of shape {tuple(outputs.shape)} must be scores (batch, tokens, classes) for "
             f"targets of shape {tuple(targets.shape)}"
         )
-    return _cross_entropy(outputs.movedim(-1, 1), targets, ignored, reduction)
+    if reduction != "mean":
+        return _cross_entropy(outputs.movedim(-1, 1), targets, ignored, reduction)
+    # A batch of padding alone has the loss zero, not 0 / 0.
+    total = _cross_entropy(outputs.movedim(-1, 1), targets, ignored, "sum")
+    return total / (targets != ignored).sum().clamp(min=1)
 
 
 def _next_token(
