@@ -145,9 +145,10 @@ def test_batched_is_sequential_on_every_task(name: str) -> None:
 @pytest.mark.parametrize("mu", [0.0, 0.4])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_batched_is_sequential_with_every_rule(rule: str, mu: float) -> None:
-    build, task = TASKS["padded tokens"]
-    # In float64: Adam makes a step of one size of the rounding of a gradient that is zero.
-    model, settings = made(build).double(), how(OPTIMIZERS[rule], fedprox_mu=mu)
+    # Not attention: the gradient of its keys' bias is zero but for rounding, and Adam makes a
+    # step of full size of that.
+    build, task = TASKS["two numbers"]
+    model, settings = made(build), how(OPTIMIZERS[rule], fedprox_mu=mu)
     alone = updates(SequentialEngine(model, task, settings), model, task)
     assert_agree(updates(BatchedEngine(model, task, settings), model, task), alone, 1e-5)
 

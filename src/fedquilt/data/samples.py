@@ -195,14 +195,11 @@ def _is_batch(pair: Sequence[Any]) -> bool:
     if isinstance(first, Mapping):
         return not any(key in first for key in LABEL_KEYS)
     if isinstance(first, tuple | list):
-        # two samples (x, y) have targets beside them; a tuple of inputs has arrays of one length
-        return (
-            isinstance(first, tuple)
-            and bool(first)
-            and all(_is_array(part) and part.ndim > 0 for part in first)
-            and len({len(part) for part in first}) == 1
-            and _has_length(pair[1], len(first[0]))
-        )
+        arrays = bool(first) and all(_is_array(part) and part.ndim > 0 for part in first)
+        if not isinstance(first, tuple) or not arrays:
+            return False
+        # Two samples of arrays look like this too, but not with targets of the inputs' length.
+        return _is_array(pair[1]) or _has_length(pair[1], len(first[0]))
     return _is_array(first)
 
 
