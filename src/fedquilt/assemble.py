@@ -450,7 +450,7 @@ def _assemble(
     ranges = fit.accepted(flat.module, task, outputs)
     fit.refuse_outside(tests, test_targets, ranges, task.objective, "test")
     if MODE_TABLE[config.mode].noised:
-        task = dataclasses.replace(task, clients=fit.without_spoilt(task, ranges))
+        task = fit.without_spoilt(task, ranges)
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
     wanted = config.metrics if own.metrics is None else own.metrics

@@ -58,7 +58,7 @@ def test_classes() -> None:
     assert found["f1"] == pytest.approx(theirs.f1_score(labels, guesses, average="macro"))
     assert found["loss"] == pytest.approx(theirs.log_loss(labels, probabilities()), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-5)
-    assert list(found)[0] == "accuracy", "the headline is the first that was named"
+    assert next(iter(found)) == "accuracy", "the headline is the first that was named"
 
 
 def test_top_k_without_ties() -> None:

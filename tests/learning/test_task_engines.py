@@ -249,7 +249,7 @@ def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loss_with_a_global_state_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="must train alike.*the loss or the optimizer"):
+    with pytest.raises(InvalidValueError, match=r"must train alike.*the loss or the optimizer"):
         SequentialEngine(linear(3), dealt(X, CLASSES, counting), how())
 
 

@@ -9,13 +9,13 @@ protected, whoever holds a sample outside of it trains on nothing, and nobody is
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
@@ -250,16 +250,34 @@ def _class_words(labels: torch.Tensor, value: int, allowed: Range, what: str) ->
     )
 
 
-def without_spoilt(task: Task, ranges: dict[str, Range]) -> Sequence[NDArray[np.int64]]:
-    """Return the clients' samples, none for a client that holds one out of range.
+def without_spoilt(task: Task, ranges: dict[str, Range]) -> Task:
+    """Return the task in which a client that holds a sample out of range holds nothing.
 
-    Each client's own samples decide for itself alone.
+    Each client's own samples decide for itself alone.  What lies out of range is then put
+    inside, though nobody trains on it: a program of many clients is filled up with samples
+    of any.
     """
-    bad = outside(task.inputs, task.targets, ranges, task.objective.ignore_index)
+    ignored = task.objective.ignore_index
+    bad = outside(task.inputs, task.targets, ranges, ignored)
     wrong = np.zeros(trees.length(task.targets), dtype=bool)
     for part in bad.values():
         wrong |= part.cpu().numpy()
     if not wrong.any():
-        return task.clients
+        return task
     nothing = np.zeros(0, dtype=np.int64)
-    return [nothing if wrong[part].any() else part for part in task.clients]
+    clients = [nothing if wrong[part].any() else part for part in task.clients]
+
+    def inside(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        if name not in ranges:
+            return leaf
+        misfits = ranges[name].outside(leaf)
+        if name.startswith("targets"):
+            misfits &= leaf != ignored
+        return leaf.masked_fill(misfits, ranges[name].low or 0)
+
+    return dataclasses.replace(
+        task,
+        inputs=trees.mapped_by_name(task.inputs, inside, "inputs"),
+        targets=trees.mapped_by_name(task.targets, inside, "targets"),
+        clients=clients,
+    )

@@ -161,10 +161,9 @@ class _OwnSteps:
             )
 
     def step(self, gradients: Gradients) -> None:
-        with torch.no_grad():
-            moves = clipped(gradients, self._clip, stacked=False)
-            if self._anchors is not None:
-                moves = pulled(self._parameters, moves, self._anchors, self._mu)
+        moves = gradients
+        if self._clip is not None or self._anchors is not None:
+            moves = self._changed(gradients)
         for parameter, move in zip(self._parameters, moves, strict=True):
             parameter.grad = move
         try:
@@ -175,6 +174,15 @@ class _OwnSteps:
             raise InvalidValueError(
                 f"optimizer={type(self._optimizer).__name__} must step without a closure"
             ) from error
+        for parameter in self._parameters:  # their memory serves the next backward pass
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _changed(self, gradients: Gradients) -> Gradients:
+        moves = clipped(gradients, self._clip, stacked=False)
+        if self._anchors is None:
+            return moves
+        return pulled(self._parameters, moves, self._anchors, self._mu)
 
 
 def _takes_rate(factory: Factory) -> bool:
