@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +36,38 @@ from fedquilt.assemble_mechanism import (
     check_mode,
     make_mechanism,
 )
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
-from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
+from fedquilt.data import (
+    Samples,
+    as_samples,
+    check_data_dir,
+    clients_data,
+    load_dataset,
+    split_clients,
+)
 from fedquilt.data.holdings import Holdings
-from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
+from fedquilt.learning import (
+    Engine,
+    FlatModel,
+    MakeMetric,
+    Objective,
+    Task,
+    auto_loss,
+    evaluate,
+    fit,
+    freeze_others,
+    make_metrics,
+    measure,
+    public_inputs,
+)
+from fedquilt.learning.metrics import OwnMetric
+from fedquilt.learning.objective import OwnLoss
+from fedquilt.learning.optimizers import Factory
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
@@ -53,6 +78,8 @@ from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
 from fedquilt.slices.method import Slices, Smallest
 from fedquilt.slices.slicing import smallest_model
+
+_LOG = logging.getLogger("fedquilt")
 
 Parts = Sequence[NDArray[np.int64]]
 
@@ -142,6 +169,9 @@ class Own:
     method: BuildMethod | None = None
     mechanism: Build | type[Certified] | None = None
     engine: Engine | BuildEngine | None = None
+    loss: OwnLoss | None = None
+    optimizer: Factory | None = None
+    metrics: Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric] | OwnMetric | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +184,7 @@ class Problem:
     """
 
     task: Task
-    test: tuple[torch.Tensor, torch.Tensor]
+    test: tuple[Any, Any]
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
@@ -165,6 +195,8 @@ class Problem:
     model_width: str = "1"
     own: Own = Own()
     lends_memory: bool = False
+    metrics: Mapping[str, MakeMetric] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -175,8 +207,8 @@ class Problem:
 
     def evaluate(self) -> dict[str, float]:
         """Step 9: evaluate the model as it stands; test data are used nowhere else."""
-        accuracy, loss = evaluate(self.flat.module, *self.test)
-        measured = {"test_accuracy": accuracy, "test_loss": loss}
+        found = measure(self.flat.module, self.task.objective, self.metrics, *self.test)
+        measured = {f"test_{name}": value for name, value in found.items()}
         if self.validation is not None:
             measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
         return measured
@@ -187,6 +219,9 @@ class Problem:
             "input_shape": list(self.input_shape),
             "num_classes": self.num_classes,
             "model_width": self.model_width,
+            "loss": self.task.objective.name,
+            "metrics": list(self.metrics),
+            "data_notes": list(self.notes),
         }
 
 
@@ -227,8 +262,8 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
         torch_seed(config.seed, "model"),
     )
     config = _with_data_defaults(config, len(clients))
-    known = train.num_classes
-    return config, _assemble(config, model, train, test, clients, roster, held_out, known)
+    data = (as_samples(train, "train"), as_samples(test, "test"))
+    return config, _assemble(config, model, *data, clients, roster, held_out, Own())
 
 
 def problem_from(
@@ -236,14 +271,19 @@ def problem_from(
     model: nn.Module,
     train: object,
     test: object,
-    clients: Sequence[Sequence[int] | NDArray[Any]],
+    clients: Sequence[Sequence[int] | NDArray[Any]] | None,
     client_ids: Iterable[str] | None = None,
     own: Own | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
-    train_set = as_dataset(train, finite=not MODE_TABLE[config.mode].noised)
-    test_set = as_dataset(test)
+    finite = not MODE_TABLE[config.mode].noised
+    if clients is None:
+        train_set, clients = clients_data(_each_client(train), finite=finite)
+        client_ids = list(train) if isinstance(train, Mapping) else client_ids
+    else:
+        train_set = as_samples(train, "train", finite=finite)
+    test_set = as_samples(test, "test")
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -257,10 +297,19 @@ def problem_from(
     config = _with_data_defaults(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
     roster = roster_of_own(parts, client_ids)
-    # What classes there are is public knowledge: the model's, not the largest label's.
-    known = train_set.num_classes if isinstance(train, ImageDataset) else None
-    problem = _assemble(config, model, train_set, test_set, parts, roster, none, known)
-    return config, dataclasses.replace(problem, own=own or Own())
+    return config, _assemble(config, model, train_set, test_set, parts, roster, none, own or Own())
+
+
+def _each_client(train: object) -> Sequence[Any] | Mapping[str, Any]:
+    """Return one data set a client, or raise: without `clients` nothing else says whose is what."""
+    if isinstance(train, Mapping) and not any(isinstance(v, torch.Tensor) for v in train.values()):
+        return train
+    if isinstance(train, list) and train:
+        return train
+    raise InvalidValueError(
+        "clients must say which samples of train each client holds; it may be left out where train "
+        "is a list of data sets, one a client, or a mapping from client ids to data sets"
+    )
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
@@ -286,11 +335,11 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
         problem.num_classes,
         problem.selector.secret,
         lends_memory=problem.lends_memory,
+        optimizer=own.optimizer,
     )
     if own.engine is not None:
         engine = own.engine(parts) if callable(own.engine) else own.engine
         parts = dataclasses.replace(parts, engine=engine)
-    _refuse_unknown(config, own)
     if own.method is not None:
         return own.method(parts)
     if isinstance(config, CondenseConfig):
@@ -304,7 +353,7 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:
     """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
-    for name in ("method", "engine"):
+    for name in ("method", "engine", "loss", "optimizer", "metrics"):
         if getattr(config, name) == "custom" and getattr(own, name) is None:
             raise InvalidValueError(
                 f"{name}='custom' must be passed as an object: fedquilt.run(..., {name}=yours)"
@@ -371,19 +420,22 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
 def _assemble(
     config: RunConfig,
     model: nn.Module,
-    train: ImageDataset,
-    test: ImageDataset,
+    train: Samples,
+    test: Samples,
     clients: Parts,
     roster: Roster,
     held_out: NDArray[np.int64],
-    num_classes: int | None,
+    own: Own,
 ) -> Problem:
-    """Put data and model on the device; None for the classes: as many as the model has."""
+    """Put data and model on the device, and find out whether they fit."""
+    _refuse_unknown(config, own)
     device = pick_device(config.device)
-    inputs, targets = train.images.to(device), train.targets.to(device)
+    inputs, targets, tests, test_targets = (
+        trees.mapped(part, lambda tensor: tensor.to(device))
+        for part in (train.inputs, train.targets, test.inputs, test.targets)
+    )
     index = torch.from_numpy(held_out)
-    tests = test.images.to(device)
-    input_shape = tuple(inputs.shape[1:])
+    input_shape = tuple(trees.leaves(inputs)[0].shape[1:])
     model, front = copy.deepcopy(model), None
     if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
@@ -396,50 +448,90 @@ def _assemble(
     if config.method == "smallest":
         model, width = smallest_model(config, model, sample, len(clients))
         model_width = str(width)
-    problem = Problem(
-        task=Task(inputs, targets, clients),
-        test=(tests, test.targets.to(device)),
+    flat = FlatModel(model, sample, adopt=True)
+    check_mode(config, flat)
+    task = Task(inputs, targets, clients)
+    task, outputs, notes = _with_objective(config, task, flat.module, own)
+    scores = _check_fit(config, task, (tests, test_targets), flat.module, outputs, train)
+    ranges = fit.accepted(flat.module, task, outputs)
+    fit.refuse_outside(tests, test_targets, ranges, task.objective, "test")
+    if MODE_TABLE[config.mode].noised:
+        task = fit.without_spoilt(task, ranges)
+    else:
+        fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
+    wanted = config.metrics if own.metrics is None else own.metrics
+    for note in train.notes:
+        _LOG.warning("%s", note)
+    return Problem(
+        task=task,
+        test=(tests, test_targets),
         validation=(inputs[index], targets[index]) if len(held_out) else None,
-        flat=FlatModel(model, sample, adopt=True),
-        num_classes=num_classes or 0,
+        flat=flat,
+        # What classes there are is public knowledge: the model's, not the largest label's.
+        num_classes=train.num_classes or scores,
         model_width=model_width,
         selector=build_selector(config, len(clients)),
         roster=roster,
         input_shape=input_shape,
         front=front,
+        own=own,
+        metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
+        notes=(*train.notes, *notes),
     )
-    check_mode(config, problem.flat)
-    outputs = _check_outputs(problem)
-    return dataclasses.replace(problem, num_classes=num_classes or outputs)
 
 
-@torch.no_grad()
-def _check_outputs(problem: Problem) -> int:
-    """Try one input of each kind, so that a misfit is an error here and not in round 0.
+def _with_objective(
+    config: RunConfig, task: Task, module: nn.Module, own: Own
+) -> tuple[Task, torch.Tensor | None, tuple[str, ...]]:
+    """Return the task with what clients minimise, the model's public outputs, and notes."""
+    loss = config.loss if own.loss is None else own.loss
+    given = None if loss == "auto" else Objective(loss, config.ignore_index)
+    inputs = task.public().inputs
+    outputs = fit.trial_outputs(module, given, inputs, "training")
+    if given is None:
+        name = auto_loss(outputs, task.public().targets)
+        given = Objective(name, config.ignore_index)
+    task = dataclasses.replace(task, objective=given.to(task.device))
+    note = fit.warn_of_softmax(given, outputs)
+    return task, outputs, () if note is None else (note,)
 
-    Returns how many scores the model gives.
+
+def _check_fit(
+    config: RunConfig,
+    task: Task,
+    test: tuple[Any, Any],
+    module: nn.Module,
+    outputs: torch.Tensor | None,
+    train: Samples,
+) -> int:
+    """Try public and test samples, so that a misfit is an error here and not in round 0.
+
+    Returns how many scores the model gives; 0 where targets are not classes.
     """
-    module = problem.flat.module.eval()
+    objective, public = task.objective, task.public()
+    first = trees.take(test[0], slice(0, 1))
+    fit.trial_outputs(module, objective, first, "test")
     scores = 0
-    for name, inputs, targets in (
-        ("training", problem.task.public().inputs, problem.task.targets),
-        ("test", *problem.test),
-    ):
-        if len(targets) == 0:
-            raise InvalidValueError(f"the {name} data must hold at least one sample")
-        shape = tuple(inputs.shape[1:])
-        try:
-            outputs = module(inputs[:1])
-        except (RuntimeError, ValueError, IndexError) as error:
+    if objective.has_classes and outputs is not None:
+        plain = objective.name in ("cross_entropy", "nll") and task.targets.dim() == 1
+        if plain and outputs.dim() != 2:
             raise InvalidValueError(
-                f"the model must take {name} inputs of shape {shape}; it does not: {error}"
-            ) from error
-        if outputs.ndim != 2 or int(targets.max()) >= outputs.shape[1]:
-            raise InvalidValueError(
-                f"the model must return one score for each of {int(targets.max()) + 1} classes of "
-                f"the {name} data; it returns a tensor of shape {tuple(outputs.shape)}"
+                "the model must return one score for each class of the training data; it returns "
+                f"a tensor of shape {tuple(outputs.shape)}"
             )
-        scores = int(outputs.shape[1])
+        scores = fit.num_classes(objective, outputs)
+        if train.num_classes is not None and train.num_classes > scores:
+            raise InvalidValueError(
+                f"the model must return one score for each of {train.num_classes} classes of the "
+                f"training data; it returns a tensor of shape {tuple(outputs.shape)}"
+            )
+    fit.check_loss(module, objective, public.inputs, public.targets)
+    theirs, ours = (trees.structure(part) for part in (test[1], task.targets))
+    if theirs != ours:
+        raise InvalidValueError(
+            f"test targets of shape {trees.described(test[1])} must have the form of the training "
+            f"targets, {trees.described(task.targets)}"
+        )
     return scores
 
 

@@ -50,6 +50,9 @@ from fedquilt.common.observer import as_observer
 from fedquilt.common.pieces import pieces
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
+from fedquilt.learning.metrics import OwnMetric
+from fedquilt.learning.objective import OwnLoss
+from fedquilt.learning.optimizers import Factory
 from fedquilt.method import Method
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
@@ -70,6 +73,9 @@ from fedquilt.run_folder import RunFolder, run_stem
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
+
+Metrics = str | OwnMetric | Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric]
+"""What is measured on the test data, by names or by callables."""
 
 Watching = Callable[[RunConfig, dict[str, Any]], None]
 """An `Observer`, or a function called with the configuration and each finished round's line."""
@@ -132,6 +138,7 @@ class Experiment:
         # With a ledger a round that has to run again costs privacy: save every round.
         self.saves_every_round = federation.account is not None
         self._saved_at = time.monotonic()
+        self._looked: tuple[str, ...] = ()  # what the last evaluation measured
         federation.method.report_to(self.observer.working)
 
     @property
@@ -159,12 +166,12 @@ class Experiment:
         last = done == self.config.num_rounds
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
-        if "test_accuracy" not in line and (stopped or self._evaluates(done)):
+        if "test_loss" not in line and (stopped or self._evaluates(done)):
             line |= self._evaluate_and_keep(done)
             if self.folder is not None:
                 self.folder.amend_round(line)
             return None if last else self._reason_to_stop(line)
-        if "test_accuracy" in line:
+        if "test_loss" in line:
             self._bring_up_to_date()  # its checkpoint may be older than its line
         return stopped
 
@@ -217,7 +224,9 @@ class Experiment:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
         self._keep(done)
-        return split_private(measured)[0] if self.federation.mechanism.is_bounded else measured
+        if not self.federation.mechanism.is_bounded:
+            return measured
+        return split_private(measured, looked=self._looked)[0]
 
     def _bring_up_to_date(self) -> dict[str, float]:
         self.federation.weights, measured = self.method.before_evaluation(self.federation.weights)
@@ -227,8 +236,10 @@ class Experiment:
         """Step 9: evaluate the global model."""
         measured: dict[str, Any] = dict(self._bring_up_to_date())
         self.subject.flat.write(self.federation.weights)
-        measured |= self.subject.evaluate()
-        if "test_accuracy" in measured:
+        looked = self.subject.evaluate()
+        self._looked = tuple(looked)
+        measured |= looked
+        if "test_loss" in measured:
             measured["participation_stats"] = self.federation.tracker.get_statistics()
         return measured
 
@@ -368,7 +379,9 @@ def run(
     model: nn.Module,
     train: object,
     test: object,
-    clients: Sequence[Sequence[int] | NDArray[Any]] | Mapping[str, Sequence[int] | NDArray[Any]],
+    clients: Sequence[Sequence[int] | NDArray[Any]]
+    | Mapping[str, Sequence[int] | NDArray[Any]]
+    | None = None,
     *,
     client_ids: Iterable[str] | None = None,
     output_dir: str | None = "./results",
@@ -377,6 +390,9 @@ def run(
     method: str | BuildMethod | None = None,
     mechanism: Build | type[Certified] | None = None,
     engine: str | Engine | BuildEngine | None = None,
+    loss: str | OwnLoss | None = None,
+    optimizer: str | Factory | None = None,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> RunResult:
     """Train your own model on your own data.
@@ -384,12 +400,14 @@ def run(
     Parameters
     ----------
     model : nn.Module
-        Any classifier that returns logits or log-probabilities; it is copied.
+        Any model: it returns a tensor, a tuple that begins with one, or an object with
+        `logits` or `loss`.  It is copied.
     train, test : data sets
-        An `ImageDataset`, a pair `(inputs, labels)`, or anything with `len` and
-        `[i] -> (tensor, int)`.
+        A pair `(inputs, targets)` of tensors, or of tuples or dictionaries of them, a map-style
+        `Dataset`, a `DataLoader`, a dictionary of tensors with `labels`, or an `ImageDataset`.
     clients : sequence of index lists, or mapping from client ids to them
-        The samples of `train` that each client holds.
+        The samples of `train` that each client holds.  Left out where `train` is a list of
+        data sets, one a client, or a mapping from client ids to data sets.
     client_ids : sequence of str, optional
         Who the clients are.  A ledger finds each one's account by its id, wherever it
         stands in the list; clients may be absent from a run, and new ones join.
@@ -404,10 +422,18 @@ def run(
         Names as in `RunConfig`, or your own: a method is made from `MethodParts`, an engine
         is an `Engine` or is made from `MethodParts`, and a mechanism is a subclass of
         `Certified` or is made from `MechanismParts`.  See `docs/extending.md`.
+    loss : str or callable, optional
+        A name as in `RunConfig`, or your own on (outputs, targets) or on (model, batch).
+    optimizer : str or callable, optional
+        A name as in `RunConfig`, or a factory `params -> torch.optim.Optimizer`, called for
+        every client in every round; where it takes `lr`, with the round's learning rate.
+    metrics : str, callable, or a sequence or mapping of such, optional
+        Names as in `RunConfig`, or your own on all (outputs, targets) of the test data.  The
+        first is the headline.  See `docs/tasks/README.md`.
     **settings
         Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
     """
-    own, names = _own_parts(method, mechanism, engine)
+    own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
     settings |= names
     folder = None
     if resume is not None:
@@ -416,7 +442,7 @@ def run(
     else:
         place = {} if output_dir is None else {"output_dir": output_dir}
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
-    parts, ids = named_clients(clients, client_ids)
+    parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
     config, problem = problem_from(config, model, train, test, parts, ids, own)
     del model, train, test, clients, client_ids, parts, ids  # copied, and maybe nobody else's
     return _run(config, problem, folder, output_dir, observer)
@@ -489,9 +515,20 @@ def _own_parts(
     method: str | BuildMethod | None,
     mechanism: Build | type[Certified] | None,
     engine: str | Engine | BuildEngine | None,
+    loss: str | OwnLoss | None = None,
+    optimizer: str | Factory | None = None,
+    metrics: Metrics | None = None,
 ) -> tuple[Own, dict[str, str]]:
     """Part what a user brought from what was named; the configuration says `custom`."""
-    given = {"method": method, "engine": engine}
+    if isinstance(metrics, list | tuple) and all(isinstance(one, str) for one in metrics):
+        metrics = ",".join(str(one) for one in metrics)
+    given = {
+        "method": method,
+        "engine": engine,
+        "loss": loss,
+        "optimizer": optimizer,
+        "metrics": metrics,
+    }
     names = {
         key: value if isinstance(value, str) else CUSTOM
         for key, value in given.items()
@@ -501,6 +538,9 @@ def _own_parts(
         method=None if isinstance(method, str) else method,
         mechanism=mechanism,
         engine=None if isinstance(engine, str) else engine,
+        loss=None if isinstance(loss, str) else loss,
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        metrics=None if isinstance(metrics, str) else metrics,
     )
     return own, names
 

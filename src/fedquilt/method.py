@@ -28,8 +28,16 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, make_server_optimizer
 from fedquilt.config import RunConfig
+from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset
-from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
+from fedquilt.learning import (
+    Engine,
+    FlatModel,
+    LocalSettings,
+    Task,
+    make_client_optimizer,
+    make_engine,
+)
 
 Progress = Callable[[str, float], None]
 """Called with the step of a round that is running, and with the share of it that is done."""
@@ -63,6 +71,8 @@ class MethodParts:
         A user's own.
     lends_memory : bool
         An engine may train in the memory of `flat`, which is written before it is read.
+    optimizer : callable, optional
+        A user's own: `params -> torch.optim.Optimizer`.
     """
 
     config: RunConfig
@@ -72,6 +82,7 @@ class MethodParts:
     secret_cohort: bool = False
     engine: Engine | None = None
     lends_memory: bool = False
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
 
     @property
     def local_settings(self) -> LocalSettings:
@@ -79,6 +90,13 @@ class MethodParts:
         config = self.config
         # Under a secret coin the shape of a program must not tell how many it kept.
         rows = config.cohort_limit(len(self.task.clients)) if self.secret_cohort else None
+        optimizer = make_client_optimizer(
+            config.optimizer,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            gradient_clip=config.gradient_clip,
+            factory=self.optimizer,
+        )
         return LocalSettings(
             config.local_epochs,
             config.batch_size,
@@ -86,6 +104,8 @@ class MethodParts:
             config.seed,
             config.precision,
             group_rows=rows,
+            optimizer=optimizer,
+            silent=MODE_TABLE[config.mode].noised,
         )
 
     def make_engine(self) -> Engine:

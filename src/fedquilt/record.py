@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ ROUND_PUBLIC: dict[str, str] = {
     "epoch_avg_loss": _RELEASED,
 }
 
+# What a run measures on the test data, whatever it is called: see `split_private`.
+_MEASURED = "test_"
+
 # Columns of every line: null where they are withheld.  Any other private key is left out,
 # because even its being there could tell something.
 WITHHELD = (
@@ -96,6 +100,10 @@ RESULT_PUBLIC: dict[str, str] = {
     "metadata.input_shape": _SHAPES,
     "metadata.num_classes": "the model's, public knowledge",
     "metadata.model_width": _OPTIONS,
+    "metadata.loss": _OPTIONS,
+    "metadata.metrics": _OPTIONS,
+    "metadata.final": _LOOKED,
+    "metadata.data_notes": "said of types and public outputs, whatever the values are",
     "history.train_loss": _LINES,
     "history.clip_values": _LINES,
     "history.noise_levels": _LINES,
@@ -186,9 +194,19 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
     }
 
 
-def split_private(line: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a line into what is on the list of public keys and all the rest."""
-    private = {key: value for key, value in line.items() if key not in ROUND_PUBLIC}
+def split_private(
+    line: dict[str, Any], looked: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a line into what is on the list of public keys and all the rest.
+
+    `looked` names what an evaluation of the released model measured: under `test_`, and
+    whatever the metric is called, it is public for the reason that `test_loss` is.
+    """
+
+    def is_public(key: str) -> bool:
+        return key in ROUND_PUBLIC or (key in looked and key.startswith(_MEASURED))
+
+    private = {key: value for key, value in line.items() if not is_public(key)}
     public = {
         key: None if key in private else value
         for key, value in line.items()
@@ -206,8 +224,8 @@ def _listed(record: dict[str, Any], outer: str) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in record.items():
         name = outer + key
-        if name in RESULT_PUBLIC:
-            kept[key] = value
+        if name in RESULT_PUBLIC or (outer == "history." and key.startswith(_MEASURED)):
+            kept[key] = value  # lists of the history hold what the public lines say
         elif isinstance(value, dict) and any(k.startswith(f"{name}.") for k in RESULT_PUBLIC):
             kept[key] = _listed(value, f"{name}.")
     return kept
@@ -219,7 +237,8 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     Lists per round: train_loss, clip_values, noise_levels, noise_stats,
     privacy_budgets, client_participation; entries are None where a mode has no
     such thing; a condensation has bytes_up, bytes_down, groups, matching_loss and
-    epoch_avg_loss beside them.  Lists per evaluation: test_accuracy, test_loss,
+    epoch_avg_loss beside them.  Lists per evaluation: test_accuracy (None where it is not
+    measured), test_loss, what else is measured under `test_`,
     evaluation_rounds (finished rounds, from 1), participation_stats.
     """
     history: dict[str, list[Any]] = {
@@ -236,10 +255,11 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
         }
         for line in lines
     ]
-    evaluated = [line for line in lines if "test_accuracy" in line]
+    evaluated = [line for line in lines if "test_loss" in line]
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
-    for name in ("test_accuracy", "test_loss", "participation_stats"):
-        history[name] = [line[name] for line in evaluated]
+    measured = {key: None for line in evaluated for key in line if key.startswith(_MEASURED)}
+    for name in ("test_accuracy", "test_loss", *measured, "participation_stats"):
+        history[name] = [line.get(name) for line in evaluated]
     return history
 
 
@@ -263,8 +283,16 @@ class RunResult:
     synthetic: ImageDataset | None = field(default=None, repr=False)
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured on the test set after the last round; the headline first."""
+        metadata = self.result["metadata"]
+        final: dict[str, float] = metadata.get("final") or {}
+        first = [name for name in metadata.get("metrics", ()) if name in final]
+        return {name: final[name] for name in (*first, *(n for n in final if n not in first))}
+
+    @property
     def final_accuracy(self) -> float | None:
-        """Accuracy on the test set after the last round."""
+        """Accuracy on the test set after the last round; None where it is not measured."""
         accuracy: float | None = self.result["metadata"]["final_accuracy"]
         return accuracy
 
@@ -283,6 +311,7 @@ class RunResult:
             "rounds": self.result["rounds"],
             "final_accuracy": metadata["final_accuracy"],
             "final_loss": metadata["final_loss"],
+            "metrics": self.metrics,
             "statement": self.result["statement"],
             "output": None if self.folder is None else str(self.folder),
             **own,
@@ -326,6 +355,11 @@ def build_result(
     """Return the content of result.json."""
     history = finite(build_history(lines))
     accuracy, loss = history["test_accuracy"], history["test_loss"]
+    final = {
+        key.removeprefix(_MEASURED): values[-1]
+        for key, values in history.items()
+        if key.startswith(_MEASURED) and values and values[-1] is not None
+    }
     return {
         "mode": config.mode,
         "rounds": len(lines),
@@ -336,6 +370,7 @@ def build_result(
             "target_accuracy": config.target_accuracy,
             "final_accuracy": accuracy[-1] if accuracy else None,
             "final_loss": loss[-1] if loss else None,
+            "final": final,
             "hyperparameters": config.as_dict(),
         },
         "history": history,

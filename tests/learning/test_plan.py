@@ -202,7 +202,7 @@ def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], rea
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"fedprox_mu": 0.1}, "FedProx"), ({"batch_size": 512}, "batches above 256")],
+    [({"fedprox_mu": 0.1}, "FedProx"), ({"batch_size": 512}, "above 256")],
     ids=["fedprox", "width"],
 )
 def test_settings_without_a_plan_say_why(changes: dict[str, Any], reason: str) -> None:

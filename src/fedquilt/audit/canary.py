@@ -41,7 +41,6 @@ from fedquilt.audit.watch import known_entropy, one_thread, swapped
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common import checks
 from fedquilt.config import RunConfig, build_config
-from fedquilt.learning import Task
 from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
@@ -206,7 +205,7 @@ def _without(problem: Problem, client: int) -> Problem:
     task = problem.task
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == client else part for i, part in enumerate(task.clients)]
-    return dataclasses.replace(problem, task=Task(task.inputs, task.targets, held))
+    return dataclasses.replace(problem, task=dataclasses.replace(task, clients=held))
 
 
 def _scores(

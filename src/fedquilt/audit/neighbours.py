@@ -9,8 +9,9 @@ The data sets differ from one another in what one client, the victim, holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -161,11 +162,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def audit_model(name: str, seed: int) -> nn.Module:
-    """Return one of `MODELS` with weights drawn from a seed."""
+def audit_model(
+    name: str, seed: int, more: Mapping[str, Callable[[], nn.Module]] = MappingProxyType({})
+) -> nn.Module:
+    """Return one of `MODELS`, or of `more`, with weights drawn from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch_seed(seed, "audit model"))
-        return MODELS[name]()
+        return {**MODELS, **more}[name]()
 
 
 CLIENTS = 6

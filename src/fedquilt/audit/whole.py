@@ -36,6 +36,7 @@ from fedquilt.audit.neighbours import (
     audit_data,
     audit_model,
 )
+from fedquilt.audit.tasks import FORMS, TASK_MODELS
 from fedquilt.audit.watch import (
     Seen,
     WatchedRound,
@@ -186,11 +187,11 @@ def _world(
         ledger = scratch / "ledger.sqlite"
         settings["ledger"] = str(ledger)
     place = scratch / "runs"
-    model = audit_model(case.model, seed)
-    test = (public_data.inputs, public_data.labels)
+    model = audit_model(case.model, seed, TASK_MODELS)
+    form = FORMS[case.task]
     try:
         return watched_run(
-            (model, (data.inputs, data.labels), test, data.clients),
+            (model, form(data), form(public_data), data.clients),
             {**settings, "output_dir": str(place) if _can_write() else None},
             seed,
             base,

@@ -11,7 +11,10 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fedquilt.audit.neighbours import CLIENTS, KINDS, SHORT
+from fedquilt.audit.tasks import own_loss, own_loss_by_sample
 from fedquilt.config import RunConfig
 from fedquilt.config.choices import METHODS, OWN_LOSS_METHODS
 
@@ -25,7 +28,9 @@ class WholeCase:
     settings : dict
         Fields of `RunConfig` beside `SHARED`.
     model : str
-        One of `fedquilt.audit.neighbours.MODELS`.
+        One of `fedquilt.audit.neighbours.MODELS` or `fedquilt.audit.tasks.TASK_MODELS`.
+    task : str
+        One of `fedquilt.audit.tasks.FORMS`.
     victim : int, optional
         The client whose data are exchanged; None: whoever joins most often in the base
         world, the first of them.
@@ -37,6 +42,7 @@ class WholeCase:
 
     settings: dict[str, Any]
     model: str = "plain"
+    task: str = "images"
     victim: int | None = None
     kinds: tuple[str, ...] = tuple(KINDS)
     needs: tuple[str, ...] = ()
@@ -118,6 +124,7 @@ def whole_cases() -> dict[str, WholeCase]:
             victim = None if number // 2 % 2 == 0 or "availability" in settings else 3
             cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine}, victim=victim)
     cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
+    cases |= _task_cases()
     cases["ledger file, sequential"] = WholeCase(
         {"engine": "sequential", "ledger": "LEDGER", "population": "people", "allowance": 9.0}
     )
@@ -175,6 +182,48 @@ def _process_cases() -> dict[str, WholeCase]:
     return cases
 
 
+def _task_cases() -> dict[str, WholeCase]:
+    """Return other tasks, losses and optimisers, each on the engines that take it."""
+    steps = {"optimizer": "nesterov", "momentum": 0.9, "gradient_clip": 0.5}
+    adam = {"optimizer": "adam", "weight_decay": 0.01, "learning_rate": 0.05, "fedprox_mu": 0.1}
+    wanted: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
+        "tokens, own loss": ({"loss": own_loss}, "tokens", "tokens", ("sequential", "processes")),
+        "tokens, own loss by sample": (
+            {"loss": own_loss_by_sample}, "tokens", "tokens", ("sequential", "batched")
+        ),
+        "next token, adam": (
+            {"loss": "next_token", **adam}, "tokens", "tokens", ("sequential", "batched")
+        ),
+        "regression, nesterov and clip": (
+            {"loss": "huber", "metrics": "mae,mse", **steps}, "numbers", "numbers",
+            ("sequential", "batched", "processes"),
+        ),
+        "regression, momentum": (
+            {"momentum": 0.9, "lr_schedule": "cosine"}, "numbers", "numbers",
+            ("sequential", "batched"),
+        ),
+        "dictionary, adam": (adam, "dictionary", "dictionary", ("sequential", "batched")),
+        "dictionary, own optimizer": (
+            {"optimizer": torch.optim.RMSprop, "metrics": "accuracy,auroc,f1"},
+            "dictionary", "dictionary", ("sequential", "processes"),
+        ),
+        "fedrolex, regression": (
+            {"method": "fedrolex", "tiers": _TIERS}, "plain", "image numbers",
+            ("sequential", "batched"),
+        ),
+    }  # fmt: skip
+    return {
+        f"{name}, {engine}": WholeCase(
+            {**settings, "engine": engine},
+            model,
+            task,
+            kinds=_FEW if engine == "processes" else tuple(KINDS),
+        )
+        for name, (settings, model, task, engines) in wanted.items()
+        for engine in engines
+    }
+
+
 def _condense_cases() -> dict[str, WholeCase]:
     coin = {**CONDENSE, **_COIN, "eval_every": 4, "normalise_updates": True}
     return {
@@ -197,5 +246,8 @@ QUICK = (
     "heterofl, log-softmax, sequential",
     "fedrolex, secret coin, batched",
     "condense, secret coin",
+    "tokens, own loss, sequential",
+    "regression, nesterov and clip, batched",
+    "dictionary, adam, batched",
 )
 """The cases of a quick audit."""

@@ -23,7 +23,7 @@ from fedquilt.assemble_account import open_account
 from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.learning import ClientUpdate, Task
+from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
@@ -264,7 +264,7 @@ def _of_its_own(problem: Problem, victim: int | None) -> Problem:
     """Return the problem in which the victim holds no sample, with parts of its own."""
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
-    task = Task(problem.task.inputs, problem.task.targets, held)
+    task = dataclasses.replace(problem.task, clients=held)
     return dataclasses.replace(problem, task=task)
 
 

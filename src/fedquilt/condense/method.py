@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedquilt.aggregation import Accumulator, Concatenation, RunningMean
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
@@ -150,9 +151,14 @@ def make_condensation(
     config: CondenseConfig, model: nn.Module, task: Task, num_classes: int
 ) -> Condensation:
     """Build the method for data and a model; raise where they do not fit."""
-    if task.inputs.ndim != 4:
+    if not task.is_classification:
         raise InvalidValueError(
-            f"inputs of shape {tuple(task.inputs.shape[1:])} must be images "
+            "method='condense' must be used with one class a sample and loss='cross_entropy', not "
+            f"with loss={task.objective.name!r}: clients send statistics of classes"
+        )
+    if not isinstance(task.inputs, torch.Tensor) or task.inputs.ndim != 4:
+        raise InvalidValueError(
+            f"inputs of shape {trees.described(task.inputs)} must be images "
             "(channels, height, width) to be condensed"
         )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))

@@ -15,6 +15,15 @@ SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_LEARNING_RATES = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01}
 """The server's optimisers, each with its usual learning rate."""
 SERVER_OPTIMIZERS = tuple(SERVER_LEARNING_RATES)
+LOSSES = (
+    *("auto", "cross_entropy", "nll", "binary_cross_entropy", "mse", "mae", "huber"),
+    *("token_cross_entropy", "next_token", "model"),
+)
+"""What clients minimise; `auto` is cross_entropy for classes and mse for numbers."""
+METRICS = ("accuracy", "top<k>", "auroc", "f1", "mse", "mae", "perplexity")
+"""What is measured on the test data, beside the loss."""
+CLIENT_OPTIMIZERS = ("sgd", "adam", "adamw", "nesterov")
+LR_SCHEDULES = ("exponential", "constant", "cosine", "step")
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bf16")

@@ -32,6 +32,8 @@ ALIASES = {
 # Options of a run that say nothing here: clients do not train, and hold no slices.
 NOT_FOR_CONDENSE = (
     *("trainable", "local_epochs", "learning_rate", "lr_decay", "fedprox_mu"),
+    *("lr_schedule", "lr_step_rounds", "lr_warmup_rounds", "loss", "ignore_index", "optimizer"),
+    *("momentum", "weight_decay", "gradient_clip"),
     *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
     *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
     *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),

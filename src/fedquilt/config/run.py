@@ -9,6 +9,7 @@ a `RunConfig` that exists is valid.
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import re
 from dataclasses import dataclass, field
@@ -18,9 +19,12 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
     ADJACENCIES,
+    CLIENT_OPTIMIZERS,
     CLIPPINGS,
     DEVICES,
     ENGINES,
+    LOSSES,
+    LR_SCHEDULES,
     METHODS,
     ON_SHORT,
     PARTITIONS,
@@ -114,6 +118,49 @@ class RunConfig:
     learning_rate: float = declare(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
     lr_decay: float = declare(
         1.0, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
+    )
+    lr_schedule: str = declare(
+        "exponential",
+        _TRAINING,
+        "How it moves over the rounds: by lr_decay each round, not at all, as half a cosine to 0, "
+        "or by lr_decay every lr_step_rounds.",
+        choices=LR_SCHEDULES,
+    )
+    lr_step_rounds: int = declare(10, _TRAINING, "Rounds between two steps of it.", at_least=1)
+    lr_warmup_rounds: int = declare(
+        0, _TRAINING, "Rounds at the start in which it rises to its value.", at_least=0
+    )
+    loss: str = declare(
+        "auto",
+        _TRAINING,
+        "What clients minimise; auto: cross-entropy for classes, squared error for numbers; "
+        "model: the loss that the model returns.",
+        choices=LOSSES,
+        own=True,
+    )
+    ignore_index: int = declare(
+        -100,
+        _TRAINING,
+        "Target that a loss of classes leaves out, such as padding.",
+        at_least=-(2**31),
+    )
+    metrics: str = declare(
+        "auto",
+        _TRAINING,
+        "Measured on the test data, joined by commas, the headline first: accuracy, top<k>, auroc, "
+        "f1, mse, mae, perplexity; auto: what fits the loss.",
+    )
+    optimizer: str = declare(
+        "sgd", _TRAINING, "How clients step.", choices=CLIENT_OPTIMIZERS, own=True
+    )
+    momentum: float = declare(
+        0.0, _TRAINING, "Momentum of --optimizer sgd and nesterov.", at_least=0, below=1
+    )
+    weight_decay: float = declare(
+        0.0, _TRAINING, "Weight decay of clients; decoupled with adamw.", at_least=0
+    )
+    gradient_clip: float | None = declare(
+        None, _TRAINING, "Largest norm of a batch's gradient on a client; absent is none.", above=0
     )
     fedprox_mu: float = declare(
         0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0
@@ -273,6 +320,7 @@ class RunConfig:
         self._check_cohort()
         self._check_certified()
         self._check_method()
+        self._check_steps()
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
         for name in ("noise_layers", "trainable"):
@@ -286,6 +334,26 @@ class RunConfig:
             raise InvalidValueError(
                 f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
                 f"method={self.method!r}: its noise and clip are those of whole models"
+            )
+
+    def _check_steps(self) -> None:
+        """Check what the clients' optimiser and its learning rate ask of one another."""
+        if self.momentum and self.optimizer not in ("sgd", "nesterov"):
+            raise InvalidValueError(
+                f"momentum={self.momentum:g} must be left out with optimizer={self.optimizer!r}: "
+                "it is that of sgd and nesterov"
+            )
+        if self.optimizer == "nesterov" and not self.momentum:
+            raise InvalidValueError("optimizer='nesterov' needs momentum > 0")
+        if self.optimizer == OWN and self.weight_decay:
+            raise InvalidValueError(
+                f"weight_decay={self.weight_decay:g} must be left out with your own optimizer: "
+                "give it to that"
+            )
+        if self.lr_schedule in ("constant", "cosine") and self.lr_decay != 1:
+            raise InvalidValueError(
+                f"lr_decay={self.lr_decay:g} must be 1 with lr_schedule={self.lr_schedule!r}, "
+                "which does not use it"
             )
 
     def _check_certified(self) -> None:
@@ -368,8 +436,24 @@ class RunConfig:
         return self.clients_per_round
 
     def learning_rate_at(self, round_index: int) -> float:
-        """Return the local learning rate of a round: learning_rate * lr_decay ** t."""
-        return self.learning_rate * self.lr_decay**round_index
+        """Return the local learning rate of round t, of T, by `lr_schedule`.
+
+        exponential: learning_rate * lr_decay ** t;  step: lr_decay ** (t // lr_step_rounds);
+        cosine: (1 + cos(pi t / T)) / 2;  all times (t + 1) / (w + 1) in the first w rounds,
+        lr_warmup_rounds.
+        """
+        rate = self.learning_rate * self._schedule(round_index)
+        if round_index < self.lr_warmup_rounds:
+            rate *= (round_index + 1) / (self.lr_warmup_rounds + 1)
+        return rate
+
+    def _schedule(self, round_index: int) -> float:
+        """Return the factor on the learning rate in a round, without warm-up."""
+        if self.lr_schedule == "cosine":
+            return (1.0 + math.cos(math.pi * round_index / self.num_rounds)) / 2.0
+        if self.lr_schedule == "step":
+            return self.lr_decay ** (round_index // self.lr_step_rounds)
+        return self.lr_decay**round_index if self.lr_schedule == "exponential" else 1.0
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a copy with some fields changed, checked again."""

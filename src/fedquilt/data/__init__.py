@@ -18,7 +18,7 @@ from fedquilt.data.clients import (
     prepare_non_iid_data,
 )
 from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
-from fedquilt.data.dataset import ImageDataset, as_dataset
+from fedquilt.data.dataset import ImageDataset
 from fedquilt.data.files import (
     DatasetStatus,
     FileStatus,
@@ -27,6 +27,7 @@ from fedquilt.data.files import (
     dataset_status,
 )
 from fedquilt.data.load import load_dataset
+from fedquilt.data.samples import Samples, as_dataset, as_samples, clients_data
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
 from fedquilt.data.split import SPLITS, dirichlet_split, split_clients
 
@@ -39,9 +40,12 @@ __all__ = [
     "FileSpec",
     "FileStatus",
     "ImageDataset",
+    "Samples",
     "analyze_data_distribution",
     "as_dataset",
+    "as_samples",
     "check_data_dir",
+    "clients_data",
     "condensed_info",
     "create_client_dataloaders",
     "data_folders",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeGuard
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -134,119 +134,6 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
         return (
             f"ImageDataset({self.name!r}, {len(self)} samples {shape}, {self.num_classes} classes)"
         )
-
-
-def as_dataset(
-    data: object, *, name: str = "custom", num_classes: int | None = None, finite: bool = True
-) -> ImageDataset:
-    """Return `data` as an `ImageDataset`.
-
-    Parameters
-    ----------
-    data
-        One of: an `ImageDataset`, returned as it is; a pair (x, y) of tensors or NumPy
-        arrays; any object with a length and `[i] -> (tensor or array, integer)`, such as
-        a torchvision data set or a `TensorDataset`, which is read once from end to end.
-        Features may have any shape; numbers keep their value and become float32, so
-        pixels 0..255 are not scaled.  The label of a sample is the one that `[i]` gives.
-    name
-        Name of the result.
-    num_classes
-        Number of classes; the largest label plus one when None.
-    finite
-        Refuse samples with NaN or infinity, naming the first.  Off where a refusal would
-        say something about a client whose data are protected.
-    """
-    if isinstance(data, ImageDataset):
-        return data
-    if _is_pair(data):
-        images, targets = _features(data[0], "x"), torch.from_numpy(as_labels(data[1], "y"))
-    elif isinstance(data, Sized) and hasattr(data, "__getitem__"):
-        images, targets = _materialise(data)
-    else:
-        raise InvalidValueError(
-            f"data of type {type(data).__name__} must be an ImageDataset, a pair (x, y) of "
-            "tensors or arrays, or have a length and [i] -> (tensor, int)"
-        )
-    if images.ndim == 0 or len(images) != len(targets):
-        raise InvalidValueError(
-            f"x and y must have the same length, "
-            f"got shapes {list(images.shape)} and {list(targets.shape)}"
-        )
-    if len(targets) == 0:
-        raise InvalidValueError("data must hold at least one sample")
-    if finite:
-        _check_finite(images)
-    classes = int(targets.max()) + 1 if num_classes is None else num_classes
-    return ImageDataset(images, targets, name, classes)
-
-
-def _is_pair(data: object) -> TypeGuard[tuple[object, object]]:
-    """Whether `data` is (x, y), and not a sequence that happens to hold two samples."""
-    return (
-        isinstance(data, tuple | list)
-        and len(data) == 2
-        and isinstance(data[0], torch.Tensor | np.ndarray)
-    )
-
-
-def _features(x: object, what: str) -> torch.Tensor:
-    if isinstance(x, np.ndarray):
-        if x.dtype.kind not in "fiub":
-            raise InvalidValueError(f"{what} must hold real numbers, got dtype {x.dtype}")
-        # A copy where the array is read-only or has negative strides, which torch refuses.
-        with np.errstate(over="ignore"):
-            x = torch.from_numpy(np.require(x, np.float32, requirements=("C", "W")))
-    if not isinstance(x, torch.Tensor):
-        raise InvalidValueError(f"{what} must be a tensor or array, got {type(x).__name__}")
-    if x.is_complex():
-        raise InvalidValueError(f"{what} must hold real numbers, got dtype {x.dtype}")
-    return x.detach().to(device="cpu", dtype=torch.float32).contiguous()
-
-
-def _materialise(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read every sample of `data` once into one tensor."""
-    count = len(data)
-    if count == 0:
-        raise InvalidValueError("data must hold at least one sample")
-    images = torch.empty(0)
-    labels = np.empty(count, dtype=np.int64)
-    for i in range(count):
-        x, labels[i] = _sample(data, i)
-        if i == 0:
-            images = torch.empty((count, *x.shape), dtype=torch.float32)
-        elif x.shape != images.shape[1:]:
-            raise InvalidValueError(
-                f"data[{i}] has shape {list(x.shape)}, data[0] has {list(images.shape[1:])}: "
-                "all samples must have one shape"
-            )
-        images[i] = x
-    return images, torch.from_numpy(labels)
-
-
-def _sample(data: Any, index: int) -> tuple[torch.Tensor, int]:
-    try:
-        x, y = data[index]
-    except (IndexError, KeyError) as error:
-        raise InvalidValueError(
-            f"data[{index}] is missing although data has length {len(data)}"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise InvalidValueError(f"data[{index}] must be a pair (tensor, int): {error}") from error
-    try:
-        label = operator.index(y)
-    except TypeError:
-        label = -1
-    if label < 0:
-        raise InvalidValueError(f"the label of data[{index}] must be an integer >= 0, got {y!r}")
-    return _features(x, f"data[{index}][0]"), label
-
-
-def _check_finite(images: torch.Tensor) -> None:
-    finite = torch.isfinite(images.flatten(1) if images.ndim > 1 else images[:, None]).all(dim=1)
-    if not bool(finite.all()):
-        first = int(torch.nonzero(~finite)[0])
-        raise InvalidValueError(f"sample {first} holds a value that is not a finite float32")
 
 
 def _check_range(targets: torch.Tensor, num_classes: int) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ENGINES
+from fedquilt.learning import fit
 from fedquilt.learning.engine import (
     ClassMask,
     ClientUpdate,
@@ -18,19 +19,31 @@ from fedquilt.learning.engine import (
 )
 from fedquilt.learning.flat import FlatModel, freeze_others
 from fedquilt.learning.local import evaluate
+from fedquilt.learning.metrics import MakeMetric, make_metrics, measure
+from fedquilt.learning.objective import Objective, auto_loss, outputs_of
+from fedquilt.learning.optimizers import ClientOptimizer, make_client_optimizer
 
 __all__ = [
     "ClassMask",
+    "ClientOptimizer",
     "ClientUpdate",
     "Engine",
     "FlatModel",
     "LocalSettings",
     "Loss",
     "LossOf",
+    "MakeMetric",
+    "Objective",
     "Task",
+    "auto_loss",
     "evaluate",
+    "fit",
     "freeze_others",
+    "make_client_optimizer",
     "make_engine",
+    "make_metrics",
+    "measure",
+    "outputs_of",
     "public_inputs",
 ]
 
@@ -58,11 +71,11 @@ def make_engine(
             )
         return SequentialEngine(model, task, settings, loss_of)
     if name == "auto":
-        on_gpu = task.inputs.device.type == "cuda"
+        on_gpu = task.device.type == "cuda"
         if on_gpu:
             from fedquilt.learning.batched import BatchedEngine
 
-            if BatchedEngine.supports(module, task):
+            if BatchedEngine.supports(module, task, settings):
                 return BatchedEngine(module, task, settings)
         return SequentialEngine(model, task, settings)
     if name == "sequential":

@@ -27,11 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.common import checks
+from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state, seeded_layers
+from fedquilt.learning.optimizers import RuleState
 from fedquilt.learning.plan import NoPlanError, Tables
 from fedquilt.learning.planned import PlannedTraining
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
@@ -41,8 +42,6 @@ _log = logging.getLogger(__name__)
 # A batch size up to this is a program's width whoever is in it; a larger one, which
 # stands for "all samples", is cut down to the next power of two of what a client holds.
 _COMMON_WIDTH = 128
-# The label that torch's cross-entropy leaves out of the mean.
-_IGNORED_LABEL = -100
 # How many numbers are laid out at once: places of samples, draws of random layers.
 _LAID_OUT = 2**24
 
@@ -78,7 +77,7 @@ class BatchedEngine:
         settings: LocalSettings,
         max_clients_per_group: int | None = None,
     ) -> None:
-        reason = obstacle(model, task)
+        reason = engine_obstacle(model, task, settings)
         if reason:
             raise InvalidValueError(
                 f"engine='batched' cannot train this model: {reason}; "
@@ -87,22 +86,23 @@ class BatchedEngine:
         self.task = task
         self.settings = settings
         self._stack = ModelStack(model, task)
-        self._shapes = ProgramShapes(self._stack)
+        self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
         stack.reset()
         self._planned = self._make_planned()
         stack.reset()
         if max_clients_per_group is None:
-            max_clients_per_group = group_size(self._stack, settings.batch_size)
+            copies = 4 if settings.optimizer.is_plain else 8
+            max_clients_per_group = group_size(self._stack, settings.batch_size, copies)
         self.max_clients_per_group = checks.integer(
             "max_clients_per_group", max_clients_per_group, at_least=1
         )
 
     @staticmethod
-    def supports(model: nn.Module, task: Task) -> bool:
+    def supports(model: nn.Module, task: Task, settings: LocalSettings | None = None) -> bool:
         """Tell whether the model can run as a stack of clients."""
-        return obstacle(model, task) is None
+        return engine_obstacle(model, task, settings) is None
 
     def train(
         self,
@@ -177,8 +177,11 @@ class BatchedEngine:
         stack, count = self._stack, len(table.clients)
         stack.reset()
         weights = stack.spread(start, rows)
-        pull = learning_rate * self.settings.fedprox_mu
+        self.task.objective.begin()
+        optimizer, mu = self.settings.optimizer, self.settings.fedprox_mu
+        pull = learning_rate * mu
         anchors = stack.spread(start, 1) if pull else []
+        state = None if optimizer.is_plain else RuleState(optimizer, weights, stacked=True)
         loss_sum = torch.zeros(count, device=start.device)
         leaves: list[torch.Tensor] = []
         program = self._program(table, rows, width)
@@ -186,15 +189,16 @@ class BatchedEngine:
             if not leaves or len(leaves[0]) != len(step.samples):
                 some = slice(len(step.samples))
                 leaves = [tensor[some].detach().requires_grad_() for tensor in weights]
-            batch = Batch(
-                self.task.inputs[step.samples],
-                self.task.targets[step.samples],
-                step.bits,
-                step.hidden,
-            )
+            inputs = trees.take(self.task.inputs, step.samples)
+            targets = trees.take(self.task.targets, step.samples)
+            batch = Batch(inputs, targets, step.bits, step.hidden)
             losses = (stack.losses(leaves, batch) * step.shares).sum(1)
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-            _move(leaves, gradients, anchors, learning_rate, pull, step)
+            if state is None:
+                _move(leaves, gradients, anchors, learning_rate, pull, step)
+            else:
+                moving = step.moving_rows(len(leaves[0]))
+                state.step(leaves, gradients, anchors or None, learning_rate, mu, moving)
             seen = losses.detach()[: step.active] * step.sizes
             if step.moving is not None:
                 seen = torch.where(step.moving, seen, 0.0)
@@ -221,6 +225,13 @@ class BatchedEngine:
 
     def close(self) -> None:
         """Hold nothing beyond the working model, give nothing back."""
+
+
+def engine_obstacle(model: nn.Module, task: Task, settings: LocalSettings | None) -> str | None:
+    """Return why model, loss or optimiser cannot run as a stack, or None when they can."""
+    if settings is not None and settings.optimizer.factory is not None:
+        return "its optimizer is your own, which steps one client at a time"
+    return obstacle(model, task)
 
 
 def program_width(size: int, batch_size: int) -> int:
@@ -270,8 +281,8 @@ class Step:
     """One step of a program: rows beyond `active` and samples of share 0 only fill it up.
 
     `moving` [active] says who has samples in this step, None where all of them have;
-    `shares` is 1/(batch size) for a sample of the batch; `sizes` [active] are the sizes of
-    the batches, `bits` what the random layers draw from.
+    `shares` is 1/(counted elements of the batch) for a sample of the batch; `sizes` [active]
+    are the sizes of the batches, `bits` what the random layers draw from.
     """
 
     active: int
@@ -281,6 +292,14 @@ class Step:
     moving: torch.Tensor | None
     bits: list[torch.Tensor]
     hidden: torch.Tensor | None
+
+    def moving_rows(self, count: int) -> torch.Tensor | None:
+        """Return who moves, as a mask of the program's rows; None where all of them do."""
+        if self.moving is None and self.active == count:
+            return None
+        mask = torch.zeros(count, dtype=torch.bool, device=self.samples.device)
+        mask[: self.active] = True if self.moving is None else self.moving
+        return mask
 
 
 class BatchTable:
@@ -305,6 +324,7 @@ class BatchTable:
         self.clients = [clients[member] for member in order]
         self.sorted_rows = sorted_rows
         self._task = task
+        self._counts = task.objective.counts(task.targets)
         self._begins, self._sizes = _batch_table(counts[order], settings)
         seeds = [client_seed(settings, round_index, client) for client in self.clients]
         self._seeds = np.array(seeds, dtype=np.uint64)
@@ -332,7 +352,7 @@ class BatchTable:
         stack: ModelStack,
     ) -> Iterator[Step]:
         """Lay out a stretch of steps on the host and move it to the device at once."""
-        device = self._task.inputs.device
+        device = self._task.device
         steps = slice(first, first + len(shapes))
         missing = ((0, 0), (0, rows - len(self.clients)))
         sizes = np.pad(self._sizes[steps], missing)[..., None]
@@ -343,10 +363,9 @@ class BatchTable:
         there = torch.from_numpy(samples).to(device)
         lengths = torch.from_numpy(sizes).to(device)
         inside = torch.arange(columns, device=device) < lengths
-        if self._task.targets.dim() == 1 and not self._task.targets.is_floating_point():
-            inside &= self._task.targets[there] != _IGNORED_LABEL
-            lengths = inside.sum(-1, keepdim=True)
-        shares = torch.where(inside, 1.0 / lengths.clamp(min=1), 0.0)
+        counted = torch.where(inside, self._counts[there], 0)
+        elements = counted.sum(-1, keepdim=True)
+        shares = torch.where(counted > 0, 1.0 / elements.clamp(min=1), 0.0)
         number = np.arange(first, first + len(shapes))[:, None]
         seeds = np.pad(self._seeds, (0, rows - len(self._seeds)))
         draws = range(len(stack.draw_shapes))

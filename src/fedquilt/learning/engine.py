@@ -6,19 +6,25 @@ per-client seeds, so engines differ in speed and floating-point rounding only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.common import trees
+from fedquilt.common.trees import Tree
+from fedquilt.learning.objective import CROSS_ENTROPY, Objective
+from fedquilt.learning.optimizers import PLAIN, ClientOptimizer
+
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """How a client trains: plain SGD, with the FedProx term when mu > 0.
+    """How a client trains: by its optimiser, with the FedProx term when mu > 0.
 
     FedProx (Li et al. 2020) adds mu/2 * ||w - w_global||^2 to the local loss.
     """
@@ -34,9 +40,16 @@ class LocalSettings:
 
     Where a secret coin decides who is given to the engine, the number must not follow it.
     """
+    optimizer: ClientOptimizer = PLAIN
+    """How a client steps; its state starts anew for every client in every round."""
+    silent: bool = False
+    """Whether a client that cannot be trained sends NaN, which counts as nothing.
+
+    For modes that protect clients: an error would say something about one's data.
+    """
 
 
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
 """The loss of a model in training on a batch: (model, inputs, targets) -> a number."""
 
 LossOf = Callable[[int, int], Loss]
@@ -57,12 +70,16 @@ class ClassMask:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The training data of all clients: one tensor, and an index array a client."""
+    """The training data of all clients, an index array a client, and what they minimise.
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    Inputs and targets are tensors, or tuples or dictionaries of them, samples first.
+    """
+
+    inputs: Any  # a `Tree`; methods that need images ask for them
+    targets: Any
     clients: Sequence[NDArray[np.int64]] = field(repr=False)
     class_mask: ClassMask | None = None
+    objective: Objective = CROSS_ENTROPY
 
     def public(self) -> Task:
         """Return two made-up samples in the shape of the real ones, held by one client.
@@ -70,26 +87,58 @@ class Task:
         Whatever is tried on a model before it trains (which buffers move, whether it can
         run as a stack) is decided for all clients, so no client's data may decide it.
         """
-        inputs = public_inputs(self.inputs, 2)
-        targets = self.targets.new_zeros(2, *self.targets.shape[1:])
-        return Task(inputs, targets, [np.arange(2)])
+        inputs, targets = public_inputs(self.inputs, 2), self.public_targets(2)
+        return dataclasses.replace(
+            self, inputs=inputs, targets=targets, clients=[np.arange(2)], class_mask=None
+        )
+
+    def public_targets(self, count: int) -> Tree:
+        """Return targets that nobody holds: zeros, or ones where zero is left out of the loss."""
+        value = 1 if self.objective.ignore_index == 0 else 0
+        targets: Tree = trees.mapped(
+            self.targets, lambda tensor: tensor.new_full((count, *tensor.shape[1:]), value)
+        )
+        return targets
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether a sample has one class, and the loss is the cross-entropy of its scores."""
+        plain = isinstance(self.targets, torch.Tensor) and self.targets.dim() == 1
+        whole = plain and not self.targets.is_floating_point()
+        return whole and self.objective.name in ("cross_entropy", "nll")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie."""
+        return trees.device_of(self.inputs)
 
     def index(self, client: int) -> torch.Tensor:
         """Return the sample numbers of a client, on the data's device."""
-        return torch.as_tensor(self.clients[client], device=self.inputs.device)
+        return torch.as_tensor(self.clients[client], device=self.device)
 
 
-def public_inputs(like: torch.Tensor, count: int, seed: int = 0) -> torch.Tensor:
+def public_inputs(like: Tree, count: int, seed: int = 0) -> Any:
     """Return samples that nobody holds, in shape, type and place like those of `like`.
 
     Normal numbers; where samples are whole numbers (token ids), zeros and ones in turn.
+    Masks leave something to look at: ones under a name with `attention_mask`, False under one
+    with `padding_mask`, and True and False in turn along the last dimension otherwise.
     """
+    return trees.mapped_by_name(like, lambda name, leaf: _public_leaf(name, leaf, count, seed))
+
+
+def _public_leaf(name: str, like: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     shape = (count, *like.shape[1:])
-    if not like.is_floating_point():
-        turns = torch.arange(count, device=like.device) % 2
-        return turns.to(like.dtype).view(count, *(1,) * (len(shape) - 1)).expand(shape).clone()
-    draws = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return draws.to(device=like.device, dtype=like.dtype)
+    if like.is_floating_point():
+        draws = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return draws.to(device=like.device, dtype=like.dtype)
+    if "padding_mask" in name or "attention_mask" in name:
+        return like.new_full(shape, 0 if "padding_mask" in name else 1)
+    if like.dtype == torch.bool and len(shape) > 1:
+        turns = torch.arange(shape[-1], device=like.device) % 2 == 0
+        return turns.expand(shape).clone()
+    turns = torch.arange(count, device=like.device) % 2
+    return turns.to(like.dtype).view(count, *(1,) * (len(shape) - 1)).expand(shape).clone()
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.trees import Tree
 from fedquilt.learning.state import ModuleState
 
 _PASSES = 3
@@ -42,7 +44,7 @@ class FlatModel:
     ----------
     model : nn.Module
         Any model; it is copied, never changed.
-    sample : tensor, optional
+    sample : tensor or tree of tensors, optional
         A small batch of public inputs, on the device where the copy shall live.
         Forward passes in training mode tell which buffers move; without a
         sample every buffer counts as constant.
@@ -51,12 +53,12 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, sample: torch.Tensor | None = None, *, adopt: bool = False
+        self, model: nn.Module, sample: Tree | None = None, *, adopt: bool = False
     ) -> None:
         module = model if adopt else copy.deepcopy(model)
         moving: list[str] = []
         if sample is not None:
-            module.to(sample.device)
+            module.to(trees.device_of(sample))
             moving = moving_buffers(module, sample)
         tensors = _travelling(module, moving)
         if not any(not is_buffer for _, _, is_buffer in tensors):
@@ -237,7 +239,7 @@ def freeze_others(model: nn.Module, patterns: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
-def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
+def moving_buffers(model: nn.Module, sample: Tree) -> list[str]:
     """Return the names of the buffers that forward passes in training mode change.
 
     Several passes, with gradients: some statistics move late, or only in training.
@@ -249,7 +251,7 @@ def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
     state = ModuleState(probe)  # what hooks hold on to is not copied with the module
     with torch.enable_grad(), torch.random.fork_rng(devices=_cuda_devices(sample)):
         for _ in range(_PASSES):
-            probe(sample)
+            trees.call_with(probe, sample)
     moving = [
         name
         for name, buffer in probe.named_buffers()
@@ -259,8 +261,9 @@ def moving_buffers(model: nn.Module, sample: torch.Tensor) -> list[str]:
     return moving
 
 
-def _cuda_devices(sample: torch.Tensor) -> list[torch.device]:
-    return [sample.device] if sample.device.type == "cuda" else []
+def _cuda_devices(sample: Tree) -> list[torch.device]:
+    device = trees.device_of(sample)
+    return [device] if device.type == "cuda" else []
 
 
 def _travelling(model: nn.Module, moving: list[str]) -> list[tuple[str, torch.Tensor, bool]]:

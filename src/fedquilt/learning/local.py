@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -14,9 +15,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.pieces import pieces
 from fedquilt.common.randomness import torch_seed
+from fedquilt.common.trees import Tree
 from fedquilt.learning.draws import ClientDraws, RandomCalls, bits_of, own_draws
 from fedquilt.learning.engine import (
     ClientUpdate,
@@ -27,7 +30,11 @@ from fedquilt.learning.engine import (
     public_inputs,
 )
 from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.metrics import Accuracy, measure
+from fedquilt.learning.objective import CROSS_ENTROPY, outputs_of
 
+NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
+"""Errors of the machine, which say nothing of a client's data."""
 _TRIAL_STEPS = 3
 _OTHER_STEPS = (5, 7, 3, 2)
 _WIDEST = 64
@@ -50,26 +57,21 @@ def epoch_batches(
     return batches if len(batches[-1]) >= smallest else batches[:-1]
 
 
-def cross_entropy(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of a model's outputs."""
-    return functional.cross_entropy(module(inputs), targets)
-
-
 def train_client(
     flat: FlatModel,
     start: torch.Tensor,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
+    inputs: Tree,
+    targets: Tree,
     index: torch.Tensor,
     learning_rate: float,
     settings: LocalSettings,
     seed: int,
-    loss_of_batch: Loss = cross_entropy,
+    loss_of_batch: Loss = CROSS_ENTROPY,
     draws: ClientDraws | None = None,
 ) -> float:
     """Train from `start` on the samples in `index`; return the mean loss, NaN without samples.
 
-    Plain SGD on a loss, w <- w - lr * (grad + mu * (w - w_start)).
+    By the settings' optimiser; plain SGD is w <- w - lr * (grad + mu * (w - w_start)).
     Cross-entropy of log-probabilities equals their negative log-likelihood, so
     models may end in logits or in log-probabilities.
 
@@ -81,21 +83,17 @@ def train_client(
     flat.module.train()
     parameters = flat.parameters
     anchors = _views(flat, start) if settings.fedprox_mu else None
-    loss_sum = torch.zeros((), device=inputs.device)
+    device = trees.device_of(inputs)
+    loss_sum = torch.zeros((), device=device)
     seen = 0
-    with seeded_layers(inputs.device, seed), own_draws(draws):
+    steps = settings.optimizer.begin(parameters, anchors, learning_rate, settings.fedprox_mu)
+    with seeded_layers(device, seed), own_draws(draws):
         for step, batch in enumerate(_batches(index, settings, seed, flat)):
             if draws is not None:
                 draws.begin(bits_of(seed, step))
-            loss = loss_of_batch(flat.module, inputs[batch], targets[batch])
-            # Not kept under a name: they would still be there when the next ones are computed.
-            _step(
-                parameters,
-                torch.autograd.grad(loss, parameters, allow_unused=True),
-                anchors,
-                learning_rate,
-                settings.fedprox_mu,
-            )
+            samples = trees.take(inputs, batch)
+            loss = loss_of_batch(flat.module, samples, trees.take(targets, batch))
+            steps.step(torch.autograd.grad(loss, parameters, allow_unused=True))
             loss_sum += loss.detach() * len(batch)
             seen += len(batch)
     return float(loss_sum) / seen if seen else math.nan
@@ -123,15 +121,32 @@ def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
     flat.restore()
     flat.module.train()
     again = RandomCalls()
-    with seeded_layers(public.inputs.device, 0):
+    with seeded_layers(public.device, 0):
         with draws:
-            outputs = flat.module(public.inputs)
-        if draws.shapes and outputs.requires_grad:
+            answer = _trial_number(flat.module, public)
+        if draws.shapes and answer.requires_grad:
             with again:
-                torch.autograd.grad(outputs.sum(), flat.parameters, allow_unused=True)
+                torch.autograd.grad(answer, flat.parameters, allow_unused=True)
     flat.restore()
     flat.write(before)
     return draws if draws.shapes and not again.count else None
+
+
+def _trial_number(module: nn.Module, public: Task) -> torch.Tensor:
+    """Return one number that a pass of the model makes of public samples."""
+    if public.objective.on_batches or public.objective.loss == "model":
+        return public.objective(module, public.inputs, public.targets)
+    return outputs_of(trees.call_with(module, public.inputs)).sum()
+
+
+def default_loss_of(task: Task) -> LossOf:
+    """Return the loss of every client: the task's objective, as it was before any of them."""
+
+    def loss_of(client: int, round_index: int) -> Loss:
+        task.objective.begin()
+        return task.objective
+
+    return loss_of
 
 
 def refuse_hidden_state(
@@ -139,7 +154,7 @@ def refuse_hidden_state(
     public: Task,
     settings: LocalSettings,
     draws: ClientDraws | None,
-    loss_of: LossOf = lambda client, round_index: cross_entropy,
+    loss_of: LossOf | None = None,
 ) -> None:
     """Refuse a model that does not train alike after it has trained somebody else.
 
@@ -149,26 +164,30 @@ def refuse_hidden_state(
     """
     before = flat.read().clone()
     smallest = 2 if flat.needs_pairs else 1
+    loss_of = loss_of or default_loss_of(public)
 
-    def train(samples: torch.Tensor, batch_size: int, epochs: int) -> torch.Tensor:
-        how = LocalSettings(epochs, max(batch_size, smallest), settings.fedprox_mu, settings.seed)
-        index = torch.arange(len(samples), device=samples.device)
-        targets = public.targets[:1].expand(len(samples), *public.targets.shape[1:])
+    def train(samples: Tree, batch_size: int, epochs: int) -> torch.Tensor:
+        size = max(batch_size, smallest)
+        how = dataclasses.replace(settings, epochs=epochs, batch_size=size)
+        count = trees.length(samples)
+        index = torch.arange(count, device=public.device)
+        targets = trees.mapped(public.targets, lambda t: t[:1].expand(count, *t.shape[1:]))
         loss = loss_of(0, 0)
         train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
         return flat.read()
 
-    opaque = flat.remember().opaque
+    opaque = [*flat.remember().opaque, *public.objective.opaque]
     # Sums of a GPU may come in another order each time; state that moves shows more.
-    picture = torch.Tensor.clone if public.inputs.device.type == "cuda" else _fingerprint
+    picture = torch.Tensor.clone if public.device.type == "cuda" else _fingerprint
     sizes = sorted({1, 2, 7, min(settings.batch_size, _WIDEST)})
     inputs = [public_inputs(public.inputs, size) for size in sizes]
-    first = [picture(train(x, len(x), _TRIAL_STEPS)) for x in inputs]
+    trials = list(zip(inputs, sizes, strict=True))
+    first = [picture(train(x, size, _TRIAL_STEPS)) for x, size in trials]
     for size, steps in zip(sizes, _OTHER_STEPS, strict=False):
         train(public_inputs(public.inputs, size * steps, seed=5), size, 1)
     alike = all(
-        _is_alike(one, picture(train(x, len(x), _TRIAL_STEPS)))
-        for one, x in zip(first, inputs, strict=True)
+        _is_alike(one, picture(train(x, size, _TRIAL_STEPS)))
+        for one, (x, size) in zip(first, trials, strict=True)
     )
     flat.restore()
     flat.write(before)
@@ -176,8 +195,8 @@ def refuse_hidden_state(
         what = ", ".join(opaque) if opaque else "a global variable, or one of another library"
         raise InvalidValueError(
             "the model must train alike from the same state, whoever was trained before; it does "
-            f"not: its forward pass may change something that cannot be put back ({what}). "
-            "Keep such state in tensors, numbers or lists of the module"
+            "not: its forward pass, the loss or the optimizer may change something that cannot be "
+            f"put back ({what}). Keep such state in tensors, numbers or lists of the module"
         )
 
 
@@ -195,22 +214,6 @@ def _is_alike(one: torch.Tensor | bytes, other: torch.Tensor | bytes) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
     return one == other
-
-
-@torch.no_grad()
-def _step(
-    parameters: list[torch.Tensor],
-    gradients: tuple[torch.Tensor | None, ...],
-    anchors: list[torch.Tensor] | None,
-    learning_rate: float,
-    mu: float,
-) -> None:
-    if anchors is not None:
-        for parameter, anchor in zip(parameters, anchors, strict=True):
-            parameter.lerp_(anchor.to(parameter.dtype), learning_rate * mu)
-    used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    if used:
-        torch._foreach_add_([p for p, _ in used], [g for _, g in used], alpha=-learning_rate)
 
 
 def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
@@ -244,22 +247,13 @@ def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
             torch.cuda.set_rng_state(gpu_state, device)
 
 
-@torch.no_grad()
 def evaluate(
     module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 1024
 ) -> tuple[float, float]:
     """Return (accuracy, mean cross-entropy), with the model in evaluation mode."""
-    was_training = module.training
-    module.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=inputs.device)
-    loss = torch.zeros((), dtype=torch.float64, device=inputs.device)
-    batches = zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True)
-    for batch, labels in batches:
-        outputs = module(batch)
-        correct += (outputs.argmax(dim=1) == labels).sum()
-        loss += functional.cross_entropy(outputs, labels, reduction="sum")
-    module.train(was_training)
-    return float(correct) / len(targets), float(loss) / len(targets)
+    metrics = {"accuracy": Accuracy}
+    measured = measure(module, CROSS_ENTROPY, metrics, inputs, targets, batch_size)
+    return measured["accuracy"], measured["loss"]
 
 
 class SequentialEngine:
@@ -304,29 +298,36 @@ class SequentialEngine:
     ) -> ClientUpdate:
         """Train one client and return its update."""
         index = self.task.index(client)
-        loss = train_client(
-            self._flat,
-            start,
-            self.task.inputs,
-            self.task.targets,
-            index,
-            learning_rate,
-            self.settings,
-            client_seed(self.settings, round_index, client),
-            self._loss_of(client, round_index),
-            self._draws,
-        )
+        try:
+            loss = train_client(
+                self._flat,
+                start,
+                self.task.inputs,
+                self.task.targets,
+                index,
+                learning_rate,
+                self.settings,
+                client_seed(self.settings, round_index, client),
+                self._loss_of(client, round_index),
+                self._draws,
+            )
+        except Exception as error:
+            if not self.settings.silent or isinstance(error, NEVER_SILENT):
+                raise
+            return ClientUpdate(client, torch.full_like(start, math.nan), len(index), math.nan)
         return ClientUpdate(client, self._flat.read() - start, len(index), loss)
 
     def _default_loss(self, client: int, round_index: int) -> Loss:
-        """Return the cross-entropy, with the client's hidden classes where there are any."""
+        """Return the objective, with the client's hidden classes where there are any."""
         mask = self.task.class_mask
         if mask is None:
-            return cross_entropy
-        hidden = mask.hidden[client]
+            self.task.objective.begin()
+            return self.task.objective
+        hidden, ignored = mask.hidden[client], self.task.objective.ignore_index
 
-        def masked(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return functional.cross_entropy(mask.apply(module(inputs), hidden), targets)
+        def masked(module: nn.Module, inputs: Tree, targets: Tree) -> torch.Tensor:
+            outputs = mask.apply(outputs_of(trees.call_with(module, inputs)), hidden)
+            return functional.cross_entropy(outputs, targets, ignore_index=ignored)  # type: ignore[arg-type]
 
         return masked
 

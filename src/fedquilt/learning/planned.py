@@ -13,6 +13,7 @@ from torch.nn import functional
 from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, own_draws
 from fedquilt.learning.engine import LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.objective import CROSS_ENTROPY
 from fedquilt.learning.plan import NoPlanError, Plan, Tables, make_plan
 
 if TYPE_CHECKING:
@@ -172,10 +173,19 @@ def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | Non
         return "plans run on a GPU"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if task.targets.dim() != 1 or task.targets.is_floating_point() or task.class_mask is not None:
-        return "its targets are not one class a sample"
-    if settings.fedprox_mu or settings.batch_size > _WIDEST:
-        return f"FedProx and batches above {_WIDEST} take the general way"
+    if not _has_classes(task):
+        return "its inputs are not one tensor, or its targets not one class a sample"
+    if settings.fedprox_mu or not settings.optimizer.is_plain or settings.batch_size > _WIDEST:
+        return f"FedProx, other steps than plain SGD and batches above {_WIDEST} have no plan"
     if flat.buffer_names or flat.vector.dtype != torch.float32 or flat.is_lossy:
         return "it has buffers that move, or other types than float32"
     return None
+
+
+def _has_classes(task: Task) -> bool:
+    """Whether the loss is the cross-entropy of one class a sample, and nothing is masked."""
+    tensors = isinstance(task.inputs, torch.Tensor) and isinstance(task.targets, torch.Tensor)
+    if not tensors or task.class_mask is not None or not task.inputs.is_floating_point():
+        return False
+    is_label = task.targets.dim() == 1 and not task.targets.is_floating_point()
+    return is_label and task.objective == CROSS_ENTROPY

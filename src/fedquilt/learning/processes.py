@@ -32,12 +32,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
+from fedquilt.common import checks, trees
+from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError, WorkerError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
-from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, work
+from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, shared, work
 
 # One job in training and one waiting, so that a worker need not wait for the next.
 _SLOTS = 2
@@ -80,18 +80,17 @@ class ProcessEngine:
         self._limit = checks.integer("workers", limit, at_least=1)
         self.task = task
         self.settings = settings
-        pickled = _pickled(model)
+        pickled = _pickled(model, task, settings)
         public = task.public()
         flat = FlatModel(model, public.inputs)
         flat.remember()
         refuse_hidden_state(flat, public, settings, find_draws(flat, public))
         self._context = _context()
         self._setting = Setting(
-            model=SharedTensor.copy_of(self._context, pickled),
-            inputs=SharedTensor.copy_of(self._context, task.inputs),
-            targets=SharedTensor.copy_of(self._context, task.targets),
+            pickled=SharedTensor.copy_of(self._context, pickled),
+            inputs=shared(self._context, task.inputs),
+            targets=shared(self._context, task.targets),
             start=SharedTensor.copy_of(self._context, flat.vector),
-            settings=settings,
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
@@ -318,7 +317,8 @@ def _cores() -> int:
 
 
 def _check_on_cpu(model: nn.Module, task: Task) -> None:
-    tensors = [task.inputs, task.targets, *model.parameters(), *model.buffers()]
+    samples = [*trees.leaves(task.inputs), *trees.leaves(task.targets)]
+    tensors = [*samples, *model.parameters(), *model.buffers()]
     elsewhere = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
     if elsewhere is not None:
         raise InvalidValueError(
@@ -327,12 +327,20 @@ def _check_on_cpu(model: nn.Module, task: Task) -> None:
         )
 
 
-def _pickled(model: nn.Module) -> torch.Tensor:
-    try:
-        data = pickle.dumps(model)
-    except Exception as error:
-        raise InvalidValueError(
-            f"model={type(model).__qualname__} must be picklable for engine='processes', "
-            f"which it is not: {error}; define its class at the top level of a module"
-        ) from error
+def _pickled(model: nn.Module, task: Task, settings: LocalSettings) -> torch.Tensor:
+    """Return model, objective and settings as bytes; raise for the part that cannot be."""
+    named = {
+        f"model={type(model).__qualname__}": model,
+        "loss": task.objective,
+        "optimizer": settings,
+    }
+    for name, part in named.items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:
+            raise InvalidValueError(
+                f"{name} must be picklable for engine='processes', which it is not: {error}; "
+                "define it at the top level of a module"
+            ) from error
+    data = pickle.dumps((model, task.objective, settings))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

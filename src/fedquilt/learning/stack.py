@@ -20,13 +20,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.nn import functional
 
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.trees import Tree
 from fedquilt.learning.draws import ClientDraws, bits_of, hashed_bits, own_draws
 from fedquilt.learning.engine import ClassMask, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import find_draws, seeded_layers
+from fedquilt.learning.objective import outputs_of
+from fedquilt.learning.optimizers import ClientOptimizer, RuleState
 
 _GPU_SHARE = 0.4
 _CPU_BYTES = 2**28
@@ -36,14 +39,14 @@ _TRIAL_SHAPE = (4, 16)  # a wider batch than the first trials'
 
 
 class Batch(NamedTuple):
-    """One step of K clients: samples [K, B, ...] and targets [K, B].
+    """One step of K clients: samples [K, B, ...] and targets [K, B, ...], or trees of such.
 
     `bits` are what the step's random layers draw from, one [K, B, ...] for each draw;
     `hidden` are rows of the task's class mask, [K, classes].
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Tree
+    targets: Tree
     bits: Sequence[torch.Tensor] = ()
     hidden: torch.Tensor | None = None
 
@@ -53,6 +56,7 @@ class ModelStack:
 
     def __init__(self, model: nn.Module, task: Task) -> None:
         self.public = task.public()
+        self.objective = task.objective
         self.flat = FlatModel(model, self.public.inputs)
         self.state = self.flat.remember()
         self._first = self.flat.read().clone()
@@ -64,13 +68,13 @@ class ModelStack:
         self._forward: Callable[..., torch.Tensor] = vmap(self._one, randomness="error")
 
     def _one(
-        self, weights: list[torch.Tensor], inputs: torch.Tensor, bits: list[torch.Tensor]
+        self, weights: list[torch.Tensor], inputs: Tree, bits: list[torch.Tensor]
     ) -> torch.Tensor:
         named = dict(zip(self.flat.names, weights, strict=True))
         if self.draws is not None:
             self.draws.begin(_given(bits))
-        outputs: torch.Tensor = functional_call(self.flat.module, named, (inputs,))
-        return outputs
+        arguments, keywords = trees.arguments_of(inputs)
+        return outputs_of(functional_call(self.flat.module, named, arguments, keywords))
 
     def reset(self) -> None:
         """Restore the module, weights too, ready to train."""
@@ -79,18 +83,17 @@ class ModelStack:
         self.flat.module.train()
 
     def losses(self, weights: list[torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the loss of each sample, [K, B], under its client's weights."""
-        count, width = batch.targets.shape[:2]
+        """Return the loss of each sample, [K, B], under its client's weights.
+
+        The sum over a sample's elements, where it has several.
+        """
+        count, width = trees.leaves(batch.targets)[0].shape[:2]
         with own_draws(self.draws):
             outputs = self._forward(weights, batch.inputs, list(batch.bits))
         if batch.hidden is not None and self.mask is not None:
             outputs = self.mask.apply(outputs, batch.hidden[:, None, :])
-        losses = functional.cross_entropy(
-            outputs.flatten(0, 1), batch.targets.flatten(0, 1), reduction="none"
-        )
-        return (
-            losses.view(count, width, -1).mean(2) if losses.dim() > 1 else losses.view(count, width)
-        )
+        targets = trees.mapped(batch.targets, lambda tensor: tensor.flatten(0, 1))
+        return self.objective.of_samples(outputs.flatten(0, 1), targets).view(count, width)
 
     def spread(self, vector: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Return the vector's tensors, each repeated for `count` clients."""
@@ -151,13 +154,16 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     What cannot be read off the model is tried, on public samples: one step on two clients
     of two samples.  An error of the model itself, stacked or not, is raised as it is.
     """
+    reason = _loss_obstacle(model, task)
+    if reason:
+        return reason
     stack = ModelStack(model, task)
     if stack.flat.buffer_names:
         moving = ", ".join(stack.flat.buffer_names)
         return f"a training step changes its buffers ({moving}), as BatchNorm does"
-    if any(shape[0] != len(stack.public.inputs) for shape in stack.draw_shapes):
+    if any(shape[0] != trees.length(stack.public.inputs) for shape in stack.draw_shapes):
         return "a random layer of it draws for something else than the samples of a batch"
-    with seeded_layers(stack.public.inputs.device, 0):
+    with seeded_layers(stack.public.device, 0):
         if _mixes_samples(stack):
             return "its output for a sample depends on the other samples of the batch"
         plain = _plain_gradients(stack)
@@ -180,6 +186,19 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     return ProgramShapes(stack).side_effect(*_TRIAL_SHAPE)
 
 
+@torch.no_grad()
+def _loss_obstacle(model: nn.Module, task: Task) -> str | None:
+    """Return why clients cannot share a program under the task's loss, or None."""
+    objective, public = task.objective, task.public()
+    if objective.is_named or objective.on_batches or objective.loss == "model":
+        return objective.obstacle(torch.empty(0), public.targets)
+    flat = FlatModel(model, public.inputs)
+    flat.module.eval()
+    return objective.obstacle(
+        outputs_of(trees.call_with(flat.module, public.inputs)), public.targets
+    )
+
+
 class _MovesWeightsError(Exception):
     """The stacked weights changed in a forward pass: rows that only fill up would move."""
 
@@ -199,15 +218,21 @@ def _first_line(error: Exception) -> str:
 @torch.no_grad()
 def _mixes_samples(stack: ModelStack) -> bool:
     """Tell whether another second sample changes the first one's output."""
-    first, second = stack.public.inputs[:1], stack.public.inputs[1:]
-    other = 1 - 2 * second if second.is_floating_point() else first
+    public = stack.public
     outputs = []
-    for neighbour in (second, other):
+    for change in (lambda tensor: tensor, _other_second):
         stack.reset()
-        with seeded_layers(first.device, 0), own_draws(stack.draws):
+        inputs = trees.mapped(public.inputs, change)
+        with seeded_layers(public.device, 0), own_draws(stack.draws):
             _begin(stack.draws)
-            outputs.append(stack.flat.module(torch.cat([first, neighbour]))[0])
+            outputs.append(outputs_of(trees.call_with(stack.flat.module, inputs))[0])
     return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _other_second(pair: torch.Tensor) -> torch.Tensor:
+    """Return two samples, the second one another than it was."""
+    first, second = pair[:1], pair[1:]
+    return torch.cat([first, 1 - 2 * second if second.is_floating_point() else first])
 
 
 def _begin(draws: ClientDraws | None) -> None:
@@ -218,8 +243,7 @@ def _begin(draws: ClientDraws | None) -> None:
 def _plain_gradients(stack: ModelStack) -> tuple[torch.Tensor | None, ...]:
     with own_draws(stack.draws):
         _begin(stack.draws)
-        outputs = stack.flat.module(stack.public.inputs)
-    loss = functional.cross_entropy(outputs, stack.public.targets)
+        loss = stack.objective(stack.flat.module, stack.public.inputs, stack.public.targets)
     return torch.autograd.grad(loss, stack.flat.parameters, allow_unused=True)
 
 
@@ -235,8 +259,11 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    inputs, targets = stack.public.inputs, stack.public.targets
-    batch = Batch(torch.stack([inputs] * 2), torch.stack([targets] * 2), stack.trial_bits(2, 2))
+    inputs, targets = (
+        trees.mapped(part, lambda tensor: torch.stack([tensor] * 2))
+        for part in (stack.public.inputs, stack.public.targets)
+    )
+    batch = Batch(inputs, targets, stack.trial_bits(2, 2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = stack.losses(weights, batch).sum()
     start = stack.spread(stack.flat.vector, 2)
@@ -245,18 +272,19 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
     return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
 
 
-def group_size(stack: ModelStack, batch_size: int) -> int:
+def group_size(stack: ModelStack, batch_size: int, copies: int = 4) -> int:
     """Return how many clients fit into the memory that a group may take.
 
     A client holds its weights, their gradient, its update and one tensor of
-    scratch, and for each sample of a batch what the forward pass keeps and the
-    gradients with respect to it.  What clients really hold does not enter.
+    scratch (`copies`; an optimiser with a state holds more), and for each sample of a
+    batch what the forward pass keeps and the gradients with respect to it.  What
+    clients really hold does not enter.
     """
-    with seeded_layers(stack.public.inputs.device, 0):
+    with seeded_layers(stack.public.device, 0):
         _, sample_bytes = _trial_step(stack)
     vector = stack.flat.vector
     widest = min(batch_size, _WIDEST)
-    client_bytes = 4 * vector.numel() * vector.element_size() + 2 * sample_bytes * widest
+    client_bytes = copies * vector.numel() * vector.element_size() + 2 * sample_bytes * widest
     return max(1, _memory(vector.device) // client_bytes)
 
 
@@ -275,8 +303,10 @@ _BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ProgramShapes:
     """The shapes in which a stack of models was seen to compute alike."""
 
-    def __init__(self, stack: ModelStack) -> None:
+    def __init__(self, stack: ModelStack, optimizer: ClientOptimizer | None = None) -> None:
         self._stack = stack
+        # Plain steps compute number by number; what other rules make of gradients is compared.
+        self._optimizer = None if optimizer is None or optimizer.is_plain else optimizer
         self._prints: dict[tuple[int, int, int, int, int, bool], torch.Tensor] = {}
         self._fits: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
@@ -344,10 +374,13 @@ class ProgramShapes:
         random = torch.Generator().manual_seed(rows)
         lengths = torch.randint(1, longest + 1, (rows, 1), generator=random)
         shares = (torch.arange(columns) < lengths) / lengths
-        like = stack.public.inputs
-        inputs = public_inputs(like, rows * columns, seed=columns)
-        inputs = inputs.view(rows, columns, *like.shape[1:])
-        targets = stack.public.targets.new_zeros(rows, columns, *stack.public.targets.shape[1:])
+        inputs, targets = (
+            trees.mapped(part, lambda tensor: tensor.view(rows, columns, *tensor.shape[1:]))
+            for part in (
+                public_inputs(stack.public.inputs, rows * columns, seed=columns),
+                stack.public.public_targets(rows * columns),
+            )
+        )
         weights = [
             tensor + torch.randn(tensor.shape, generator=random).to(tensor)
             for tensor in stack.spread(stack.flat.vector, rows)
@@ -357,7 +390,9 @@ class ProgramShapes:
         order = order[:count].to(device)
         leaves = [tensor[order].requires_grad_() for tensor in weights]
         batch = Batch(
-            inputs[order, :width], targets[order, :width], [part[order, :width] for part in bits]
+            trees.mapped(inputs, lambda tensor: tensor[order, :width]),
+            trees.mapped(targets, lambda tensor: tensor[order, :width]),
+            [part[order, :width] for part in bits],
         )
         stack.reset()
         with seeded_layers(device, 0):  # a trial must not use up what training draws
@@ -366,7 +401,20 @@ class ProgramShapes:
             self._refuse_side_effects(leaves, *before)
         losses = losses * shares.to(device)[order, :width]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        return fingerprint([losses.detach().sum(1), *(g for g in gradients if g is not None)])
+        marks = [losses.detach().sum(1), *(g for g in gradients if g is not None)]
+        return fingerprint([*marks, *self._steps(leaves, gradients)])
+
+    def _steps(
+        self, leaves: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Return the weights after two steps of a rule that is not plain."""
+        if self._optimizer is None:
+            return []
+        weights = [leaf.detach().clone() for leaf in leaves]
+        state = RuleState(self._optimizer, weights, stacked=True)
+        for _ in range(2):
+            state.step(weights, gradients, None, 0.1, 0.0)
+        return weights
 
 
 @torch.no_grad()

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 # Values that cannot change; whoever holds them is put back, and that is enough.
 _FIXED = (
@@ -56,14 +55,14 @@ class ModuleState:
 
     Parameters
     ----------
-    module : nn.Module
-        The module.
+    module : nn.Module, or any object
+        The module, or what else is used for one client after the other.
     written : iterable of tensors
         Tensors whose values are written before every client anyway; their values are
         not part of the picture.
     """
 
-    def __init__(self, module: nn.Module, written: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, module: object, written: Iterable[torch.Tensor] = ()) -> None:
         self.opaque: list[str] = []
         """The names of things whose state can neither be seen nor put back."""
         self._written = {id(tensor) for tensor in written}

@@ -13,16 +13,17 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common import trees
 from fedquilt.common.errors import StorageError
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import find_draws, train_client
+from fedquilt.learning.local import NEVER_SILENT, default_loss_of, find_draws, train_client
 
 
 class SharedTensor:
@@ -63,16 +64,16 @@ class SharedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What a worker gets when it starts; the model as pickled bytes.
+    """What a worker gets when it starts; model, objective and settings as pickled bytes.
 
-    The worker unpickles the model itself, so that a failure becomes a message.
+    The worker unpickles them itself, so that a failure becomes a message.  `inputs` and
+    `targets` are `SharedTensor`s in the form of the task's trees.
     """
 
-    model: SharedTensor
-    inputs: SharedTensor
-    targets: SharedTensor
+    pickled: SharedTensor
+    inputs: Any
+    targets: Any
     start: SharedTensor
-    settings: LocalSettings
 
 
 class Job(NamedTuple):
@@ -131,12 +132,13 @@ class _Trainer:
     """The working model and the shared memory, opened."""
 
     def __init__(self, setting: Setting, slots: torch.Tensor) -> None:
-        model = pickle.loads(setting.model.open().numpy().tobytes())
-        self._inputs = setting.inputs.open()
-        self._targets = setting.targets.open()
+        model, objective, settings = pickle.loads(setting.pickled.open().numpy().tobytes())
+        inputs, targets = opened(setting.inputs), opened(setting.targets)
+        self._task = Task(inputs, targets, [], objective=objective)
         self._start = setting.start.open()
-        self._settings = setting.settings
-        public = Task(self._inputs, self._targets, []).public()
+        self._settings: LocalSettings = settings
+        public = self._task.public()
+        self._loss_of = default_loss_of(self._task)
         self._flat = FlatModel(model, public.inputs)
         self._flat.remember()
         self._draws = find_draws(self._flat, public)
@@ -148,18 +150,36 @@ class _Trainer:
             loss = train_client(
                 self._flat,
                 self._start,
-                self._inputs,
-                self._targets,
+                self._task.inputs,
+                self._task.targets,
                 torch.from_numpy(job.samples),
                 job.learning_rate,
                 self._settings,
                 job.seed,
-                draws=self._draws,
+                self._loss_of(0, 0),
+                self._draws,
             )
             torch.sub(self._flat.read(), self._start, out=self._slots[job.slot])
         except Exception as error:
-            return _failure(job.slot, error)
+            if not self._settings.silent or isinstance(error, NEVER_SILENT):
+                return _failure(job.slot, error)
+            self._slots[job.slot].fill_(math.nan)
+            return Done(job.slot, math.nan)
         return Done(job.slot, loss)
+
+
+def shared(context: BaseContext, tree: trees.Tree) -> Any:
+    """Return a tree of `SharedTensor`s with the values of a tree of tensors."""
+    return trees.mapped(tree, lambda tensor: SharedTensor.copy_of(context, tensor))  # type: ignore[arg-type,return-value]
+
+
+def opened(tree: Any) -> Any:
+    """Return the tensors of a tree of `SharedTensor`s."""
+    if isinstance(tree, SharedTensor):
+        return tree.open()
+    if isinstance(tree, dict):
+        return {key: opened(part) for key, part in tree.items()}
+    return tuple(opened(part) for part in tree)
 
 
 def _failure(slot: int | None, error: Exception) -> Failed:

@@ -18,7 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.trees import Tree
 from fedquilt.slices.model_slice import ModelSlice, attach, tensors_of
 from fedquilt.slices.tensor_map import TensorMap
 
@@ -56,16 +58,17 @@ class DepthSlicer:
         return small  # type: ignore[no-any-return]
 
 
-def exits_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def exits_loss(module: nn.Module, inputs: Tree, targets: Tensor) -> Tensor:
     """Return DepthFL's loss over the exits z_1 .. z_d of a client's model.
 
         sum_i CE(z_i, y) + 1/(d - 1) sum_i sum_(j != i) KL(p_j || p_i)
 
     The exits teach one another; no gradient goes through a teacher (Kim et al. 2023, eq. 2).
     """
-    outputs: Sequence[Tensor] = module.exits(inputs)  # type: ignore[operator]
+    exits: Any = module.exits
+    outputs: Sequence[Tensor] = trees.call_with(exits, inputs)
     logs = [functional.log_softmax(z, dim=-1) for z in outputs]
-    loss = sum((functional.nll_loss(log, targets) for log in logs), start=inputs.new_zeros(()))
+    loss = sum((functional.nll_loss(log, targets) for log in logs), start=logs[0].new_zeros(()))
     for mine in logs if len(logs) > 1 else ():
         for other in (log for log in logs if log is not mine):
             apart = functional.kl_div(mine, other.detach(), reduction="batchmean", log_target=True)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from fedquilt.common import checks
+from fedquilt.common import checks, trees
 from fedquilt.common.randomness import generator
+from fedquilt.common.trees import Tree
 from fedquilt.learning import (
     ClassMask,
     ClientUpdate,
@@ -25,6 +26,7 @@ from fedquilt.learning import (
     LossOf,
     Task,
     make_engine,
+    outputs_of,
 )
 from fedquilt.learning.state import ModuleState
 from fedquilt.slices.depth import exits_loss
@@ -44,13 +46,15 @@ def class_mask(model: nn.Module, task: Task) -> ClassMask | None:
     are left out of the sum instead, which is what masking means for it.  Which of the two
     a model is holds for all clients, so it is tried on public inputs.
     """
-    if task.targets.is_floating_point() or task.targets.dim() != 1:
+    if not task.is_classification:
         return None
-    outputs = model(task.public().inputs)
+    outputs = outputs_of(trees.call_with(model, task.public().inputs))
     hidden = torch.ones(len(task.clients), outputs.shape[-1], dtype=torch.bool)
     labels = task.targets.cpu().numpy()
     for client, samples in enumerate(task.clients):
-        hidden[client, torch.from_numpy(np.unique(labels[samples]))] = False
+        held = np.unique(labels[samples])
+        held = held[held != task.objective.ignore_index]
+        hidden[client, torch.from_numpy(held)] = False
     normalised = bool((outputs.logsumexp(-1).abs() < 1e-4).all())
     return ClassMask(hidden.to(task.targets.device), -torch.inf if normalised else 0.0)
 
@@ -83,7 +87,7 @@ class _NarrowPasses:
     the narrow pass arrives in the weights of the wide model.
     """
 
-    def __init__(self, model: nn.Module, sample: Tensor) -> None:
+    def __init__(self, model: nn.Module, sample: Tree) -> None:
         self._model = model
         self._sample = sample
         self._plan: Slicer | None = None
@@ -95,9 +99,9 @@ class _NarrowPasses:
         for state in self._states:
             state.restore()
 
-    def loss(self, wide: nn.Module, inputs: Tensor, targets: Tensor, share: Fraction) -> Tensor:
+    def loss(self, wide: nn.Module, inputs: Tree, targets: Tensor, share: Fraction) -> Tensor:
         """Return the loss of one step that draws the share p / w."""
-        outputs = wide(inputs)
+        outputs = outputs_of(trees.call_with(wide, inputs))
         loss = functional.cross_entropy(outputs, targets)
         if share == 1:
             return loss
@@ -107,8 +111,8 @@ class _NarrowPasses:
             self._models[share] = self._plan.build(_AtLeastOne(share))
             self._states.append(ModuleState(self._models[share]))
         held = self._plan.slice(_AtLeastOne(share)).gather(dict(wide.named_parameters()))
-        narrow = functional_call(self._models[share].train(), held, (inputs,))
-        return loss + self_distillation_loss(narrow, outputs, targets)
+        narrow = functional_call(self._models[share].train(), held, *trees.arguments_of(inputs))
+        return loss + self_distillation_loss(outputs_of(narrow), outputs, targets)
 
 
 class _AtLeastOne:

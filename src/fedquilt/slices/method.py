@@ -10,9 +10,28 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.learning import Task, public_inputs
 from fedquilt.method import MethodParts, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
+
+_NEED_CLASSES = {
+    "heterofl": "hides the classes that a client has no sample of",
+    "fjord": "distils class scores from wide to narrow models",
+    "depthfl": "distils class scores between exits",
+}
+"""Methods whose loss is one of classes, and why."""
+
+
+def refuse_without_classes(what: str, method: str, task: Task) -> None:
+    """Raise where a method needs one class a sample, and the task is another."""
+    why = _NEED_CLASSES.get(method)
+    if why is not None and not task.is_classification:
+        raise InvalidValueError(
+            f"{what} must be used with one class a sample and loss='cross_entropy', not with "
+            f"loss={task.objective.name!r}: it {why}; 'fedrolex', 'dropout', 'mfl', 'smallest' and "
+            "'largest' take any loss"
+        )
 
 
 class Slices(WholeModel):
@@ -27,6 +46,7 @@ class Slices(WholeModel):
                 f"engine must be a name with method={config.method!r}, which makes an engine for "
                 "every slice"
             )
+        refuse_without_classes(f"method={config.method!r}", config.method, parts.task)
         sample = parts.task.public().inputs
         self.slicing: Slicing = make_slicing(config, parts.flat, sample, len(parts.task.clients))
         super().__init__(
@@ -56,7 +76,7 @@ class Smallest(WholeModel):
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what each client sends, receives and computes."""
         flat, task = self._parts.flat, self._parts.task
-        sample, count = task.public().inputs[:1], len(task.clients)
+        sample, count = public_inputs(task.inputs, 1), len(task.clients)
         method = self._parts.config.method
         costs = cost_of_everybody(method, self._width, count, flat.vector, flat.module, sample)
         return {"slices": costs}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.trees import Tree
 from fedquilt.slices.graph.cuts import LayerCut, Part, Parts
 from fedquilt.slices.graph.walk import trace, walk, widthless_class
 from fedquilt.slices.layer_rules import resize, tensor_maps
@@ -111,7 +112,7 @@ class Slicer:
     """
 
     def __init__(
-        self, model: nn.Module, sample: Tensor | None = None, whole: Sequence[str] = ()
+        self, model: nn.Module, sample: Tree | None = None, whole: Sequence[str] = ()
     ) -> None:
         graph = trace(model, whole)
         records = walk(model, graph, sample, whole)
@@ -248,7 +249,7 @@ def slice_model(
     model: nn.Module,
     width: Bound | Selection,
     *,
-    sample: Tensor | None = None,
+    sample: Tree | None = None,
     whole: Sequence[str] = (),
     scaled: bool = False,
 ) -> nn.Module:

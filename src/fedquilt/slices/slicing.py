@@ -28,8 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
+from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
 from fedquilt.config.choices import OWN_LOSS_METHODS
 from fedquilt.learning import FlatModel
@@ -43,7 +45,7 @@ COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
 """What is counted for a client."""
 
 
-def multiply_adds(model: nn.Module, sample: Tensor) -> int:
+def multiply_adds(model: nn.Module, sample: Tree) -> int:
     """Return the multiply-adds of one forward pass of one example.
 
     Matrix products, convolutions and attention count; element-wise work does not.
@@ -54,9 +56,9 @@ def multiply_adds(model: nn.Module, sample: Tensor) -> int:
     was_training = model.training
     model.eval()
     with FlopCounterMode(display=False) as counter:
-        model(sample)
+        trees.call_with(model, sample)
     model.train(was_training)
-    return int(counter.get_total_flops()) // (2 * len(sample))
+    return int(counter.get_total_flops()) // (2 * trees.length(sample))
 
 
 def cost_table(slicing: Slicing) -> dict[str, Any]:
@@ -75,19 +77,19 @@ def cost_table(slicing: Slicing) -> dict[str, Any]:
 
 
 def cost_of_everybody(
-    method: str, width: str, clients: int, vector: Tensor, model: nn.Module, sample: Tensor
+    method: str, width: str, clients: int, vector: Tensor, model: nn.Module, sample: Tree
 ) -> dict[str, Any]:
     """Return the same table where all clients train one model, whose values are `vector`."""
     cost = _cost(vector.numel(), vector.element_size(), model, sample)
     return _with_means(method, [{"width": width, "clients": clients, **cost}])
 
 
-def _cost(size: int, element_size: int, model: nn.Module, sample: Tensor) -> dict[str, Any]:
+def _cost(size: int, element_size: int, model: nn.Module, sample: Tree) -> dict[str, Any]:
     return {
         "parameters": size,
         "bytes_up": size * element_size,
         "bytes_down": size * element_size,
-        "multiply_adds": multiply_adds(model, sample[:1]),
+        "multiply_adds": multiply_adds(model, trees.take(sample, slice(1))),
     }
 
 
@@ -141,7 +143,7 @@ class Slicing:
         seed: int,
         model: nn.Module,
         buffers: Sequence[str],
-        sample: torch.Tensor,
+        sample: Tree,
     ) -> None:
         self.method = method
         self.widths = tuple(widths)
@@ -236,7 +238,7 @@ class Slicing:
         """Return, for each element of the whole vector, the share of clients that hold it."""
         groups = self.groups(clients, round_index)
         size = self.place_of(next(iter(groups))).whole_size
-        count = torch.zeros(size, dtype=torch.float64, device=self.sample.device)
+        count = torch.zeros(size, dtype=torch.float64, device=trees.device_of(self.sample))
         for cut, members in groups.items():
             self.place_of(cut).cover_(count, float(len(members)))
         return count / len(clients)
@@ -249,9 +251,7 @@ class Slicing:
         return {width: first[width] for width in sorted(first, reverse=True)}
 
 
-def make_slicing(
-    config: RunConfig, flat: FlatModel, sample: torch.Tensor, num_clients: int
-) -> Slicing:
+def make_slicing(config: RunConfig, flat: FlatModel, sample: Tree, num_clients: int) -> Slicing:
     """Return the slices that a configuration asks for."""
     if config.engine == "processes":
         raise InvalidValueError(
@@ -268,7 +268,7 @@ def make_slicing(
 
 
 def smallest_model(
-    config: RunConfig, model: nn.Module, sample: torch.Tensor, num_clients: int
+    config: RunConfig, model: nn.Module, sample: Tree, num_clients: int
 ) -> tuple[nn.Module, Fraction]:
     """Return the model that even the weakest client can hold, and its width."""
     width = min(tier_widths(config, model, sample, num_clients))
@@ -276,7 +276,7 @@ def smallest_model(
 
 
 def tier_widths(
-    config: RunConfig, model: nn.Module, sample: torch.Tensor, num_clients: int
+    config: RunConfig, model: nn.Module, sample: Tree, num_clients: int
 ) -> tuple[Fraction, ...]:
     """Return the width of every client."""
     plan: list[Slicer] = []
@@ -288,6 +288,7 @@ def tier_widths(
         small = plan[0].build(width)
         megabytes = sum(3 * p.numel() * p.element_size() for p in small.parameters()) / 2**20
         device = next(small.parameters()).device
-        return megabytes, 2.0 * multiply_adds(small, sample[:1].to(device))
+        one = trees.mapped(sample, lambda tensor: tensor[:1].to(device))
+        return megabytes, 2.0 * multiply_adds(small, one)
 
     return client_widths(config.tiers, num_clients, generator(config.seed, "tiers"), needs)

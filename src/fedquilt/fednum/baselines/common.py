@@ -103,7 +103,7 @@ def real_sample(
 
 def image_bytes(task: Task) -> int:
     """Return the bytes of one image in float32."""
-    return FLOAT_BYTES * math.prod(task.inputs.shape[1:])
+    return FLOAT_BYTES * int(math.prod(task.inputs.shape[1:]))
 
 
 def model_bytes(problem: Problem) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.trees import Tree
 from fedquilt.slices.graph.cuts import (
     NOT_TENSOR,
     Layout,
@@ -71,13 +72,25 @@ def trace(model: nn.Module, whole: Sequence[str]) -> fx.Graph:
         ) from error
 
 
-def walk(model: nn.Module, graph: fx.Graph, sample: Tensor | None, whole: Sequence[str]) -> Records:
+def walk(model: nn.Module, graph: fx.Graph, sample: Tree | None, whole: Sequence[str]) -> Records:
     """Return the axes of a model and how each layer is cut."""
     walker = Walker(model, whole)
-    rank = None if sample is None else sample.dim()
+    ranks = _ranks(graph, sample)
     for node in graph.nodes:
-        walker.visit(node, rank)
+        walker.visit(node, ranks.get(str(node.target)) if node.op == "placeholder" else None)
     return walker.records
+
+
+def _ranks(graph: fx.Graph, sample: Tree | None) -> dict[str, int]:
+    """Return the number of dimensions of each input of a model, by its name."""
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    if sample is None:
+        return {}
+    if isinstance(sample, dict):
+        return {name: part.dim() for name, part in sample.items() if isinstance(part, Tensor)}
+    parts = (sample,) if isinstance(sample, Tensor) else sample
+    pairs = zip(names, parts, strict=False)
+    return {name: part.dim() for name, part in pairs if isinstance(part, Tensor)}
 
 
 class Walker:
