@@ -13,7 +13,7 @@ from torch.nn import functional
 from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, own_draws
 from fedquilt.learning.engine import LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.objective import CROSS_ENTROPY
+from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import NoPlanError, Plan, Tables, make_plan
 
 if TYPE_CHECKING:
@@ -188,4 +188,5 @@ def _has_classes(task: Task) -> bool:
     if not tensors or task.class_mask is not None or not task.inputs.is_floating_point():
         return False
     is_label = task.targets.dim() == 1 and not task.targets.is_floating_point()
-    return is_label and task.objective == CROSS_ENTROPY
+    objective = task.objective
+    return is_label and objective.loss == "cross_entropy" and objective.ignore_index == IGNORED

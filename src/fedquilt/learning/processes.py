@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import checks, trees
-from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError, WorkerError
+from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from fedquilt.learning import kernels
+from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables
 
-_IGNORED_LABEL = -100
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -232,7 +232,7 @@ class Program:
         last = self._saved[-1]
         kernels.loss_kernel[(count,)](
             self._step, self._sizes, last.out, self._y, last.d, self._loss_sum, self.rows,
-            _IGNORED_LABEL, self.width, self.plan.classes,
+            IGNORED, self.width, self.plan.classes,
             BM=_power(self.width), BN=_power(self.plan.classes),
         )  # fmt: skip
         for place in range(len(self._saved) - 1, -1, -1):
