@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from fedquilt.config import RunConfig
+from fedquilt.config import RunConfig, option_fields
+from fedquilt.config.uses import says_something
 from fedquilt.experiment import RunResult, load
 from fedquilt.run_folder import RunFolder
 
 TINY: dict[str, Any] = {
+    "mode": "quap_fl",
     "dataset": "digits",
     "model": "linear",
     "num_clients": 10,
@@ -33,9 +35,18 @@ def tiny(**changes: Any) -> RunConfig:
 
 
 def flags(**changes: Any) -> list[str]:
-    """Return the same settings as options of the command line."""
+    """Return the same settings as options of the command line.
+
+    What of them would do nothing beside the changes is left out: it would be refused.
+    """
     parts: list[str] = []
-    for key, value in {**TINY, **changes}.items():
+    merged = {**TINY, **changes}
+    mode = merged["mode"] or ("fedavg" if merged.get("method") else "certified")
+    given = {key: value for key, value in merged.items() if value is not None}
+    whole = {**{k: f.default for k, f in option_fields().items()}, **given, "mode": mode}
+    for key, value in merged.items():
+        if key not in changes and not says_something(key, whole):
+            continue
         if value is True:
             parts.append(f"--{key.replace('_', '-')}")
         elif value is not None:

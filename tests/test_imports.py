@@ -33,7 +33,7 @@ ORDER: tuple[set[str], ...] = (
     {"round"},
     {"assemble_mechanism"},
     {"assemble", "record"},
-    {"assemble_account"},
+    {"assemble_account", "outlook"},
     {"experiment"},
     {"quapfl", "fednum", "audit", "flower", "report"},
     DOCUMENTS,

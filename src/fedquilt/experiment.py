@@ -7,9 +7,9 @@ import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -37,10 +37,13 @@ from fedquilt.assemble_account import (
 )
 from fedquilt.assemble_mechanism import Build
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.common.observer import as_observer
+from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
+from fedquilt.config.keywords import Settings, shows_settings
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.method import Method
+from fedquilt.observe.progress import Expectations, Progress
+from fedquilt.outlook import expectations
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
@@ -360,9 +363,16 @@ def run(
     method: str | BuildMethod | None = None,
     mechanism: Build | type[Certified] | None = None,
     engine: str | Engine | BuildEngine | None = None,
-    **settings: Any,
+    preset: str | None = None,
+    progress: bool = True,
+    quiet: bool = False,
+    **settings: Unpack[Settings],
 ) -> RunResult:
-    """Train your own model on your own data.
+    """Train your own model on your own data, and say what may be claimed about every client.
+
+    Without settings the mode is `certified`, at epsilon 6 for every client, and all clients
+    join every one of 60 rounds; what that noise will do to your model is said before the
+    first.  See `docs/modes.md` for the other modes.
 
     Parameters
     ----------
@@ -387,21 +397,60 @@ def run(
         Names as in `RunConfig`, or your own: a method is made from `MethodParts`, an engine
         is an `Engine` or is made from `MethodParts`, and a mechanism is a subclass of
         `Certified` or is made from `MechanismParts`.  See `docs/extending.md`.
+    preset : str, optional
+        `paper-mnist` or `paper-cifar10`: the settings of the QuAP-FL paper's experiments, but
+        for what they say of the data.
+    progress : bool
+        Show how far the run has come: a bar in a terminal or a notebook, else a line now and
+        then, on the error stream.
+    quiet : bool
+        Show nothing, neither progress nor what the run may expect.
     **settings
-        Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
+        Options, for example `epsilon=3.0, num_rounds=50`.  One that would do nothing in the
+        run's mode is refused.
+
+    Returns
+    -------
+    RunResult
+        Record, statement, trained model and folder of the run.
     """
+    as_observer(observer)  # a mistake here must not cost a round
     own, names = _own_parts(method, mechanism, engine)
-    settings |= names
+    given: dict[str, Any] = {**settings, **names}
+    parts, ids = named_clients(clients, client_ids)
     folder = None
     if resume is not None:
         folder = RunFolder.open(resume)
-        config = _resumed_config(folder, settings)
+        if preset is not None:
+            raise InvalidValueError(f"preset={preset!r} must be left out when a run is resumed")
+        config = _resumed_config(folder, given)
     else:
-        place = {} if output_dir is None else {"output_dir": output_dir}
-        config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
-    parts, ids = named_clients(clients, client_ids)
+        usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": len(parts)}
+        usual |= {} if output_dir is None else {"output_dir": output_dir}
+        brought = own.method is not None or own.mechanism is not None
+        config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
     config, problem = problem_from(config, model, train, test, parts, ids, own)
-    return _run(config, problem, folder, output_dir, observer)
+    with _shown(config, observer, progress and not quiet, quiet) as watching:
+        return _run(config, problem, folder, output_dir, watching)
+
+
+@contextlib.contextmanager
+def _shown(
+    config: RunConfig, observer: Watching | None, progress: bool, quiet: bool
+) -> Iterator[Watching | None]:
+    """Yield an observer that shows progress too, or only what may be expected, or neither."""
+    if quiet:
+        yield observer
+        return
+    shown = Progress(f"{config.dataset} {config.mode}")
+    if not progress:
+        yield Observers(Expectations(shown), as_observer(observer))
+        return
+    with shown:
+        yield Observers(shown, as_observer(observer))
+
+
+shows_settings(run)
 
 
 def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
@@ -439,6 +488,7 @@ def _run(
     observer: Watching | None,
 ) -> RunResult:
     """Open folder and ledger, go to a checkpoint if there is one, and train."""
+    watching = as_observer(observer)
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:
@@ -448,9 +498,11 @@ def _run(
                 return load(folder.path, problem.whole_model())
         method = build_method(config, problem)
         stack.callback(method.close)
+        if observer is not None:
+            watching.expects(config, expectations(config, problem))
         federation, folder = _open(config, problem, method, folder, output_dir, stack)
         stack.enter_context(method.running())
-        experiment = Experiment(config, problem, federation, folder=folder, observer=observer)
+        experiment = Experiment(config, problem, federation, folder=folder, observer=watching)
         if folder is not None:
             experiment.observer.opened(config, folder.path)
         if resumed:
