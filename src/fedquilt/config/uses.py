@@ -12,7 +12,7 @@ from typing import Any
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import METHODS
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
-from fedquilt.config.run import OWN
+from fedquilt.config.run import OWN, RunConfig
 
 Case = Mapping[str, tuple[Any, ...] | None]
 """Settings that must hold together: option -> what it may be; None: anything but absent."""
@@ -152,3 +152,27 @@ def modes_of(name: str) -> tuple[str, ...]:
     return tuple(
         mode for mode in trained if any(mode in (case.get("mode") or (mode,)) for case in cases)
     )
+
+
+def uses_table() -> str:
+    """Return the table of `docs/modes.md`: where each option that is not everywhere says something.
+
+    Options of condensations only, and those of named data sets, are left out.
+    """
+    modes = [mode for mode, row in MODE_TABLE.items() if row.trains]
+    rows = [["option", *(f"`{mode}`" for mode in modes)], ["---"] * (1 + len(modes))]
+    for name, cases in USES.items():
+        if name in RunConfig.__dataclass_fields__ and not any(CLIENTS in case for case in cases):
+            flag = f"`--{name.replace('_', '-')}`"
+            rows.append([flag, *(_cell(cases, mode) for mode in modes)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(cases: tuple[Case, ...], mode: str) -> str:
+    """Return what an option needs beside a mode, "yes" for nothing."""
+    found = []
+    for case in cases:
+        if mode in (case.get("mode") or (mode,)):
+            rest = {name: allowed for name, allowed in case.items() if name != "mode"}
+            found.append(" and ".join(_in_words(rest)).replace("'", "`"))
+    return "yes" if "" in found else "; ".join(found)
