@@ -14,7 +14,7 @@ import safetensors
 
 from fedquilt import experiment
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.config import plain_config, option_fields
+from fedquilt.config import option_fields, plain_config
 from fedquilt.experiment import RunResult, run_config
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record import (
