@@ -24,6 +24,11 @@ TINY: dict[str, Any] = {
     "availability": "always",
     "num_rounds": 4,
     "local_epochs": 1,
+    "batch_size": 32,
+    "learning_rate": 0.01,
+    "epsilon": 3.0,
+    "clip_norm": 1.0,
+    "normalise_updates": False,
     "eval_every": 2,
     "noise_seed": 11,
 }
@@ -47,8 +52,8 @@ def flags(**changes: Any) -> list[str]:
     for key, value in merged.items():
         if key not in changes and not says_something(key, whole):
             continue
-        if value is True:
-            parts.append(f"--{key.replace('_', '-')}")
+        if isinstance(value, bool):
+            parts.append(f"--{'' if value else 'no-'}{key.replace('_', '-')}")
         elif value is not None:
             parts += [f"--{key.replace('_', '-')}", str(value)]
     return parts

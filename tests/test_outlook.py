@@ -38,8 +38,11 @@ SMALL = {"model": "linear", "num_clients": 20, "num_rounds": 6, "eval_every": 6}
         {"epsilon": 1.0, "delta": 1e-6, "clip_norm": 3.0, "clients_per_round": 0.2},
         {"availability": "always", "selection": "poisson", "clients_per_round": 0.5},
         {
-            **{"availability": "always", "selection": "poisson", "clients_per_round": 0.5},
-            **{"policy": "worst_case", "amplification": True},
+            "availability": "always",
+            "selection": "poisson",
+            "clients_per_round": 0.5,
+            "policy": "worst_case",
+            "amplification": True,
         },
         {"mode": "fixed_dp", "noise_layers": "all"},
         {"mode": "quap_fl", "noise_layers": "all", "min_clip": 1.0, "max_clip": 1.0001},

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_samples import written
 
 import fedquilt
-from config_samples import written
 from fedquilt.config import MODES, CondenseConfig, RunConfig, build_config, option_fields
 from fedquilt.config.condense import ALIASES
 from fedquilt.config.documents import PRESETS

@@ -45,7 +45,7 @@ def condense(
     from fedquilt.fednum.baselines import baseline_row, condensation_row
     from fedquilt.run_folder import RunFolder, finite
 
-    beside = read_beside(config)
+    beside = read_beside(config, CondenseConfig.method)
     tracker = beside.get("tracker", "none") if tracker == "none" else tracker
     shown = not quiet and not as_json and not beside.get("quiet", False)
     if resume is not None:

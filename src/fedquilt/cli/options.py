@@ -127,6 +127,8 @@ def _parameter(
     """Return the command-line option of a field."""
     name = item.name
     flag = _flag(name)
+    if any(mode.defaults.get(name) is True for mode in MODE_TABLE.values()):
+        flag = f"{flag}/--no-{flag[2:]}"  # on by default somewhere, so that off can be said
     choices = item.metadata["rule"].get("choices", ())
     words = item.metadata["help"]
     if not all(choice in words for choice in choices):

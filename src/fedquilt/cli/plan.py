@@ -47,7 +47,6 @@ def plan(
             "others add no noise that could be planned"
         )
     selector = build_selector(asked, _num_clients(asked))
-    _check_somebody_joins(asked, selector.expected_cohort, selector.mean_cohort)
     made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
         planning.plan_figure(made, figure)
@@ -72,14 +71,6 @@ def _num_clients(asked: RunConfig) -> int:
             "when the data are loaded"
         )
     return asked.num_clients or 100
-
-
-def _check_somebody_joins(asked: RunConfig, expected: float, mean: float) -> None:
-    if min(expected, mean) * asked.num_rounds < 1:
-        raise InvalidValueError(
-            f"clients_per_round={asked.clients_per_round!r} must let at least one client join in "
-            f"num_rounds={asked.num_rounds} rounds, not {mean * asked.num_rounds:.3g}"
-        )
 
 
 def _count(asked: RunConfig) -> int:

@@ -205,11 +205,11 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
     return content
 
 
-def read_beside(path: str | Path | None) -> dict[str, Any]:
-    """Return what a file says beside the configuration: `tracker`, `quiet`."""
+def read_beside(path: str | Path | None, method: str | None = None) -> dict[str, Any]:
+    """Return what a file for a method says beside the configuration: `tracker`, `quiet`."""
     if path is None:
         return {}
-    found = {key: value for key, value in read_config_file(path).items() if key in BESIDE}
+    found = {key: value for key, value in read_config_file(path, method).items() if key in BESIDE}
     if not isinstance(found.get("quiet", False), bool):
         raise InvalidValueError(f"quiet={found['quiet']!r} must be true or false (in {path})")
     if not isinstance(found.get("tracker", ""), str):
