@@ -425,7 +425,7 @@ def run(
             raise InvalidValueError(f"preset={preset!r} must be left out when a run is resumed")
         config = _resumed_config(folder, given)
     else:
-        usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": len(parts)}
+        usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": len(parts) or None}
         usual |= {} if output_dir is None else {"output_dir": output_dir}
         brought = own.method is not None or own.mechanism is not None
         config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)

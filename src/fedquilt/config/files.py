@@ -79,13 +79,9 @@ def build_config(
     check_keys(said, "configuration", kind)
     given = {**from_file, **said}
     usual = _usual(kind, given, base, own, bool(arms))
-    try:
-        config = kind(**{**usual, **given})
-    except InvalidValueError as error:
-        if file is None or not _comes_from_file(str(error), from_file, said):
-            raise
-        raise InvalidValueError(f"{error} (in {file})") from error
-    if config.mode == DEFAULT_MODE and config.num_clients == 1:
+    rest = {key: value for key, value in from_file.items() if key not in said}
+    config = _made(kind, {**usual, **given}, file, rest)
+    if config.mode == DEFAULT_MODE and config.num_clients == 1 and not own:
         raise InvalidValueError(
             f"num_clients=1 must be at least 2 with mode={config.mode!r}: noise that hides the "
             "only client hides everything"
@@ -98,7 +94,6 @@ def build_config(
     if not _is_record(from_file, kind):
         # A file that names no mode, or another than was typed, is meant for several.
         shared = "mode" in said and from_file.get("mode") != said["mode"]
-        rest = {key: value for key, value in from_file.items() if key not in said}
         try:
             refuse_idle(rest, whole, MODE_TABLE if shared else modes)
         except InvalidValueError as error:
@@ -124,11 +119,27 @@ def plain_config(
     kind = CondenseConfig if condenses else RunConfig
     content = package_names(kind, content)
     check_keys(content, "configuration" if file is None else str(file), kind)
-    if condenses:
-        return kind(**{**_usual_of_condensation(content), **content})
-    whole = content.get("method", "full") == "full"
-    model = {"model": "exits"} if content.get("method") == "depthfl" else {}
-    return kind(**{"mode": "quap_fl" if whole else "fedavg", **model, **content})
+    usual = _usual_of_condensation(content)
+    if not condenses:
+        whole = content.get("method", "full") == "full"
+        usual = {"mode": "quap_fl" if whole else "fedavg"}
+        usual |= {"model": "exits"} if content.get("method") == "depthfl" else {}
+    return _made(kind, {**usual, **content}, file, {} if file is None else content)
+
+
+def _made(
+    kind: type[RunConfig],
+    settings: Mapping[str, Any],
+    file: str | Path | None,
+    from_file: Mapping[str, Any],
+) -> RunConfig:
+    """Make a configuration; an error about what a file says names the file."""
+    try:
+        return kind(**settings)
+    except InvalidValueError as error:
+        if str(error).split("=", 1)[0] not in from_file:
+            raise
+        raise InvalidValueError(f"{error} (in {file})") from error
 
 
 def _usual(
@@ -248,11 +259,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool | int | float | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     raise FedquiltError(f"cannot write {value!r} to a configuration file")
-
-
-def _comes_from_file(
-    message: str, from_file: Mapping[str, Any], settings: Mapping[str, Any]
-) -> bool:
-    """Tell whether the key at the head of an error message was set by the file."""
-    key = message.split("=", 1)[0]
-    return key in from_file and key not in settings
