@@ -19,7 +19,7 @@ from torch import nn
 from fedquilt.assemble import Problem, build_federation, problem_from
 from fedquilt.assemble_account import open_account
 from fedquilt.condense.certified_statistics import GrowingSettings
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.learning import ClientUpdate
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
@@ -47,7 +47,7 @@ def memory_folder() -> Iterator[Path]:
 
 def make_problem(num_clients: int = 4, **changes: Any) -> tuple[RunConfig, Problem]:
     """Return a certified configuration and clients with one sample each."""
-    config = build_config({**BASE, "clients_per_round": num_clients, **changes})
+    config = plain_config({**BASE, "clients_per_round": num_clients, **changes})
     inputs, labels = torch.zeros(num_clients, 1, 2, 2), torch.zeros(num_clients, dtype=torch.int64)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     parts = [[client] for client in range(num_clients)]

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from fedquilt.config import RunConfig
+from fedquilt.config import RunConfig, option_fields
+from fedquilt.config.uses import says_something
 from fedquilt.experiment import RunResult, load
 from fedquilt.run_folder import RunFolder
 
 TINY: dict[str, Any] = {
+    "mode": "quap_fl",
     "dataset": "digits",
     "model": "linear",
     "num_clients": 10,
@@ -22,6 +24,11 @@ TINY: dict[str, Any] = {
     "availability": "always",
     "num_rounds": 4,
     "local_epochs": 1,
+    "batch_size": 32,
+    "learning_rate": 0.01,
+    "epsilon": 3.0,
+    "clip_norm": 1.0,
+    "normalise_updates": False,
     "eval_every": 2,
     "noise_seed": 11,
 }
@@ -33,11 +40,20 @@ def tiny(**changes: Any) -> RunConfig:
 
 
 def flags(**changes: Any) -> list[str]:
-    """Return the same settings as options of the command line."""
+    """Return the same settings as options of the command line.
+
+    What of them would do nothing beside the changes is left out: it would be refused.
+    """
     parts: list[str] = []
-    for key, value in {**TINY, **changes}.items():
-        if value is True:
-            parts.append(f"--{key.replace('_', '-')}")
+    merged = {**TINY, **changes}
+    mode = merged["mode"] or ("fedavg" if merged.get("method") else "certified")
+    given = {key: value for key, value in merged.items() if value is not None}
+    whole = {**{k: f.default for k, f in option_fields().items()}, **given, "mode": mode}
+    for key, value in merged.items():
+        if key not in changes and not says_something(key, whole):
+            continue
+        if isinstance(value, bool):
+            parts.append(f"--{'' if value else 'no-'}{key.replace('_', '-')}")
         elif value is not None:
             parts += [f"--{key.replace('_', '-')}", str(value)]
     return parts

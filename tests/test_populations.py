@@ -433,6 +433,8 @@ def own(folder: Path, clients: Any, **changes: Any) -> RunResult:
     data = (torch.rand(20, 4, generator=draws), torch.arange(20) % 2)
     torch.manual_seed(0)
     settings = {**OWN, "ledger": str(folder / "own.sqlite"), "population": "wards", **changes}
+    if settings["ledger"] is None:
+        del settings["population"]
     return fedquilt.run(nn.Linear(4, 2), data, data, clients, **settings)
 
 

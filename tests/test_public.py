@@ -14,7 +14,7 @@ import safetensors
 
 from fedquilt import experiment
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.config import build_config, option_fields
+from fedquilt.config import option_fields, plain_config
 from fedquilt.experiment import RunResult, run_config
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record import (
@@ -75,7 +75,7 @@ UNKEYED = {".lock", "ledger.sqlite", "condensed.safetensors", "synthetic", "shar
 def ran(settings: dict[str, Any], place: Path, told: list[Any] | None = None) -> RunResult:
     """Run in a folder of its own; `told` collects the lines that an observer gets."""
     own = {"ledger": str(place / settings["ledger"])} if "ledger" in settings else {}
-    config = build_config({**settings, **own, "output_dir": str(place / "results")})
+    config = plain_config({**settings, **own, "output_dir": str(place / "results")})
     return run_config(config, None if told is None else lambda _, line: told.append(dict(line)))
 
 
@@ -114,7 +114,7 @@ def held_against_the_lists(done: RunResult, *, bounded: bool) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert names_of(result) <= set(RESULT_PUBLIC) | more[1]
     assert checkpoint_names(folder) <= set(CHECKPOINT_PUBLIC) | more[2]
-    options = option_fields(type(build_config(done.result["metadata"]["hyperparameters"])))
+    options = option_fields(type(plain_config(done.result["metadata"]["hyperparameters"])))
     config = tomllib.loads((folder / "config.toml").read_text())
     assert set(config) <= {"schema_version", *options}
 

@@ -22,7 +22,7 @@ from certified_samples import (
     memory_folder,
     refine_in_few_steps,
 )
-from fedquilt.config import build_config
+from fedquilt.config import build_config, plain_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_in_memory
 from fedquilt.privacy import feasibility as planning
@@ -119,7 +119,7 @@ def digits(**changes: Any) -> RunResult:
         "epsilon": 6.0,
         "eval_every": 6,
     }
-    return run_in_memory(build_config({**given, **changes}))
+    return run_in_memory(plain_config({**given, **changes}))
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -314,7 +314,7 @@ def test_a_plan_for_replace_one_needs_twice_the_noise() -> None:
     assert two.noise_to_signal_run == pytest.approx(2 * one.noise_to_signal_run, rel=1e-12)
     assert "replace-one" in planning.plan_table(two)
     assert "zero-out" in planning.plan_table(one)
-    # The advice is about the same relation: at its epsilon the ratio is 1.
+    # The advice is about the same relation: at its epsilon the run is just workable.
     advised = next(text for text in two.advice if "epsilon" in text)
     needed = float(advised.split("epsilon: ")[1].split(" ")[0])
     reached = planning.plan(
@@ -323,7 +323,7 @@ def test_a_plan_for_replace_one_needs_twice_the_noise() -> None:
         cohort=28,
         adjacency="replace_one",
     )
-    assert 0.98 < reached.noise_to_signal_run < 1.0
+    assert 0.98 * planning.WORKABLE < reached.noise_to_signal_run < planning.WORKABLE
 
 
 def test_only_two_relations_can_be_asked_for(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def test_result_json_holds_what_is_documented(uninterrupted: Callable[..., RunRe
     written = tomllib.loads((whole.folder / "config.toml").read_text())
     set_ones = {k: v for k, v in metadata["hyperparameters"].items() if v is not None}
     assert set_ones == {k: v for k, v in written.items() if k != "schema_version"}
-    assert {k: metadata["hyperparameters"][k] for k in TINY} == TINY
+    asked = {**TINY, "mode": "fixed_dp"}
+    assert {k: metadata["hyperparameters"][k] for k in TINY} == asked
     assert result["cohorts"] == result["history"]["client_participation"]
     joins = np.bincount(np.concatenate(result["cohorts"]), minlength=10)
     assert result["joins"] == joins.tolist()

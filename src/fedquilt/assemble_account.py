@@ -28,6 +28,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedquilt.assemble import Problem
 from fedquilt.assemble_mechanism import check_untouched
 from fedquilt.common.bounds import format_bound
@@ -224,7 +226,10 @@ def _start(
     if resumed:
         population = _population_of_run(ledger, config, run_id)
     else:
+        known = {other.info.name for other in ledger.populations()}
         population = _population(ledger, config, problem)
+        if population.info.name in known and not config.spend_everything:
+            _check_bound_kept(population, config, problem)
     run = population.start_run(
         run_id,
         epsilon=config.epsilon if is_bounded(config, problem) else None,
@@ -243,6 +248,24 @@ def _start(
     if account.is_bounded and problem.selector.secret:
         check_untouched(account)
     return account
+
+
+def _check_bound_kept(population: Population, config: RunConfig, problem: Problem) -> None:
+    """Refuse to put clients that have a bound at infinity, unless it was said."""
+    if is_bounded(config, problem):
+        return
+    bounded = np.isfinite(population.spent())
+    if population.info.named and problem.roster.ids is not None:
+        numbers = population.numbers(problem.roster.ids)
+        bounded = bounded[numbers[numbers != UNKNOWN]]
+    at_stake = int(bounded.sum())
+    if at_stake:
+        raise InvalidValueError(
+            f"mode={config.mode!r} claims nothing, so that whoever joins gives away everything, "
+            f"for ever: {at_stake} of {len(problem.task.clients)} clients of this run have a bound "
+            f"in population {population.info.name!r}. Use a mode that keeps it (certified), leave "
+            "the ledger out, or say spend_everything=True (--spend-everything)"
+        )
 
 
 def _check_new_run(config: RunConfig, problem: Problem) -> None:

@@ -8,10 +8,10 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -46,14 +46,17 @@ from fedquilt.common.errors import (
     StorageError,
     WorkerError,
 )
-from fedquilt.common.observer import as_observer
+from fedquilt.common.observer import Observers, as_observer
 from fedquilt.common.pieces import pieces
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
+from fedquilt.config.keywords import Settings, shows_settings
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
 from fedquilt.method import Method
+from fedquilt.observe.progress import Expectations, Progress
+from fedquilt.outlook import expectations
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
 from fedquilt.privacy.run_account import RunAccount
@@ -393,9 +396,16 @@ def run(
     loss: str | OwnLoss | None = None,
     optimizer: str | Factory | None = None,
     metrics: Metrics | None = None,
-    **settings: Any,
+    preset: str | None = None,
+    progress: bool = True,
+    quiet: bool = False,
+    **settings: Unpack[Settings],
 ) -> RunResult:
-    """Train your own model on your own data.
+    """Train your own model on your own data, and say what may be claimed about every client.
+
+    Without settings the mode is `certified`, at epsilon 6 for every client, and all clients
+    join every one of 60 rounds; what that noise will do to your model is said before the
+    first.  See `docs/modes.md` for the other modes.
 
     Parameters
     ----------
@@ -430,22 +440,62 @@ def run(
     metrics : str, callable, or a sequence or mapping of such, optional
         Names as in `RunConfig`, or your own on all (outputs, targets) of the test data.  The
         first is the headline.  See `docs/tasks/README.md`.
+    preset : str, optional
+        `paper-mnist` or `paper-cifar10`: the settings of the QuAP-FL paper's experiments, but
+        for what they say of the data.
+    progress : bool
+        Show how far the run has come: a bar in a terminal or a notebook, else a line now and
+        then, on the error stream.
+    quiet : bool
+        Show nothing, neither progress nor what the run may expect.
     **settings
-        Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
+        Options, for example `epsilon=3.0, num_rounds=50`.  One that would do nothing in the
+        run's mode is refused.
+
+    Returns
+    -------
+    RunResult
+        Record, statement, trained model and folder of the run.
     """
+    as_observer(observer)  # a mistake here must not cost a round
     own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
-    settings |= names
+    given: dict[str, Any] = {**settings, **names}
+    parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
     folder = None
     if resume is not None:
         folder = RunFolder.open(resume)
-        config = _resumed_config(folder, settings)
+        if preset is not None:
+            raise InvalidValueError(f"preset={preset!r} must be left out when a run is resumed")
+        config = _resumed_config(folder, given)
     else:
-        place = {} if output_dir is None else {"output_dir": output_dir}
-        config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
-    parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
+        number = None if parts is None else len(parts) or None
+        usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": number}
+        usual |= {} if output_dir is None else {"output_dir": output_dir}
+        brought = own.method is not None or own.mechanism is not None
+        config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
     config, problem = problem_from(config, model, train, test, parts, ids, own)
     del model, train, test, clients, client_ids, parts, ids  # copied, and maybe nobody else's
-    return _run(config, problem, folder, output_dir, observer)
+    with _shown(config, observer, progress and not quiet, quiet) as watching:
+        return _run(config, problem, folder, output_dir, watching)
+
+
+@contextlib.contextmanager
+def _shown(
+    config: RunConfig, observer: Watching | None, progress: bool, quiet: bool
+) -> Iterator[Watching | None]:
+    """Yield an observer that shows progress too, or only what may be expected, or neither."""
+    if quiet:
+        yield observer
+        return
+    shown = Progress(f"{config.dataset} {config.mode}")
+    if not progress:
+        yield Observers(Expectations(shown), as_observer(observer))
+        return
+    with shown:
+        yield Observers(shown, as_observer(observer))
+
+
+shows_settings(run)
 
 
 def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
@@ -486,6 +536,7 @@ def _run(
     """Open folder and ledger, go to a checkpoint if there is one, and train."""
     problem = dataclasses.replace(problem, lends_memory=True)
     _spare_torch_a_temporary_folder()
+    watching = as_observer(observer)
     with contextlib.ExitStack() as stack:
         resumed = folder is not None
         if folder is not None:
@@ -495,9 +546,11 @@ def _run(
                 return load(folder.path, problem.whole_model())
         method = build_method(config, problem)
         stack.callback(method.close)
+        if observer is not None:
+            watching.expects(config, expectations(config, problem))
         federation, folder = _open(config, problem, method, folder, output_dir, stack)
         stack.enter_context(method.running())
-        experiment = Experiment(config, problem, federation, folder=folder, observer=observer)
+        experiment = Experiment(config, problem, federation, folder=folder, observer=watching)
         if folder is not None:
             experiment.observer.opened(config, folder.path)
         if resumed:

@@ -270,9 +270,25 @@ CUSTOM = "custom"
 class RunResult:
     """A finished run: its record, its trained model, its statement, its folder.
 
-    `model` is None only when a run of somebody's own model is loaded without
-    passing that model; `state_dict` holds the trained tensors in any case.
-    `synthetic` is the synthetic set that a condensation has grown.
+    Attributes
+    ----------
+    result : dict
+        The content of result.json: `mode`, `rounds`, `metadata` (settings, final accuracy and
+        loss), `history` (lists by round and by evaluation, see `build_history`), `cohorts`,
+        `joins`, `statement`; with a ledger `ledger`, on slices `slices`, of a condensation
+        `condensation`; `stopped`, why the run ended before its last round.
+    statement : Statement
+        What may be claimed about every client: `epsilon_max`, `delta`, `is_bounded`,
+        `as_text()`.
+    model : nn.Module or None
+        A copy of the model with the trained weights, on the CPU, in evaluation mode; None only
+        when a run of somebody's own model is loaded without passing that model.
+    state_dict : dict
+        The trained tensors, in any case.
+    folder : Path or None
+        Where the run is kept; None when it was kept in memory.
+    synthetic : ImageDataset or None
+        The synthetic set that a condensation has grown.
     """
 
     result: dict[str, Any] = field(repr=False)

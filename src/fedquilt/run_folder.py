@@ -45,7 +45,7 @@ from fedquilt.common.shapes import Shape, check
 from fedquilt.common.storage import storage_errors
 from fedquilt.common.tensors import as_safetensors
 from fedquilt.common.untrusted import TensorFile, TensorSpec
-from fedquilt.config import RunConfig, build_config, write_config_file
+from fedquilt.config import RunConfig, plain_config, write_config_file
 from fedquilt.run_formats import ACCOUNT, BASELINES, RESULT, ROUND
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
@@ -155,7 +155,7 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """Return the configuration of the run."""
         storage.check_regular(self.path / "config.toml")
-        return build_config(file=self.path / "config.toml")
+        return plain_config(file=self.path / "config.toml")
 
     def append_round(self, record: dict[str, Any], private: dict[str, Any] | None = None) -> None:
         """Add one line to rounds.jsonl, and one to private.jsonl when there is one."""

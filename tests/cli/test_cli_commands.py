@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import fedquilt
-from fedquilt.config import option_fields
+from fedquilt.config import MODE_TABLE, option_fields
+from fedquilt.config.uses import COMMON, modes_of
 from fedquilt.data import DATASETS
 from fedquilt.population import ParticipationTracker
 from run_processes import environment
@@ -60,13 +61,49 @@ def entries(text: str) -> dict[str, str]:
 
 
 def test_the_help_of_run_lists_every_option_with_default_and_choices(cli: Cli) -> None:
-    told = entries(cli("run", "--help").out)
+    told = entries(cli("run", "--help-all").out)
+    usual = MODE_TABLE["certified"].defaults
     for name, item in option_fields().items():
-        assert " ".join(item.metadata["help"].split()[:3]) in " ".join(told[name].split())
-        if item.default is not None and item.default is not False:
-            assert f"[default: ({item.default})]" in told[name]
+        said = " ".join(item.metadata["help"].split()[:3]).rstrip(".")
+        assert said in " ".join(told[name].split())
+        default = usual.get(name, item.default)
+        if default is not None and default is not False and default is not True:
+            assert f"[{default}" in told[name]
         for choice in item.metadata["rule"].get("choices", ()):
             assert choice in told[name]
+    assert "[60; other modes 200]" in told["num_rounds"]
+    assert "default: (" not in " ".join(told.values())
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_the_help_of_run_fits_two_screens(
+    cli: Cli, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    said = cli("run", "--help")
+    assert len(said.out.splitlines()) <= 100
+    told = entries(said.out)
+    assert set(COMMON) <= set(told)
+    assert all("certified" in modes_of(name) for name in COMMON)
+    for other in ("clip_quantile", "noise_layers", "warmup_rounds", "max_agg_norm"):
+        assert other not in told
+    assert "<bool>" not in " ".join(row for name, row in told.items() if name != "help")
+    whole = cli("run", "--help-all").out
+    assert "Only in the modes of the QuAP-FL papers" in whole
+    assert cli("run", "--help").out == said.out  # asking for all is not remembered
+
+
+def test_engines_are_explained(cli: Cli) -> None:
+    told = entries(cli("run", "--help").out)["engine"]
+    for word in ("one client after the other", "many in one program", "several cores"):
+        assert word in " ".join(told.split())
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "plan", "condense"])
+def test_every_command_of_runs_has_the_long_help(cli: Cli, command: str) -> None:
+    short, whole = cli(command, "--help").out, cli(command, "--help-all").out
+    assert len(short.splitlines()) < len(whole.splitlines())
+    assert "--noise-bands" in whole
 
 
 def test_commands_and_options_that_are_not_there(cli: Cli, here: Path) -> None:

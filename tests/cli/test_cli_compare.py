@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fedquilt
+from fedquilt.config import MODES, RunConfig
 from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, tiny
 
@@ -18,12 +19,14 @@ Cli = Callable[..., Any]
 
 def compare_flags(**changes: Any) -> list[str]:
     """The options of a small comparison; `mode` and `seed` are not among them."""
-    return flags(**{"noise_layers": "all", "noise_seed": None, **changes})
+    dropped = {"mode": None, "noise_seed": None, "clip_norm": None, "normalise_updates": None}
+    return flags(**{**dropped, "epsilon": None, **changes})
 
 
 def test_json(cli: Cli, here: Path) -> None:
     said = cli(
-        "compare", *compare_flags(), "--modes", "fixed_dp,fedavg", "--seeds", "0,1,5", "--json"
+        *("compare", *compare_flags(epsilon=3.0)),
+        *("--modes", "fixed_dp,fedavg", "--seeds", "0,1,5", "--json"),
     )
     record = said.json()
     assert list(record) == ["runs", "table", "figure"]
@@ -51,14 +54,17 @@ def test_json(cli: Cli, here: Path) -> None:
 
 
 def test_every_run_has_its_own_folder(cli: Cli, here: Path) -> None:
-    said = cli("compare", *compare_flags(noise_seed=2), "--modes", "quap_fl", "--seeds", "3")
+    options = compare_flags(noise_seed=2, epsilon=3.0)
+    said = cli("compare", *options, "--modes", "quap_fl", "--seeds", "3")
     assert said.code == 0
     (together,) = (here / "results").iterdir()
     assert together.name.startswith("compare_digits_")
     (folder,) = [path for path in together.iterdir() if path.is_dir()]
     assert folder.name.startswith("digits_quap_fl_seed3_")
     alone = tiny(mode="quap_fl", seed=3, noise_seed=2, noise_layers="all", output_dir=str(here))
-    assert_same_run(fedquilt.load(folder), run_config(alone))
+    done = fedquilt.load(folder)
+    # What the mode does not use is what the modes of a comparison share.
+    assert_same_run(done, run_config(alone.replace(clip_norm=0.2, normalise_updates=True)))
     assert "quap_fl" in said.out
     assert "comparison.png" in said.out
 
@@ -100,3 +106,55 @@ def test_mistakes_are_found_before_the_first_run(
     assert said.out == ""
     assert "Traceback" not in said.err
     assert list(here.iterdir()) == []
+
+
+def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
+    """Worst-case accounting at the same epsilon, in the table and in the figure."""
+    arms = "certified:worst_case,certified"
+    options = compare_flags(epsilon=2.0, num_rounds=3, availability="beta")
+    record = cli("compare", *options, "--modes", arms, "--seeds", "0", "--json").json()
+    assert [row["mode"] for row in record["table"]] == ["certified", "certified:worst_case"]
+    configs = [fedquilt.load(here / run["output"]).result["metadata"] for run in record["runs"]]
+    assert [one["hyperparameters"]["policy"] for one in configs] == ["worst_case", "adaptive"]
+    assert {one["hyperparameters"]["epsilon"] for one in configs} == {2.0}
+
+
+def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """One federation for all modes, the settings of demo.toml, worst-case accounting among them."""
+    seen: list[RunConfig] = []
+
+    def remember(config: RunConfig, observer: object = None) -> None:
+        seen.append(config)
+        if len(seen) % 6 == 0:
+            raise SystemExit(0)
+
+    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
+    demo = Path(__file__).parents[2] / "demo.toml"
+    cli("compare", "--seeds", "0", "--config", demo)
+    assert [one.mode for one in seen] == [*MODES, "certified"]
+    assert [one.policy for one in seen] == ["adaptive"] * 4 + ["worst_case", "adaptive"]
+    shared = [one.replace(mode="certified", policy="adaptive", output_dir="x") for one in seen]
+    assert set(shared) == {shared[0]}
+    cli("compare", "--seeds", "0")
+    again = [one.replace(output_dir="x") for one in seen[6:]]
+    assert again == [one.replace(output_dir="x", num_clients=None) for one in seen[:6]]
+
+
+@pytest.mark.parametrize(
+    ("modes", "words"),
+    [
+        ("certified:worst", "modes='worst' must be one of 'adaptive'"),
+        ("fedavg:cap", "modes='fedavg:cap' must be 'certified' to name a policy"),
+        ("certified:cap", "policy='cap' needs max_joins"),
+    ],
+)
+def test_policies_that_are_none(cli: Cli, modes: str, words: str) -> None:
+    said = cli("compare", "--modes", modes)
+    assert said.code == 2
+    assert words in said.words
+
+
+def test_what_no_compared_mode_uses_is_refused(cli: Cli, here: Path) -> None:
+    said = cli("compare", "--modes", "fedavg,certified", "--noise-layers", "all")
+    assert said.code == 2
+    assert "noise_layers='all' must be left out" in said.words

@@ -125,15 +125,26 @@ def test_mistakes_are_named_and_leave_nothing(
 
 
 def test_help_lists_the_panels(cli: Cli) -> None:
-    said = cli("condense", "--help")
+    said = cli("condense", "--help-all")
     assert said.code == 0
-    for panel in ("Data", "Population", "Training", "Statistics", "Synthetic images", "Privacy"):
-        assert f"─ {panel} ─" in said.out
+    for panel in (
+        "Choose data",
+        "Say who",
+        "Training",
+        "Statistics",
+        "Synthetic",
+        "Promise privacy",
+    ):
+        assert f"─ {panel} " in said.out
     assert "─ Certified condensation ─" in said.out
     for flag in ("--ipc", "--join-ratio", "--communication-rounds", "--eval-gap", "--baselines"):
         assert flag in said.out
     for foreign in ("--local-epochs", "--tiers", "--server-lr", "--warmup-rounds"):
         assert foreign not in said.out
+    short = cli("condense", "--help").out
+    assert len(short.splitlines()) < 75
+    assert "--ipc" in short
+    assert "--head-step" not in short
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["ledger", "verify", "RUN"],
         ["statement", "RUN"],
         ["statement", "RUN", "--json"],
-        ["plan", "--parameters", "100"],
     ],
     ids=" ".join,
 )

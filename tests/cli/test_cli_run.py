@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.progress import TimeRemainingColumn
 
 import fedquilt
 from fedquilt.cli.options import parse_count
-from fedquilt.cli.progress import Watcher
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.choices import METHODS
+from fedquilt.config.uses import CLIENTS, USES
 from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
@@ -166,7 +165,8 @@ def test_paper_mnist(cli: Cli, configured: list[RunConfig]) -> None:
         "noise_layers": "fc*",
         "partition": "dirichlet",
         "dirichlet_alpha": 0.5,
-        "availability": "beta",
+        "availability": "always",
+        "selection": "weighted",
         "target_accuracy": 0.932,
         "mode": "quap_fl",
     }
@@ -184,7 +184,7 @@ def test_later_sources_win(cli: Cli, here: Path, configured: list[RunConfig]) ->
     cli("run", "--preset", "paper-cifar10", "--config", file, "--epsilon", "4")
     chosen = [(c.dataset, c.lr_decay, c.learning_rate, c.epsilon) for c in configured]
     assert chosen == [
-        ("digits", option_fields()["lr_decay"].default, 0.01, 3.0),
+        ("digits", option_fields()["lr_decay"].default, 0.2, 6.0),
         ("cifar10", 0.995, 0.005, 6.0),
         ("cifar10", 0.995, 0.5, 5.0),
         ("cifar10", 0.995, 0.5, 4.0),
@@ -206,15 +206,32 @@ def test_every_field_is_an_option_and_a_key_of_the_file(
     value = item.metadata["rule"].get("choices", (SAMPLES[kind],))[-1]
     value = {"max_clip": 3.5, "clip_cap": 3.5}.get(name, value)
     changes = {"clients_per_round": 0.5} if name == "num_clients" else {}
-    typed = [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    settings = {**partners(name), name: value}
+    typed = [
+        word
+        for key, said in settings.items()
+        for word in (f"--{key.replace('_', '-')}", *([] if said is True else [said]))
+    ]
     cli("run", *typed)
-    (here / "file.toml").write_text(f"{name} = {json.dumps(value)}\n")
+    lines = (f"{key} = {json.dumps(said)}\n" for key, said in settings.items())
+    (here / "file.toml").write_text("".join(lines))
     cli("run", "--config", "file.toml")
-    sliced = {"mode": "fedavg"} if name == "method" else {}  # the default of every method
-    expected = RunConfig(**{**sliced, name: value, **changes})
+    expected = build_config({**settings, **changes})
     assert [getattr(config, name) for config in configured] == [value, value]
     if not changes:
         assert configured == [expected, expected]
+
+
+def partners(name: str) -> dict[str, Any]:
+    """Return settings beside which an option does something."""
+    needed = {"amplification": {"selection": "poisson", "policy": "worst_case"}}.get(name, {})
+    case = USES.get(name, ({},))[0]
+    found = {
+        key: "l.sqlite" if allowed is None else allowed[0]
+        for key, allowed in case.items()
+        if key not in (CLIENTS, name)
+    }
+    return {**needed, **found}
 
 
 @pytest.mark.parametrize(
@@ -272,14 +289,26 @@ def test_depthfl_brings_its_model(configured: list[RunConfig], cli: Cli) -> None
     assert (configured[0].mode, configured[0].model) == ("fedavg", "exits")
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(None, False), (1.5, True)])
-def test_a_bar_hides_the_time_left_where_seconds_are_private(
-    seconds: float | None, shown: bool
-) -> None:
-    """How long rounds take tells how much clients hold, or how many a secret coin kept."""
-    config = build_config({"num_rounds": 4})
-    with Watcher() as watcher:
-        watcher.show("run")
-        watcher(config, {"round": 0, "seconds": seconds})
-        kinds = {type(column) for column in watcher._bar.columns}
-    assert (TimeRemainingColumn in kinds) == shown
+@pytest.mark.usefixtures("no_figures")
+def test_what_stands_beside_the_configuration_in_a_file(cli: Cli, here: Path) -> None:
+    """`quiet`, `tracker` and `preset` are keys too."""
+    (here / "c.toml").write_text("quiet = true\ntracker = 'tensorboard'\n")
+    said = cli("run", "--config", "c.toml", *flags(mode="fedavg"))
+    assert (said.code, said.err) == (0, "")
+    assert list((here / "results").rglob("events.out.*"))
+    for text, words in (
+        ("quiet = 1", "quiet=1 must be true or false"),
+        ("tracker = 3", "tracker=3"),
+    ):
+        (here / "c.toml").write_text(text)
+        refused = cli("run", "--config", "c.toml")
+        assert refused.code == 2
+        assert words in refused.words
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_scaling_up_can_be_turned_off(cli: Cli, configured: list[RunConfig]) -> None:
+    cli("run")
+    cli("run", "--no-normalise-updates")
+    cli("run", "--clipping", "quantile")
+    assert [one.normalise_updates for one in configured] == [True, False, False]

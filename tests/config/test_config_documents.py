@@ -15,6 +15,7 @@ from fedquilt.config import (
     TARGET_ACCURACY,
     VISUALIZATION_CONFIG,
     build_config,
+    plain_config,
 )
 from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.errors import InvalidValueError
@@ -26,7 +27,7 @@ def translated(config: dict[str, Any], clients: int = 100, names: list[str] = NA
     settings = settings_from_hyperparameters(
         config, num_clients=clients, dataset_name="mnist", parameter_names=names
     )
-    return build_config(settings)
+    return plain_config(settings)
 
 
 def test_the_dictionaries_hold_the_documents_values() -> None:

@@ -69,7 +69,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     config = build_config({"seed": 6}, file=path)
     assert config.epsilon == PRESETS["paper-mnist"]["epsilon"] == 6.0
     assert (config.num_rounds, config.seed, config.dataset) == (7, 6, "mnist")
-    assert build_config().epsilon == 3.0
+    assert (build_config().mode, build_config().epsilon) == ("certified", 6.0)
 
 
 def test_a_preset_given_beside_the_file_replaces_the_files(tmp_path: Path) -> None:

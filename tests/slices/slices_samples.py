@@ -12,7 +12,7 @@ from torch import nn
 
 from fedquilt.assemble import Problem, build_federation, problem_from
 from fedquilt.assemble_account import open_account
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.round import Federation
 
 SIZES = (3, 5, 2, 6, 4, 4)
@@ -53,7 +53,7 @@ def problem(model: nn.Module | None = None, **settings: Any) -> tuple[RunConfig,
         "tiers": "1,1/2,1/4",
         "device": "cpu",
     }
-    config = build_config({**shared, **settings})
+    config = plain_config({**shared, **settings})
     inputs, labels, clients = data()
     both = (inputs, labels)
     return problem_from(config, network() if model is None else model, both, both, clients)

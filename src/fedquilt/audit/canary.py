@@ -40,7 +40,7 @@ from fedquilt.audit.neighbours import CLIENTS, audit_data, audit_model
 from fedquilt.audit.watch import known_entropy, one_thread, swapped
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common import checks
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
@@ -196,7 +196,7 @@ def _problem(settings: dict[str, Any], model: str, seed: int) -> tuple[RunConfig
     }
     data = audit_data(seed)
     train = (data.inputs, data.labels)
-    config = build_config({**shared, **settings})
+    config = plain_config({**shared, **settings})
     return problem_from(config, audit_model(model, seed), train, train, data.clients)
 
 

@@ -33,7 +33,7 @@ from fedquilt.audit.canary import EPSILONS, ERROR, CanaryFinding, clip_taken_awa
 from fedquilt.audit.findings import scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.round import run_round
@@ -152,7 +152,7 @@ def _problem(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch_seed(seed, "canary model"))
         model = nn.Sequential(nn.Flatten(), nn.Linear(_SIDE**2, _CLASSES))
-    config = build_config(
+    config = plain_config(
         {
             "mode": "certified",
             "dataset": "custom",

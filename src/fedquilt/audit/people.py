@@ -25,7 +25,7 @@ from fedquilt.audit.watch import one_thread, swapped
 from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.randomness import generator
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.data import ImageDataset
 from fedquilt.privacy.ledger import Ledger
 
@@ -115,7 +115,7 @@ def _config(settings: dict[str, Any], ledger: Path) -> RunConfig:
         "ledger": str(ledger),
         "on_short": "sit_out",
     }
-    return build_config({**shared, **settings})
+    return plain_config({**shared, **settings})
 
 
 def _refusal(config: RunConfig) -> str | None:

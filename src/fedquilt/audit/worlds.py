@@ -22,7 +22,7 @@ from fedquilt.assemble import Problem, build_federation, build_method, problem_f
 from fedquilt.assemble_account import open_account
 from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.config import CondenseConfig, RunConfig, build_config
+from fedquilt.config import CondenseConfig, RunConfig, plain_config
 from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort
@@ -248,7 +248,7 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
     }
     if case.settings.get("method") != "condense":
         shared |= {"learning_rate": 0.5, "local_epochs": 1}
-    config = build_config({**shared, **case.settings})
+    config = plain_config({**shared, **case.settings})
     draws = generator(seed, "replay data")
     side = _CONDENSED_SIDE if isinstance(config, CondenseConfig) else 2
     inputs = torch.from_numpy(draws.standard_normal((CLIENTS * _SAMPLES, 1, side, side))).float()

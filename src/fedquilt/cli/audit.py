@@ -42,7 +42,10 @@ def audit(
     seed: Annotated[int, typer.Option("--seed", help="Seed of updates and known noise.")] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Check on this machine that runs give away no more than they declare; exit 1 if not."""
+    """Check on this machine that runs give away no more than they declare; exit 1 if not.
+
+    Without --replay or --canary it does the first, which takes seconds and is exact.
+    """
     with interruptible(None):
         _audit(replay, canary, cases, engine, device, trials, without_clip, seed, as_json)
 
@@ -60,8 +63,9 @@ def _audit(
 ) -> None:
     from fedquilt import audit as auditing
 
-    if not (replay or canary):
-        raise InvalidValueError("audit needs --replay or --canary, the checks it can do")
+    if without_clip and not canary:
+        raise InvalidValueError("--without-clip must be used with --canary, which misses the clip")
+    replay = replay or not canary
     report: dict[str, Any] = {}
     tables: list[str] = []
     good = True

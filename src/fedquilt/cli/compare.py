@@ -15,19 +15,28 @@ from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
+from fedquilt.config.choices import POLICIES
+from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
     from fedquilt.record import RunResult
 
-MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
-SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
+ARMS = ",".join([*(mode for mode in MODES if mode != "certified"), "certified:worst_case"])
+ARMS += ",certified"
+"""Worst-case accounting beside what the default does, at the same epsilon."""
+MODES_OPTION = typer.Option(
+    "--modes",
+    metavar="NAMES",
+    help="Modes, joined by commas; certified may name its policy: certified:worst_case.",
+)
+SEEDS_OPTION = typer.Option("--seeds", metavar="NUMBERS", help="Seeds, joined by commas.")
 
 
 @takes_run_options("mode", "seed")
 @interruptible()  # also while it loads
 def compare(
     settings: dict[str, Any],
-    modes: Annotated[str, MODES_OPTION] = ",".join(MODES),
+    modes: Annotated[str, MODES_OPTION] = ARMS,
     seeds: Annotated[str, SEEDS_OPTION] = "0,1,2",
     config: Annotated[str | None, CONFIG] = None,
     preset: Annotated[str | None, PRESET] = None,
@@ -39,42 +48,43 @@ def compare(
     from fedquilt.common.storage import storage_errors
     from fedquilt.run_folder import make_fresh
 
-    base = build_config(settings, preset=preset, file=config)
-    configs = [
-        base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
-    ]
-    for mode in dict.fromkeys(one.mode for one in configs):
-        build_method(
-            *build_problem(base.replace(mode=mode))
-        ).close()  # a mistake in the last mode is found at once
+    arms = _arms(modes)
+    every = tuple({**settings, **arm}["mode"] for arm in arms.values())
+    bases = {
+        name: build_config({**settings, **arm}, preset=preset, file=config, arms=every)
+        for name, arm in arms.items()
+    }
+    for base in bases.values():
+        build_method(*build_problem(base)).close()  # a mistake in the last is found at once
+    configs = [(name, b.replace(seed=seed)) for name, b in bases.items() for seed in _seeds(seeds)]
     stem = f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     with storage_errors(base.output_dir):
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)
         folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
-        finished = [
-            _one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs
-        ]
+        shown = not quiet and not as_json and not read_beside(config).get("quiet", False)
+        finished = [(n, _one(n, c.replace(output_dir=str(folder)), shown)) for n, c in configs]
         _report(finished, folder, as_json)
 
 
-def _one(config: RunConfig, shown: bool) -> RunResult:
+def _one(name: str, config: RunConfig, shown: bool) -> RunResult:
     from fedquilt.experiment import run_config
 
-    with watch(f"{config.mode}, seed {config.seed}", shown) as observer:
+    with watch(f"{name}, seed {config.seed}", shown) as observer:
         return run_config(config, observer)
 
 
-def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
+def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) -> None:
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
     from fedquilt.run_folder import finite
 
-    runs = [one.result for one in finished]
+    runs = [{**one.result, "mode": name} for name, one in finished]
     rows = comparison_table(runs)
     figure = None
     with drawing("comparison.png"):
         figure = str(plot_comparison(runs, str(folder / "comparison.png")))
-    record = {"runs": [one.summary() for one in finished], "table": rows, "figure": figure}
+    summaries = [one.summary() for _, one in finished]
+    record = {"runs": summaries, "table": rows, "figure": figure}
     if as_json:
         print(json.dumps(finite(record), allow_nan=False))
         return
@@ -83,8 +93,17 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
         say(f"\nfigure: {figure}")
 
 
-def _modes(text: str) -> list[str]:
-    return _unique("modes", [checks.choice("modes", m.strip(), MODES) for m in text.split(",")])
+def _arms(text: str) -> dict[str, dict[str, str]]:
+    """Return what each arm of the comparison sets, by its name."""
+    arms: dict[str, dict[str, str]] = {}
+    for name in _unique("modes", [part.strip() for part in text.split(",")]):
+        mode, colon, policy = name.partition(":")
+        arms[name] = {"mode": checks.choice("modes", mode, MODES)}
+        if colon:
+            if mode != "certified":
+                raise InvalidValueError(f"modes={name!r} must be 'certified' to name a policy")
+            arms[name]["policy"] = checks.choice("modes", policy, POLICIES)
+    return arms
 
 
 def _seeds(text: str) -> list[int]:

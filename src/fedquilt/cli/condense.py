@@ -17,7 +17,8 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.choices import BASELINES
-from fedquilt.config.condense import ALIASES, NOT_FOR_CONDENSE
+from fedquilt.config.condense import ALIASES, COMMON_OF_CONDENSE, NOT_FOR_CONDENSE
+from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
     from fedquilt.record import RunResult
@@ -30,7 +31,7 @@ BASELINE_OPTION = typer.Option(
 _USUAL = ("coreset", "fedavg")
 
 
-@takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES)
+@takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES, common=COMMON_OF_CONDENSE)
 @interruptible("condense")  # also while it loads
 def condense(
     settings: dict[str, Any],
@@ -46,7 +47,9 @@ def condense(
     from fedquilt.fednum.baselines import baseline_row, condensation_row
     from fedquilt.run_folder import RunFolder, finite
 
-    shown = not quiet and not as_json
+    beside = read_beside(config, CondenseConfig.method)
+    tracker = beside.get("tracker", "none") if tracker == "none" else tracker
+    shown = not quiet and not as_json and not beside.get("quiet", False)
     if resume is not None:
         stands_alone(resume, settings, config)
         wanted = _config_of(resume)

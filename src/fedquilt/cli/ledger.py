@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,20 +37,33 @@ def show(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Show what each population has spent, who spent most, and who is near the end."""
+    from fedquilt.common import checks
     from fedquilt.report.ledger import ledger_tables, plot_ledger
 
+    checks.integer("most", most, at_least=0)
     with _open(path) as opened:
         chosen = _populations(opened, population)
         rows = {one.info.name: list(one.rows(most)) for one in chosen}
         summaries = [one.summary() for one in chosen]
         if figure is not None:
-            plot_ledger(summaries, {one.info.name: list(one.rows()) for one in chosen}, figure)
+            everybody = {one.info.name: list(one.rows()) for one in chosen}
+            with _said_of_the_option():
+                plot_ledger(summaries, everybody, figure)
         if as_json:
             print(json.dumps(_as_json(opened, chosen)))
             return
         say(ledger_tables(summaries, rows, most))
         if figure is not None:
             say(f"\nfigure: {figure}")
+
+
+@contextlib.contextmanager
+def _said_of_the_option() -> Iterator[None]:
+    """Name the option of the command line where Python has an argument."""
+    try:
+        yield
+    except InvalidValueError as error:
+        raise InvalidValueError(str(error).replace("save_path=", "figure=")) from error
 
 
 @ledger.command()

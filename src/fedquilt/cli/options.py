@@ -3,19 +3,23 @@
 One list of names, defaults and help texts serves the command line, the TOML
 file and the Python keywords.  Every option's real default is "not given", so
 that a preset or a file is only overridden by what was typed.
+
+`--help` lists what most people need (`fedquilt.config.uses.COMMON`), `--help-all` the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import typer
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config import RunConfig, option_fields
+from fedquilt.config import CondenseConfig, RunConfig, option_fields
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE
+from fedquilt.config.uses import COMMON, modes_of
 
 _KINDS: dict[str, type] = {"str": str, "bool": bool}
 
@@ -24,10 +28,12 @@ def takes_run_options(
     *left_out: str,
     kind: type[RunConfig] = RunConfig,
     also: Mapping[str, str] | None = None,
+    common: Iterable[str] = COMMON,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of a configuration except those named.
 
-    `also` gives options of numbers a second name: {"second_name": "name"}.
+    `also` gives options of numbers a second name: {"second_name": "name"}; `common` are
+    those of the short help.
 
     The command receives the options that were typed as one dictionary, each under the
     name that was typed, in its parameter `settings`.
@@ -39,6 +45,7 @@ def takes_run_options(
         second = also or {}
 
         def wrapper(**given: Any) -> None:
+            given.pop(_HELP_ALL)
             typed = {name: given.pop(name) for name in (*names, *second)}
             command(settings={k: v for k, v in typed.items() if v is not None}, **given)
 
@@ -47,7 +54,9 @@ def takes_run_options(
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.name != "settings"
         ]
-        parameters = [*own, *(_parameter(fields[name]) for name in names)]
+        shown = set(common)
+        parameters = [*own, _help_all()]
+        parameters += [_parameter(fields[name], kind, hidden=name not in shown) for name in names]
         parameters += [_second_name(other, fields[name]) for other, name in second.items()]
         wrapper.__name__ = command.__name__
         wrapper.__doc__ = command.__doc__
@@ -58,18 +67,77 @@ def takes_run_options(
     return decorate
 
 
-def _parameter(item: dataclasses.Field[Any]) -> inspect.Parameter:
+_HELP_ALL = "help_all"
+
+
+def _help_all() -> inspect.Parameter:
+    """Return the option that lists every option."""
+
+    def show(context: typer.Context, asked: bool) -> None:
+        if not asked:
+            return
+        hidden = [item for item in context.command.params if getattr(item, "hidden", False)]
+        try:
+            for item in hidden:
+                item.hidden = False  # type: ignore[attr-defined]
+            print(context.get_help())
+        finally:
+            for item in hidden:
+                item.hidden = True  # type: ignore[attr-defined]
+        raise typer.Exit
+
+    option = typer.Option(
+        False,
+        "--help-all",
+        callback=show,
+        is_eager=True,
+        metavar="",
+        help="List every option, those of other modes too.",
+    )
+    return inspect.Parameter(
+        _HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool
+    )
+
+
+def _panel(item: dataclasses.Field[Any], kind: type[RunConfig]) -> str:
+    """Return the panel of an option; those of no use in the default mode have their own."""
+    modes = modes_of(item.name)
+    if kind is CondenseConfig or DEFAULT_MODE in modes:
+        return str(item.metadata["panel"])
+    return "Only in the modes of the QuAP-FL papers"
+
+
+def _shown_default(item: dataclasses.Field[Any], kind: type[RunConfig]) -> str:
+    """Say what an option is when nobody names it; in the papers' modes it may differ."""
+    document = item.default
+    usual = document
+    if kind is not CondenseConfig:
+        usual = MODE_TABLE[DEFAULT_MODE].defaults.get(item.name, document)
+    if usual is None or usual is False:
+        return ""
+    if usual == document:
+        return f" \\[{usual}]"
+    other = "off" if document is False else document
+    return f" \\[{'on' if usual is True else usual}; other modes {other}]"
+
+
+def _parameter(
+    item: dataclasses.Field[Any], kind: type[RunConfig], *, hidden: bool
+) -> inspect.Parameter:
     """Return the command-line option of a field."""
     name = item.name
     flag = _flag(name)
-    choices = item.metadata["rule"].get("choices")
-    shown = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+    if any(mode.defaults.get(name) is True for mode in MODE_TABLE.values()):
+        flag = f"{flag}/--no-{flag[2:]}"  # on by default somewhere, so that off can be said
+    choices = item.metadata["rule"].get("choices", ())
+    words = item.metadata["help"]
+    if not all(choice in words for choice in choices):
+        words = f"{words[:-1]}: {', '.join(choices)}."
     common: dict[str, Any] = {
-        "help": shown,
-        "rich_help_panel": item.metadata["panel"],
-        "show_default": False
-        if item.default is None or item.default is False
-        else str(item.default),
+        "help": words + _shown_default(item, kind),
+        "rich_help_panel": _panel(item, kind),
+        "show_default": False,
+        "hidden": hidden,
     }
     annotation: Any = Any
     if "int | float" in str(item.type):
@@ -79,8 +147,9 @@ def _parameter(item: dataclasses.Field[Any]) -> inspect.Parameter:
     elif "float" in str(item.type):
         option = typer.Option(None, flag, parser=_parser(name, float), metavar="NUMBER", **common)
     else:
-        option = typer.Option(None, flag, **common)
         annotation = _KINDS[str(item.type).split(" |")[0]] | None
+        metavar = "" if annotation == bool | None else "NAME" if choices else "TEXT"
+        option = typer.Option(None, flag, metavar=metavar, **common)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )
@@ -100,6 +169,7 @@ def _second_name(name: str, item: dataclasses.Field[Any]) -> inspect.Parameter:
         help=f"{_flag(item.name)} by another name" + (" (1: all)." if kind is float else "."),
         rich_help_panel=item.metadata["panel"],
         show_default=False,
+        hidden=True,
     )
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=Any)
 

@@ -4,92 +4,98 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedquilt.cli.options import parse_count
-from fedquilt.cli.run import JSON, say
+from fedquilt.cli.options import takes_run_options
+from fedquilt.cli.run import CONFIG, JSON, PRESET, say
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import RunConfig, build_config
+from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
+
+if TYPE_CHECKING:
+    from fedquilt.privacy.feasibility import Feasibility
+
+PARAMETERS = typer.Option(
+    "--parameters", metavar="NUMBER", help="Trained parameters, instead of those of --model."
+)
+FIGURE = typer.Option("--figure", metavar="FILE", help="Draw noise against size.")
 
 
+@takes_run_options()
 def plan(
-    num_clients: Annotated[int, typer.Option("--num-clients", help="Population.")] = 100,
-    clients_per_round: Annotated[
-        str, typer.Option("--clients-per-round", metavar="COUNT", help="Expected cohort.")
-    ] = "0.3",
-    num_rounds: Annotated[int, typer.Option("--num-rounds", help="Rounds.")] = 200,
-    max_joins: Annotated[
-        int | None, typer.Option("--max-joins", help="Most joins of a client; absent is rounds.")
-    ] = None,
-    parameters: Annotated[
-        int | None, typer.Option("--parameters", help="Trainable parameters.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option("--model", help="Count the parameters of this model instead.")
-    ] = "auto",
-    dataset: Annotated[str, typer.Option("--dataset", help="Its data set.")] = "digits",
-    epsilon: Annotated[float, typer.Option("--epsilon", help="Epsilon of every client.")] = 3.0,
-    delta: Annotated[float, typer.Option("--delta", help="Its delta.")] = 1e-5,
-    adjacency: Annotated[
-        str, typer.Option("--adjacency", help="What it compares: zero_out or replace_one.")
-    ] = "zero_out",
-    clip_norm: Annotated[float, typer.Option("--clip-norm", help="Clip bound.")] = 1.0,
-    amplification: Annotated[
-        bool, typer.Option("--amplification", help="Cohorts by a secret Poisson coin.")
-    ] = False,
-    figure: Annotated[
-        str | None, typer.Option("--figure", metavar="FILE", help="Draw noise against size.")
-    ] = None,
+    settings: dict[str, Any],
+    config: Annotated[str | None, CONFIG] = None,
+    preset: Annotated[str | None, PRESET] = None,
+    parameters: Annotated[int | None, PARAMETERS] = None,
+    figure: Annotated[str | None, FIGURE] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Say what a bound for every client takes, and what to change first if it is hopeless."""
-    from fedquilt.common import checks
-    from fedquilt.common.errors import InvalidValueError
-    from fedquilt.config.choices import ADJACENCIES
+    """Say what the noise of a run will do to it, and what to change first if it is hopeless.
+
+    Takes the options of `fedquilt run` and describes that run; nothing is trained or spent.
+    """
+    from fedquilt.assemble import build_selector
+    from fedquilt.outlook import cohort_line, noise_outlook
     from fedquilt.privacy import feasibility as planning
 
-    checks.choice("adjacency", adjacency, ADJACENCIES)
-    size = parse_count(clients_per_round)
-    cohort = size * num_clients if isinstance(size, float) else size
-    if 0 < cohort * num_rounds < 1:
+    asked = build_config(settings, preset=preset, file=config)
+    if not MODE_TABLE[asked.mode].noised:
         raise InvalidValueError(
-            f"clients_per_round={clients_per_round} must let at least one client join in "
-            f"num_rounds={num_rounds} rounds of num_clients={num_clients}, "
-            f"not {cohort * num_rounds:.3g}"
+            f"mode={asked.mode!r} must be one of {', '.join(map(repr, NOISED_MODES))}: "
+            "others add no noise that could be planned"
         )
-    made = planning.plan(
-        population=num_clients,
-        rounds=num_rounds,
-        epsilon=epsilon,
-        delta=delta,
-        parameters=_count(model, dataset) if parameters is None else parameters,
-        joins=max_joins,
-        cohort=cohort,
-        clip_norm=clip_norm,
-        sampling_rate=cohort / num_clients if amplification else 1.0,
-        adjacency=adjacency,
-    )
+    selector = build_selector(asked, _num_clients(asked))
+    made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
         planning.plan_figure(made, figure)
     if as_json:
-        print(json.dumps(dataclasses.asdict(made)))
+        print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made)}))
         return
     print(planning.plan_table(made))
-    print(
-        "\n".join(
-            ["", "advice", *(f"  {number}. {text}" for number, text in enumerate(made.advice, 1))]
-        )
-    )
+    print(f"\n{cohort_line(selector)}\n{_advice(made)}")
     if figure is not None:
         say(f"\nfigure: {figure}")
 
 
-def _count(model: str, dataset: str) -> int:
-    """Return the number of trainable parameters of a model for a data set."""
+def _advice(made: Feasibility) -> str:
+    listed = (f"  {number}. {text}" for number, text in enumerate(made.advice, 1))
+    return "\n".join(["", "advice", *listed])
+
+
+def _num_clients(asked: RunConfig) -> int:
+    if asked.num_clients is None and asked.partition == "writer":
+        raise InvalidValueError(
+            "num_clients must be said for a plan of partition='writer': the writers are counted "
+            "when the data are loaded"
+        )
+    return asked.num_clients or 100
+
+
+def _count(asked: RunConfig) -> int:
+    """Return how many parameters the noise of a run falls on."""
     from fedquilt.common import checks
     from fedquilt.data import DATASETS
-    from fedquilt.models import make_model
+    from fedquilt.learning.flat import freeze_others, matches
+    from fedquilt.models import FeatureModel, make_model
 
-    spec = DATASETS[checks.choice("dataset", dataset, DATASETS)]
-    built = make_model(model, spec.image_shape, spec.num_classes, seed=0)
-    return sum(p.numel() for p in built.parameters() if p.requires_grad)
+    spec = DATASETS[checks.choice("dataset", asked.dataset, DATASETS)]
+    model = make_model(asked.model, spec.image_shape, spec.num_classes, seed=0)
+    if isinstance(model, FeatureModel):
+        model = model.on_features()
+    freeze_others(model, asked.patterns("trainable"))
+    by_layer = MODE_TABLE[asked.mode].by_layer
+    layers = asked.patterns("noise_layers") if by_layer else ("all",)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    noised = [
+        value.numel()
+        for name, value in trained.items()
+        if any(layer == "all" or matches(name, layer) for layer in layers)
+    ]
+    if not noised:
+        raise InvalidValueError(
+            f"noise_layers={asked.noise_layers!r} must match a parameter; "
+            f"the model has {', '.join(trained)}"
+        )
+    return sum(noised)

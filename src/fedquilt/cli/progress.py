@@ -1,4 +1,4 @@
-"""Watching a run: a progress bar on the error stream, trackers, pictures on the way."""
+"""Watching a run: progress on the error stream, trackers, pictures on the way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.common.printable import printable, printable_message
 from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.observe.progress import Progress
 
 
 @dataclass
@@ -118,32 +119,16 @@ class Watcher(Observer):
         self._on_opened = on_opened
         self._stack = contextlib.ExitStack()
         self._trackers: Any = None
-        self._bar: Any = None
-        self._task: Any = None
-        self._done = 0
+        self._progress: Progress | None = None
 
     def show(self, label: str) -> None:
-        """Draw a progress bar from now on."""
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        """Show progress from now on."""
+        self._progress = self._stack.enter_context(Progress(label))
 
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[accuracy]}"),
-            TextColumn("{task.fields[doing]}"),
-            TimeRemainingColumn(),
-        )
-        bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._bar = self._stack.enter_context(bar)
-        self._task = bar.add_task(printable(label), total=None, accuracy="", doing="")
+    def expects(self, config: RunConfig, lines: Sequence[str]) -> None:
+        """Show what the run may expect."""
+        if self._progress is not None:
+            self._progress.expects(config, lines)
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Open the trackers in the run's folder."""
@@ -162,28 +147,15 @@ class Watcher(Observer):
 
     def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
         """Show a finished round; its line holds public values only."""
-        self._done = line["round"] + 1
-        if self._bar is not None:
-            if line.get("seconds") is None:
-                self._hide_time()
-            self._bar.update(self._task, total=config.num_rounds, completed=self._done, doing="")
-            if line.get("test_accuracy") is not None:
-                self._bar.update(self._task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
+        if self._progress is not None:
+            self._progress(config, line)
         if self._trackers is not None:
             self._trackers.log(line)
 
-    def _hide_time(self) -> None:
-        """Show no time left: a run that withholds its seconds would tell them by it."""
-        from rich.progress import TimeRemainingColumn
-
-        columns = self._bar.columns
-        self._bar.columns = tuple(c for c in columns if not isinstance(c, TimeRemainingColumn))
-
     def working(self, what: str, share: float) -> None:
         """Show what happens within a round."""
-        if self._bar is not None:
-            doing = f"{what} {share:4.0%}"
-            self._bar.update(self._task, doing=doing)
+        if self._progress is not None:
+            self._progress.working(what, share)
 
     def kept(self, path: Path) -> None:
         """Pass on the file of a condensation's images."""

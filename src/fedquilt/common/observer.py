@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from fedquilt.common.errors import InvalidValueError
 
 
 class Observer:
@@ -16,6 +18,9 @@ class Observer:
 
     def __call__(self, config: Any, line: dict[str, Any]) -> None:
         """Called after a round with the configuration and the round's public line."""
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Called once, before anything is spent, with what the run may expect, in words."""
 
     def opened(self, config: Any, folder: Path) -> None:
         """Called once, before the first round, with the run's folder."""
@@ -41,4 +46,36 @@ def as_observer(watching: Callable[[Any, dict[str, Any]], None] | None) -> Obser
     """Return an observer; a function is called after each round, None watches nothing."""
     if watching is None:
         return Observer()
+    if not callable(watching):
+        raise InvalidValueError(
+            f"observer={watching!r:.60} must be an Observer, or a function of the configuration "
+            "and a finished round's line"
+        )
     return watching if isinstance(watching, Observer) else _EachRound(watching)
+
+
+class Observers(Observer):
+    """Several observers, told one after the other."""
+
+    def __init__(self, *members: Observer) -> None:
+        self._members = members
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        for member in self._members:
+            member(config, line)
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        for member in self._members:
+            member.expects(config, lines)
+
+    def opened(self, config: Any, folder: Path) -> None:
+        for member in self._members:
+            member.opened(config, folder)
+
+    def working(self, what: str, share: float) -> None:
+        for member in self._members:
+            member.working(what, share)
+
+    def kept(self, path: Path) -> None:
+        for member in self._members:
+            member.kept(path)

@@ -14,11 +14,18 @@ from fedquilt.config.documents import (
     TARGET_ACCURACY,
     VISUALIZATION_CONFIG,
 )
-from fedquilt.config.files import build_config, check_keys, read_config_file, write_config_file
-from fedquilt.config.modes import MODE_TABLE, MODES, Claim, Mode
+from fedquilt.config.files import (
+    build_config,
+    check_keys,
+    plain_config,
+    read_config_file,
+    write_config_file,
+)
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, MODES, Claim, Mode
 from fedquilt.config.run import RunConfig, option_fields
 
 __all__ = [
+    "DEFAULT_MODE",
     "EXPECTED_MILESTONES",
     "HYPERPARAMETERS",
     "MODES",
@@ -36,6 +43,7 @@ __all__ = [
     "check_keys",
     "option_fields",
     "package_names",
+    "plain_config",
     "read_config_file",
     "write_config_file",
 ]

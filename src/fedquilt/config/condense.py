@@ -39,6 +39,14 @@ NOT_FOR_CONDENSE = (
     *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),
 )
 
+COMMON_OF_CONDENSE = (
+    *("dataset", "data_dir", "partition", "dirichlet_alpha", "num_clients", "clients_per_round"),
+    *("mode", "model", "num_rounds", "model_epochs", "ipc", "feature_model", "dc_iterations"),
+    *("epsilon", "delta", "adjacency", "ledger", "population", "allowance"),
+    *("eval_every", "seed", "device", "output_dir"),
+)
+"""The options of `fedquilt condense --help`; `--help-all` lists the others too."""
+
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
 _BOUNDED = "Certified condensation"
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,

@@ -81,7 +81,11 @@ OUTPUT_CONFIG: dict[str, Any] = {
     "log_dir": "./results",
 }
 
+# The paper has cohorts of exactly 30, and a long tail in who is in them: everybody is there,
+# and 30 are drawn without replacement by weights from Beta(2, 5).
 _PAPER: dict[str, Any] = {
+    "mode": "quap_fl",
+    "model": "auto",
     "num_clients": 100,
     "num_rounds": 200,
     "clients_per_round": 30,
@@ -102,7 +106,8 @@ _PAPER: dict[str, Any] = {
     "noise_layers": "fc*",
     "partition": "dirichlet",
     "dirichlet_alpha": 0.5,
-    "availability": "beta",
+    "availability": "always",
+    "selection": "weighted",
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

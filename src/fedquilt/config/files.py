@@ -1,14 +1,19 @@
 """Configuration from files, presets and keywords, and back to a file.
 
-Later sources win: defaults, then the preset, then the file, then keywords.  Where
-nobody named a mode or a model, a method on slices has defaults of its own: `fedavg`,
-and for `depthfl` the model `exits`.
+Later sources win: defaults, then the preset, then the file, then keywords.  Defaults follow
+the mode (`fedquilt.config.modes`), which is `certified` unless somebody names another; a
+preset stands in their place.  A method on slices has defaults of its own where nobody named
+a mode or a model: `fedavg`, and for `depthfl` the model `exits`.  Your own clients are all
+there and all join; those dealt from a named data set come and go.
+
+What somebody says and what then does nothing is refused (`fedquilt.config.uses`); a default
+never is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +24,18 @@ from fedquilt.config.condense import (
     ALIASES,
     DEFAULTS_BY_MODE,
     CondenseConfig,
-    with_package_names,
+    package_names,
 )
 from fedquilt.config.documents import PRESETS
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
 from fedquilt.config.run import RunConfig, option_fields
+from fedquilt.config.uses import CLIENTS, OWN_CLIENTS, SPLIT, refuse_idle, says_something
 
 SCHEMA_VERSION = 1
+BESIDE = ("preset", "tracker", "quiet")
+"""Keys of a file that are no part of a configuration."""
+# What a preset says of its data is not about yours.
+_ABOUT_DATA = ("dataset", "num_clients", "partition", "dirichlet_alpha", "target_accuracy")
 
 
 def build_config(
@@ -32,51 +43,154 @@ def build_config(
     *,
     preset: str | None = None,
     file: str | Path | None = None,
+    own: bool = False,
+    brought: bool = False,
+    arms: Sequence[str] = (),
 ) -> RunConfig:
-    """Merge preset, file and keyword settings into a checked `RunConfig`."""
-    merged: dict[str, Any] = {}
-    method = (settings or {}).get("method")
+    """Merge defaults, preset, file and keyword settings into a checked configuration.
+
+    Parameters
+    ----------
+    settings
+        What was said in the call or typed.
+    preset, file
+        A name of `PRESETS`; a TOML file.
+    own
+        The data and the clients are the user's.
+    brought
+        The method or the mechanism is the user's: what it uses is its own affair.
+    arms
+        Modes that are compared: all share the defaults of the default mode, and an option
+        must do something in one of them.
+    """
+    said = dict(settings or {})
+    method = said.get("method")
     from_file = read_config_file(file, method) if file is not None else {}
-    named_in_file = from_file.pop("preset", None)
-    preset = named_in_file if preset is None else preset
-    if preset is not None:
-        merged.update(PRESETS[checks.choice("preset", preset, PRESETS)])
-    method = from_file.get("method", merged.get("method")) if method is None else method
-    if method == CondenseConfig.method:
-        return _build(CondenseConfig, merged, from_file, settings or {}, file)
-    return _build(RunConfig, merged, from_file, settings or {}, file)
+    if preset is None:
+        preset = from_file.get("preset")
+    from_file = {key: value for key, value in from_file.items() if key not in BESIDE}
+    base = {} if preset is None else dict(PRESETS[checks.choice("preset", preset, PRESETS)])
+    if own:
+        base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
+    method = method or from_file.get("method")
+    kind = CondenseConfig if method == CondenseConfig.method else RunConfig
+    from_file, said = package_names(kind, from_file), package_names(kind, said)
+    check_keys(from_file, str(file), kind)
+    check_keys(said, "configuration", kind)
+    given = {**from_file, **said}
+    usual = _usual(kind, given, base, own, bool(arms))
+    rest = {key: value for key, value in from_file.items() if key not in said}
+    config = _made(kind, {**usual, **given}, file, rest)
+    if config.mode == DEFAULT_MODE and config.num_clients == 1 and not own:
+        raise InvalidValueError(
+            f"num_clients=1 must be at least 2 with mode={config.mode!r}: noise that hides the "
+            "only client hides everything"
+        )
+    if brought:
+        return config
+    whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
+    modes = tuple(arms) or (config.mode,)
+    refuse_idle(said, whole, modes)
+    if not _is_record(from_file, kind):
+        # A file that names no mode, or another than was typed, is meant for several.
+        shared = "mode" in said and from_file.get("mode") != said["mode"]
+        try:
+            refuse_idle(rest, whole, MODE_TABLE if shared else modes)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{error} (in {file})") from error
+    idle = [key for key in base if key not in given and not says_something(key, whole)]
+    fields = option_fields(kind)
+    return config if arms else config.replace(**{key: fields[key].default for key in idle})
 
 
-def _build(
+def plain_config(
+    settings: Mapping[str, Any] | None = None, *, file: str | Path | None = None
+) -> RunConfig:
+    """Return a configuration in which what is absent has the value of the API document.
+
+    So are the files of runs read, whichever version wrote them: they name every option
+    that there was.
+    """
+    content = dict(settings or {})
+    if file is not None:
+        content = {**read_config_file(file), **content}
+        content = {key: value for key, value in content.items() if key not in BESIDE}
+    condenses = content.get("method") == CondenseConfig.method
+    kind = CondenseConfig if condenses else RunConfig
+    content = package_names(kind, content)
+    check_keys(content, "configuration" if file is None else str(file), kind)
+    usual = _usual_of_condensation(content)
+    if not condenses:
+        whole = content.get("method", "full") == "full"
+        usual = {"mode": "quap_fl" if whole else "fedavg"}
+        usual |= {"model": "exits"} if content.get("method") == "depthfl" else {}
+    return _made(kind, {**usual, **content}, file, {} if file is None else content)
+
+
+def _made(
     kind: type[RunConfig],
-    merged: dict[str, Any],
-    from_file: dict[str, Any],
     settings: Mapping[str, Any],
     file: str | Path | None,
+    from_file: Mapping[str, Any],
 ) -> RunConfig:
-    """Merge the sources, later ones over earlier ones, into a configuration of class `kind`."""
-    if kind is CondenseConfig:
-        from_file, settings = with_package_names(from_file), with_package_names(settings)
-    check_keys(from_file, str(file), kind)
-    merged.update(from_file)
-    merged.update(settings)
-    check_keys(merged, "configuration", kind)
-    if kind is CondenseConfig:
-        mode = merged.get("mode", CondenseConfig.mode)
-        usual = DEFAULTS_BY_MODE.get(mode, {}) if isinstance(mode, str) else {}
-        if merged.get("dataset") == "custom" or merged.get("partition") == "writer":
-            usual = {key: value for key, value in usual.items() if key != "num_clients"}
-        merged = {**usual, **merged}
-    if kind is RunConfig and merged.get("method", "full") != "full":
-        merged.setdefault("mode", "fedavg")
-    if merged.get("method") == "depthfl":
-        merged.setdefault("model", "exits")
+    """Make a configuration; an error about what a file says names the file."""
     try:
-        return kind(**merged)
+        return kind(**settings)
     except InvalidValueError as error:
-        if file is None or not _comes_from_file(str(error), from_file, settings):
+        if str(error).split("=", 1)[0] not in from_file:
             raise
         raise InvalidValueError(f"{error} (in {file})") from error
+
+
+def _usual(
+    kind: type[RunConfig],
+    given: Mapping[str, Any],
+    preset: dict[str, Any],
+    own: bool,
+    shared: bool,
+) -> dict[str, Any]:
+    """Return the defaults of a run for which this was said."""
+    if kind is CondenseConfig:
+        return {**_usual_of_condensation(given), **preset}
+    whole = given.get("method", "full") == "full"
+    mode = given.get("mode")
+    if mode is None:
+        mode = preset.get("mode", DEFAULT_MODE) if whole else "fedavg"
+    usual: dict[str, Any] = dict(OWN_CLIENT_DEFAULTS) if own else {}
+    if preset:
+        usual |= _fitting(preset, given)
+    elif isinstance(mode, str) and mode in MODE_TABLE:
+        row = MODE_TABLE[DEFAULT_MODE if shared else mode]
+        usual = {**row.defaults, **(row.own_defaults if own else {}), **usual}
+        if shared:
+            usual["noise_layers"] = "all"  # one model for all, whatever its layers are called
+        if not whole:
+            usual.pop("model", None)
+        if given.get("clipping") == "quantile":
+            usual.pop("normalise_updates", None)  # every norm would be the clip
+    if given.get("method") == "depthfl":
+        usual["model"] = "exits"
+    return {**usual, "mode": mode}
+
+
+def _fitting(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset with a cohort of at most as many clients as there are."""
+    most, cohort = given.get("num_clients"), preset["clients_per_round"]
+    few = isinstance(most, int) and 1 <= most < cohort
+    return {**preset, "clients_per_round": most if few else cohort}
+
+
+def _usual_of_condensation(given: Mapping[str, Any]) -> dict[str, Any]:
+    mode = given.get("mode", CondenseConfig.mode)
+    usual = DEFAULTS_BY_MODE.get(mode, {}) if isinstance(mode, str) else {}
+    if given.get("dataset") == "custom" or given.get("partition") == "writer":
+        usual = {key: value for key, value in usual.items() if key != "num_clients"}
+    return dict(usual)
+
+
+def _is_record(from_file: Mapping[str, Any], kind: type[RunConfig]) -> bool:
+    """Tell whether a file was written by a run: those name every option, people a few."""
+    return 2 * len(from_file) > len(option_fields(kind))
 
 
 def read_config_file(path: str | Path, method: str | None = None) -> dict[str, Any]:
@@ -97,8 +211,20 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
             "it was written by another version of fedquilt"
         )
     if (method or content.get("method")) != CondenseConfig.method:
-        check_keys(content, str(path), extra=("preset",))
+        check_keys(content, str(path), extra=BESIDE)
     return content
+
+
+def read_beside(path: str | Path | None, method: str | None = None) -> dict[str, Any]:
+    """Return what a file for a method says beside the configuration: `tracker`, `quiet`."""
+    if path is None:
+        return {}
+    found = {key: value for key, value in read_config_file(path, method).items() if key in BESIDE}
+    if not isinstance(found.get("quiet", False), bool):
+        raise InvalidValueError(f"quiet={found['quiet']!r} must be true or false (in {path})")
+    if not isinstance(found.get("tracker", ""), str):
+        raise InvalidValueError(f"tracker={found['tracker']!r} must be a text (in {path})")
+    return found
 
 
 def check_keys(
@@ -132,11 +258,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool | int | float | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     raise FedquiltError(f"cannot write {value!r} to a configuration file")
-
-
-def _comes_from_file(
-    message: str, from_file: Mapping[str, Any], settings: Mapping[str, Any]
-) -> bool:
-    """Tell whether the key at the head of an error message was set by the file."""
-    key = message.split("=", 1)[0]
-    return key in from_file and key not in settings

@@ -2,8 +2,9 @@
 
 A field is at once a key of the TOML file (`batch_size = 32`), an option of the
 command line (`--batch-size 32`) and a keyword of `fedquilt.run(batch_size=32)`.
-Defaults are those of the QuAP-FL API document.  Validation happens at construction, so
-a `RunConfig` that exists is valid.
+The defaults declared here are those of the QuAP-FL API document; `build_config` puts
+those of the mode over them (`fedquilt.config.modes`).  Validation happens at construction,
+so a `RunConfig` that exists is valid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fedquilt.config.choices import (
     SELECTIONS,
     SERVER_OPTIMIZERS,
 )
-from fedquilt.config.modes import MODE_TABLE, MODES, SLICED_MODES, Claim
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, MODES, SLICED_MODES, Claim
 
 OWN = "custom"
 """Stands for a part that somebody brought as an object, from Python."""
@@ -52,23 +53,22 @@ def declare(default: Any, panel: str, help: str, **rule: Any) -> Any:
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
 
-_DATA, _POPULATION, _TRAINING, _SLICES = "Data", "Population", "Training", "Slices"
-_PRIVACY, _CERTIFIED, _RUN = "Privacy", "Certified privacy and the ledger", "Run"
+# The panels of the help, in the words of what somebody wants to do.
+_DATA, _POPULATION = "Choose data and deal them to clients", "Say who takes part"
+_TRAINING, _SLICES = "Train", "Let clients train a part of the model"
+_PRIVACY, _CERTIFIED = "Promise privacy", "Promise privacy"
+_LEDGER, _RUN = "Keep a ledger over several runs", "Run, evaluate, keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run of one mode on one data set."""
 
-    dataset: str = declare(
-        "digits", _DATA, "digits, mnist, fashion-mnist, cifar10 or mnist-writers."
-    )
-    data_dir: str | None = declare(
-        None, _DATA, "Data folders, several joined by ':'; also read from FEDQUILT_DATA."
-    )
+    dataset: str = declare("digits", _DATA, "digits, mnist, fashion-mnist, cifar10, mnist-writers.")
+    data_dir: str | None = declare(None, _DATA, "Data folders, joined by ':' (or FEDQUILT_DATA).")
     no_download: bool = declare(False, _DATA, "Refuse to download missing data.")
     partition: str = declare(
-        "dirichlet", _DATA, "How the samples are dealt to clients.", choices=PARTITIONS
+        "dirichlet", _DATA, "How samples are dealt to clients.", choices=PARTITIONS
     )
     dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
@@ -83,37 +83,41 @@ class RunConfig:
     clients_per_round: int | float = declare(
         0.3,
         _POPULATION,
-        "Largest cohort: a whole number of clients, or a fraction written with a decimal point.",
+        "Most clients of a round: 30, or a share, 0.3.",
     )
     availability: str = declare(
-        "beta", _POPULATION, "Who is there: beta, uniform, always, or a FILE.csv (round,client)."
+        "beta",
+        _POPULATION,
+        "Who is there: always, beta (long tail), uniform, or FILE.csv (round,client).",
     )
     selection: str = declare(
         "uniform",
         _POPULATION,
-        "Who is picked among them: uniform or weighted without replacement, or a poisson coin.",
+        "Who is picked among them: uniform or weighted (Beta) without replacement, or a poisson "
+        "coin.",
         choices=SELECTIONS,
     )
 
     mode: str = declare(
-        "quap_fl",
-        _TRAINING,
-        "; ".join(f"{name}: {MODE_TABLE[name].summary}" for name in MODES) + ".",
+        DEFAULT_MODE,
+        _PRIVACY,
+        "certified: a bound for every client; fedavg: none; of the QuAP-FL papers: fixed_dp, "
+        "quap_fl, quap_fl_client.",
         choices=MODES,
     )
     model: str = declare(
         "auto",
         _TRAINING,
-        "auto (made for the data set), digits, mnist, cifar10, mlp, linear, exits; hog-linear or "
-        "scatter-linear train a small head on a frozen front, whose settings were chosen on MNIST.",
+        "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
+        "digits, mnist, cifar10, exits, convnet, or auto: the data set's CNN.",
     )
     trainable: str = declare(
         "all",
         _TRAINING,
-        "Trained tensors: comma-separated patterns of parameter names, or all; the rest is frozen.",
+        "Patterns of parameter names, joined by commas; the rest is frozen.",
     )
     num_rounds: int = declare(200, _TRAINING, "Communication rounds.", at_least=1)
-    local_epochs: int = declare(5, _TRAINING, "Epochs a client trains in a round.", at_least=1)
+    local_epochs: int = declare(5, _TRAINING, "Epochs of a client in a round.", at_least=1)
     batch_size: int = declare(32, _TRAINING, "Batch size of local training.", at_least=1)
     learning_rate: float = declare(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
     lr_decay: float = declare(
@@ -166,7 +170,7 @@ class RunConfig:
         0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0
     )
     server_optimizer: str = declare(
-        "sgd", _TRAINING, "How the server applies the mean update.", choices=SERVER_OPTIMIZERS
+        "sgd", _TRAINING, "How the server applies the mean.", choices=SERVER_OPTIMIZERS
     )
     server_lr: float | None = declare(
         None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.", above=0
@@ -178,24 +182,24 @@ class RunConfig:
     method: str = declare(
         "full",
         _SLICES,
-        "Which part of the model a client trains; all but full need the mode fedavg, "
-        "which is then the default, or certified.",
+        "Which part: full, or heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest "
+        "(in mode fedavg unless certified is said).",
         choices=METHODS,
         own=True,
     )
     tiers: str = declare(
         "1,1/2,1/4,1/8",
         _SLICES,
-        "Widths that clients are dealt to, or a FILE.csv (client,width or client,memory_mb,flops).",
+        "Widths dealt to clients, or FILE.csv (client,width or client,memory_mb,flops).",
     )
 
-    epsilon: float = declare(3.0, _PRIVACY, "Total privacy budget of the run.", above=0)
-    delta: float = declare(1e-5, _PRIVACY, "Delta of the privacy budget.", above=0, below=1)
+    epsilon: float = declare(3.0, _PRIVACY, "What the run may take from a client.", above=0)
+    delta: float = declare(1e-5, _PRIVACY, "Its delta.", above=0, below=1)
     adjacency: str = declare(
         "zero_out",
         _PRIVACY,
-        "What a claim compares: a client's data with nothing in their place, or (replace_one, "
-        "twice the noise) with any other data.",
+        "A client's data against nothing (zero_out) or, at twice the noise, any others "
+        "(replace_one).",
         choices=ADJACENCIES,
     )
     budget_alpha: float = declare(
@@ -214,7 +218,7 @@ class RunConfig:
         above=0,
         at_most=1,
     )
-    clip_norm: float = declare(1.0, _PRIVACY, "Clip bound of fixed_dp and certified.", above=0)
+    clip_norm: float = declare(1.0, _PRIVACY, "Bound on the length of an update.", above=0)
     clip_quantile: float = declare(
         0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", above=0, below=1
     )
@@ -236,16 +240,16 @@ class RunConfig:
     policy: str = declare(
         "adaptive",
         _CERTIFIED,
-        "How a client's budget is spread over its joins.",
+        "How epsilon is spread over a client's joins.",
         choices=POLICIES,
     )
     max_joins: int | None = declare(
-        None, _CERTIFIED, "Most joins of a client, for --policy cap and amplification.", at_least=1
+        None, _CERTIFIED, "Most joins of a client, for --policy cap.", at_least=1
     )
     clipping: str = declare(
         "fixed",
         _CERTIFIED,
-        "The clip bound: fixed at clip_norm, or a private quantile that starts there.",
+        "fixed at --clip-norm, or a private quantile from there.",
         choices=CLIPPINGS,
     )
     private_quantile: float = declare(
@@ -269,29 +273,31 @@ class RunConfig:
     amplification: bool = declare(
         False, _CERTIFIED, "Claim amplification by a secret coin (needs --selection poisson)."
     )
-    ledger: str | None = declare(
-        None, _CERTIFIED, "Ledger file that outlives runs; certified runs have one in any case."
-    )
-    population: str | None = declare(
-        None, _CERTIFIED, "Name of the clients in the ledger; absent is a digest of the split."
-    )
+    ledger: str | None = declare(None, _LEDGER, "File that outlives runs: who has given away what.")
+    population: str | None = declare(None, _LEDGER, "The clients' name in it; absent: a digest.")
     new_population: bool = declare(
         False,
-        _CERTIFIED,
+        _LEDGER,
         "Make a ledger or population, or let only new clients join one, though the name is near "
         "a known one or nobody is known in it.",
     )
     allowance: float | None = declare(
-        None, _CERTIFIED, "Lifetime epsilon of a new population; absent is epsilon.", above=0
+        None, _LEDGER, "Lifetime epsilon of new clients; absent: epsilon.", above=0
     )
     on_short: str = declare(
         "refuse",
-        _CERTIFIED,
+        _LEDGER,
         "When clients have less left than epsilon: refuse the run, or let them sit out.",
         choices=ON_SHORT,
     )
 
-    eval_every: int = declare(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
+    spend_everything: bool = declare(
+        False,
+        _LEDGER,
+        "Let a run that claims nothing put clients of the ledger at infinity, for ever.",
+    )
+
+    eval_every: int = declare(10, _RUN, "Evaluate every so many rounds.", at_least=1)
     target_accuracy: float | None = declare(
         None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
     )
@@ -303,14 +309,21 @@ class RunConfig:
     )
     seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
     device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
-    engine: str = declare("auto", _RUN, "How clients are trained.", choices=ENGINES, own=True)
+    engine: str = declare(
+        "auto",
+        _RUN,
+        "sequential: one client after the other; batched: many in one program (fast on a GPU); "
+        "processes: on several cores; auto: batched on a GPU, else sequential.",
+        choices=ENGINES,
+        own=True,
+    )
     precision: str = declare(
         "float32",
         _RUN,
         "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
         choices=PRECISIONS,
     )
-    output_dir: str = declare("./results", _RUN, "Folder that receives the run's folder.")
+    output_dir: str = declare("./results", _RUN, "Where the run's folder is made.")
 
     def __post_init__(self) -> None:
         """Check every field, then the rules that join two of them."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +80,25 @@ class Availability:
             present = sum(len(clients) for clients in self.trace.values())
             return min(1.0, max(present, 1) / (rounds * self.num_clients))
         return 1.0 if self.probabilities is None else UNIFORM_PROBABILITY
+
+    def mean_present(self, limit: int) -> float:
+        """Return how many are there in a round on average, at most `limit` counted.
+
+        For coins, the sum of many of which is nearly normal with mean m and deviation s:
+        E[min(X, L)] = m - s (phi(a) - a (1 - Phi(a))) with a = (L - m) / s.
+        """
+        if self.trace is not None:
+            rounds = 1 + max(self.trace, default=0)
+            return sum(min(limit, len(clients)) for clients in self.trace.values()) / rounds
+        if self.probabilities is None:
+            return float(min(limit, self.num_clients))
+        mean = float(self.probabilities.sum())
+        deviation = math.sqrt(float(np.sum(self.probabilities * (1 - self.probabilities))))
+        if deviation == 0:
+            return min(float(limit), mean)
+        a = (limit - mean) / deviation
+        density = math.exp(-a * a / 2) / math.sqrt(2 * math.pi)
+        return mean - deviation * (density - a * math.erfc(a / math.sqrt(2)) / 2)
 
     def available(self, round_index: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Return the ids of the clients that are there, ascending."""

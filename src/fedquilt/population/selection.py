@@ -109,6 +109,17 @@ class CohortSelector:
             return max(1.0, present * self._coin)
         return max(1.0, min(present, float(self.limit)))
 
+    @property
+    def mean_cohort(self) -> float:
+        """How many clients a simulated round has on average: see `Availability.mean_present`.
+
+        Unlike `expected_cohort` it knows the drawn probabilities, which no server does, and
+        that a limit only ever takes away; it is for people to read.
+        """
+        if self.rule == "poisson":
+            return self.availability.mean_present(self.availability.num_clients) * self._coin
+        return self.availability.mean_present(self.limit)
+
     def select(self, round_index: int, allowed: NDArray[np.bool_] | None = None) -> Cohort:
         """Return the cohort of a round, ascending; `allowed` masks who may be picked."""
         rng = generator(self.seed, "select", round_index)

@@ -12,8 +12,13 @@ cohort of m clients, d trainable parameters, T rounds, at most K joins a client.
                           z·√d/(m·√T)
 
 Signal is taken at its largest: every update at the clip bound, all in the same
-direction, round after round.  A ratio of the run above 1 is therefore hopeless
-for anybody; below 1 it is workable, and better the smaller it is.
+direction, round after round.  A ratio of the run below 0.55 is called workable, from 1.5
+on hopeless, hard in between.  The words are from validation accuracies on digits, 50
+clients that all join (60 rounds, every update scaled to the clip; 0.95 without noise):
+
+    ratio      0.22   0.39   0.59   0.71   0.75   1.02   1.07   1.37   1.90
+    accuracy   0.92   0.90   0.71   0.79   0.88   0.60   0.37   0.70   0.36
+    model      linear linear CNN    linear MLP    linear CNN    MLP    linear
 
 Without sampling z = √K/μ, with μ that of (epsilon, delta), or 2·√K/μ where a client's
 data may be exchanged for any others (replace-one).  The ratio of the run is then
@@ -33,7 +38,13 @@ from fedquilt.common import checks, optional
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.storage import write_file
-from fedquilt.privacy.accounting import Adjacency, Release, calibrate
+from fedquilt.privacy.accounting import (
+    Adjacency,
+    Release,
+    calibrate,
+    gaussian_epsilon,
+    gaussian_mu,
+)
 from fedquilt.privacy.accounting import epsilon as total_epsilon
 
 if TYPE_CHECKING:
@@ -42,6 +53,8 @@ if TYPE_CHECKING:
 _FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 _COHORT_FACTORS = {1: "#1f4e79", 10: "#7b3f9e", 100: "#c77700"}
 _WEAK_EPSILON = 10.0
+WORKABLE, HOPELESS = 0.55, 1.5
+"""Ratios of the run: below the first it is workable, from the second on hopeless."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class Feasibility:
     `noise_to_signal_run` are the two ratios of the module's docstring.
     `usable_parameters` and `usable_cohort` are the most parameters and the
     fewest clients per round at which the run is workable, the rest unchanged.
+    `joins` is how many of a client's joins the noise is made for, `verdict` one of
+    workable, hard and hopeless, and `advice` what to change, the first thing first.
     """
 
     population: int
@@ -60,7 +75,7 @@ class Feasibility:
     epsilon: float
     delta: float
     parameters: int
-    joins: int
+    joins: float
     cohort: float
     clip_norm: float
     sampling_rate: float
@@ -72,12 +87,22 @@ class Feasibility:
     noise_to_signal_run: float
     usable_parameters: int
     usable_cohort: int
+    verdict: str
     advice: tuple[str, ...]
 
     @property
     def workable(self) -> bool:
-        """Whether the noise of the whole run stays below the largest signal."""
-        return self.noise_to_signal_run < 1
+        """Whether the noise of the whole run stays well below the largest signal."""
+        return self.noise_to_signal_run < WORKABLE
+
+    @property
+    def line(self) -> str:
+        """Noise, verdict and the first thing to change, in one line."""
+        ratio, first = self.noise_to_signal_run, ""
+        if not self.workable:
+            first = f"; first {self.advice[0][0].lower()}{self.advice[0][1:]}"
+        size = f"{ratio:.2g} of" if ratio < 1 else f"{ratio:.3g} times"
+        return f"noise over the run: {size} a typical update, {self.verdict}{first}"
 
 
 def plan(
@@ -86,11 +111,12 @@ def plan(
     epsilon: float,
     delta: float,
     parameters: int,
-    joins: int | None,
+    joins: float | None,
     cohort: float,
     clip_norm: float = 1.0,
     sampling_rate: float = 1.0,
     adjacency: str | Adjacency = Adjacency.ZERO_OUT,
+    noise_multiplier: float | None = None,
 ) -> Feasibility:
     """Return what (epsilon, delta) for every client costs a run.
 
@@ -99,29 +125,33 @@ def plan(
     the server tosses a secret coin for each client, and `joins` counts tosses.
     The guarantee compares a client's data with nothing in their place; with
     `adjacency="replace_one"` it compares any data of a client with any other.
+    Whoever knows the noise already gives it as `noise_multiplier`; `joins` is then how
+    many joins it is made for, on average.
     """
     checks.integer("population", population, at_least=1)
     checks.integer("rounds", rounds, at_least=1)
     epsilon = checks.number("epsilon", epsilon, above=0)
     delta = checks.number("delta", delta, above=0, below=1)
     checks.integer("parameters", parameters, at_least=1)
-    joins = rounds if joins is None else checks.integer("joins", joins, at_least=1)
-    checks.integer("joins", joins, at_most=rounds)
+    joins = rounds if joins is None else joins
+    if noise_multiplier is None:
+        joins = checks.integer("joins", checks.integer("joins", joins, at_least=1), at_most=rounds)
     clip_norm = checks.number("clip_norm", clip_norm, above=0)
     sampling_rate = checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
     cohort = _cohort(cohort, population * joins * sampling_rate / rounds)
 
     relation = Adjacency.of(adjacency)
     method = _method(sampling_rate, joins, epsilon, relation)
-    z = calibrate(
+    z = noise_multiplier or calibrate(
         epsilon,
         delta,
-        rounds=joins,
+        rounds=int(joins),
         sampling_rate=sampling_rate,
         method=method,
         adjacency=relation,
     )
     per_round = z * math.sqrt(parameters) / cohort
+    ratio = per_round / math.sqrt(rounds)
     asked = Feasibility(
         population=population,
         rounds=rounds,
@@ -137,9 +167,10 @@ def plan(
         noise_multiplier=z,
         noise_std_on_mean=z * clip_norm / cohort,
         noise_to_signal_round=per_round,
-        noise_to_signal_run=per_round / math.sqrt(rounds),
-        usable_parameters=max(0, math.ceil((cohort / z) ** 2 * rounds) - 1),
-        usable_cohort=math.floor(z * math.sqrt(parameters / rounds)) + 1,
+        noise_to_signal_run=ratio,
+        usable_parameters=max(0, math.ceil((WORKABLE * cohort / z) ** 2 * rounds) - 1),
+        usable_cohort=math.floor(z * math.sqrt(parameters / rounds) / WORKABLE) + 1,
+        verdict="workable" if ratio < WORKABLE else "hard" if ratio < HOPELESS else "hopeless",
         advice=(),
     )
     return _advised(asked)
@@ -173,7 +204,7 @@ def plan_table(plan: Feasibility) -> str:
         ("clients in the population", f"{plan.population:,}"),
         ("clients per round", f"{plan.cohort:,.6g}"),
         ("rounds", f"{plan.rounds:,}"),
-        ("most joins of a client", f"{plan.joins:,}"),
+        ("joins of a client", f"{plan.joins:,.6g}"),
         ("sampling rate", f"{plan.sampling_rate:g}"),
         ("trainable parameters", f"{plan.parameters:,}"),
         ("promise to every client", f"epsilon {plan.epsilon:g}, delta {plan.delta:g}"),
@@ -184,7 +215,7 @@ def plan_table(plan: Feasibility) -> str:
         ("noise / signal of the run", f"{plan.noise_to_signal_run:.3g}"),
         ("most parameters that would work", f"{plan.usable_parameters:,}"),
         ("fewest clients per round that would work", f"{plan.usable_cohort:,}"),
-        ("verdict", "workable" if plan.workable else "hopeless as asked"),
+        ("verdict", plan.verdict),
     ]
     return str(tabulate(rows, tablefmt="simple", disable_numparse=True))
 
@@ -215,16 +246,18 @@ def _draw(axes: Axes, plan: Feasibility) -> None:
     for factor, colour in _COHORT_FACTORS.items():
         label = (
             f"{_count(plan.cohort * factor)} clients per round: "
-            f"workable up to {_count(math.ceil((factor / slope) ** 2) - 1)} parameters"
+            f"workable up to {_count(math.ceil((WORKABLE * factor / slope) ** 2) - 1)} parameters"
         )
         ends = [slope / factor, slope / factor * math.sqrt(most)]
         axes.plot([1.0, most], ends, color=colour, label=label)
     lowest, highest = slope / max(_COHORT_FACTORS), max(10.0, 2 * slope * math.sqrt(most))
-    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
-    axes.axhspan(min(lowest, 0.1), 1.0, color="black", alpha=0.06, linewidth=0)
-    axes.text(1.3, 0.9, "workable below this line", va="top", fontsize=9)
-    verdict = "workable" if plan.workable else "hopeless as asked"
-    asked = f"asked: {plan.parameters:,} parameters, {plan.noise_to_signal_run:.3g} ({verdict})"
+    axes.axhline(WORKABLE, color="black", linestyle="--", linewidth=1)
+    axes.axhline(HOPELESS, color="black", linestyle=":", linewidth=1)
+    axes.axhspan(min(lowest, 0.1), WORKABLE, color="black", alpha=0.06, linewidth=0)
+    axes.text(1.3, 0.9 * WORKABLE, "workable below this line", va="top", fontsize=9)
+    axes.text(1.3, 1.1 * HOPELESS, "hopeless above this line", va="bottom", fontsize=9)
+    found = f"{plan.noise_to_signal_run:.3g} ({plan.verdict})"
+    asked = f"asked: {plan.parameters:,} parameters, {found}"
     axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color="#b22222", label=asked)
     axes.set(
         xscale="log",
@@ -234,7 +267,7 @@ def _draw(axes: Axes, plan: Feasibility) -> None:
         xlabel="trainable parameters",
         ylabel="noise / largest signal, whole run",
         title=f"epsilon {plan.epsilon:g}, delta {plan.delta:g}, {plan.rounds:,} rounds, "
-        f"at most {plan.joins:,} joins a client",
+        f"{plan.joins:,.4g} joins a client",
     )
     axes.grid(alpha=0.3)
 
@@ -262,16 +295,9 @@ def _advised(asked: Feasibility) -> Feasibility:
 
 
 def _praise(asked: Feasibility) -> tuple[str, ...]:
-    first = (
-        f"workable: over the run the noise is {asked.noise_to_signal_run:.3g} times the largest "
-        f"signal; it stays below the signal up to {asked.usable_parameters:,} parameters."
-    )
-    if asked.noise_to_signal_round < 1:
-        return (first,)
     return (
-        first,
-        f"Average the model over rounds: in a single round the noise is "
-        f"{asked.noise_to_signal_round:.3g} times the largest signal.",
+        f"workable: over the run the noise is {asked.noise_to_signal_run:.3g} times the largest "
+        f"signal; it stays so up to {asked.usable_parameters:,} parameters.",
     )
 
 
@@ -280,15 +306,14 @@ def _fewer_parameters(asked: Feasibility) -> str:
         return "Fewer trainable parameters are not enough: even one would drown in the noise."
     return (
         f"Train fewer parameters: {asked.usable_parameters:,} or fewer (now "
-        f"{asked.parameters:,}). Freeze the feature layers and train the head, or use "
-        "low-rank updates."
+        f"{asked.parameters:,}), with a smaller model or with `trainable`, which freezes the rest."
     )
 
 
 def _larger_cohort(asked: Feasibility) -> str:
     return (
         f"Let more clients join each round: {asked.usable_cohort:,} or more (now "
-        f"{asked.cohort:,.6g}){_population_note(asked, asked.usable_cohort, asked.joins)}."
+        f"{asked.cohort:,.3g}){_population_note(asked, asked.usable_cohort, asked.joins)}."
     )
 
 
@@ -297,9 +322,10 @@ def _fewer_joins(asked: Feasibility) -> str:
     if joins < 1:
         advice = "Fewer joins are not enough: even one join a client costs too much."
     else:
+        people = _population_note(asked, asked.cohort, joins)
         advice = (
             f"Let each client join less often, over the same rounds: {joins:,} or fewer joins "
-            f"(now {asked.joins:,}){_population_note(asked, asked.cohort, joins)}."
+            f"(now {asked.joins:,.3g}), with policy 'cap' and `max_joins`{people}."
         )
     return f"{advice} {_rounds_note(asked)}"
 
@@ -317,10 +343,15 @@ def _larger_epsilon(asked: Feasibility) -> str:
     return f"Accept a larger epsilon: {format_bound(needed)} or more (now {asked.epsilon:g}){weak}."
 
 
-def _spent(asked: Feasibility, joins: int) -> float:
-    """Return the epsilon of `joins` at the noise with which the ratio of the run is 1."""
-    noise = asked.cohort * math.sqrt(asked.rounds / asked.parameters)
-    release = Release(noise, joins, asked.sampling_rate)
+def _spent(asked: Feasibility, joins: float) -> float:
+    """Return the epsilon of `joins` at the noise with which the run is just workable."""
+    noise = WORKABLE * asked.cohort * math.sqrt(asked.rounds / asked.parameters)
+    if asked.method == "gdp":
+        # mu grows with the root of the joins and falls with the noise.
+        now = gaussian_mu(asked.epsilon, asked.delta)
+        mu = now * asked.noise_multiplier / noise * math.sqrt(joins / asked.joins)
+        return gaussian_epsilon(mu, asked.delta)
+    release = Release(noise, int(joins), asked.sampling_rate)
     return total_epsilon(
         [release], asked.delta, method=asked.method, adjacency=Adjacency.of(asked.adjacency)
     ).epsilon
@@ -328,7 +359,7 @@ def _spent(asked: Feasibility, joins: int) -> float:
 
 def _usable_joins(asked: Feasibility) -> int:
     """Return the most joins a client may have at the noise that is usable, by bisection."""
-    low, high = 0, asked.joins
+    low, high = 0, math.ceil(asked.joins)
     while high - low > 1:
         middle = (low + high) // 2
         if _spent(asked, middle) <= asked.epsilon:
@@ -338,7 +369,7 @@ def _usable_joins(asked: Feasibility) -> int:
     return low
 
 
-def _population_note(asked: Feasibility, cohort: float, joins: int) -> str:
+def _population_note(asked: Feasibility, cohort: float, joins: float) -> str:
     """Say how many clients it takes to fill `cohort` with `joins` a client, if more than now."""
     needed = math.ceil(cohort * asked.rounds / (joins * asked.sampling_rate) - 1e-9)
     if needed <= asked.population:

@@ -21,7 +21,7 @@ from fedquilt.assemble_mechanism import make_allocator, make_clipper
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, build_config
+from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, plain_config
 from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment import Experiment
 from fedquilt.learning import ClientUpdate, evaluate
@@ -326,4 +326,4 @@ def _settings(
         if chosen.index:
             raise InvalidValueError(f"device={str(device)!r} must be the first of its kind")
         settings["device"] = chosen.type
-    return build_config(settings)
+    return plain_config(settings)

@@ -19,7 +19,7 @@ from typing import Any
 from fedquilt.assemble import Problem, build_problem
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.config import CondenseConfig, build_config
+from fedquilt.config import CondenseConfig, plain_config
 from fedquilt.fednum.baselines.central import run_coreset, run_dm
 from fedquilt.fednum.baselines.common import BaselineResult
 from fedquilt.fednum.baselines.federated import run_fedavg, run_feddm
@@ -103,7 +103,7 @@ def baseline_row(
     folder = None if finished.folder is None else RunFolder(finished.folder)
     rows = {} if folder is None else folder.read_baselines()
     if name not in rows:
-        config = build_config(finished.result["metadata"]["hyperparameters"])
+        config = plain_config(finished.result["metadata"]["hyperparameters"])
         if not isinstance(config, CondenseConfig):
             raise InvalidValueError("baselines stand beside a condensation, which this run is not")
         config, problem = build_problem(config)

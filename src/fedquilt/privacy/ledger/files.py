@@ -161,7 +161,7 @@ def _check_path(path: Path, *, read_only: bool) -> None:
     if path.is_dir():
         raise LedgerFileError(f"ledger {path} is a folder; a ledger is one file")
     if not path.exists():
-        raise LedgerFileError(f"ledger {path} does not exist; open it with create=True to make it")
+        raise LedgerFileError(f"ledger {path} does not exist; a run with that ledger makes it")
     if path.stat().st_size == 0:
         raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
     if read_only:
@@ -170,7 +170,7 @@ def _check_path(path: Path, *, read_only: bool) -> None:
         if not os.access(place, os.W_OK):
             raise LedgerFileError(
                 f"ledger {path}: {what} is read-only; charges could not be written "
-                "(read_only=True opens it for reading)"
+                "(it can be opened for reading only)"
             )
 
 

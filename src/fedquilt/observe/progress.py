@@ -1,0 +1,148 @@
+"""How far a run has come, on the error stream: a bar, or a plain line now and then.
+
+A bar where somebody looks: in a terminal, and in a notebook that has `ipywidgets`.  Elsewhere
+(a file, a job of a cluster) a line every so many seconds.  A run that withholds how long its
+rounds took says one at every tenth of its rounds instead, and its bar shows no time left:
+when lines come would tell what the run does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from fedquilt.common.observer import Observer
+
+SECONDS = 20.0
+"""Between two plain lines."""
+_LINES = 10
+
+
+class Progress(Observer):
+    """Shows one run; use it in a `with` statement.
+
+    Parameters
+    ----------
+    label : str
+        Names the run.
+    stream : text stream, optional
+        Where to; the error stream by default.
+    """
+
+    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+        self.label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: Any = None
+        self._task: Any = None
+        self._done = 0
+        self._accuracy = ""
+        self._timed = False
+        self._said_at = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if draws_bars(self._stream):
+            self._bar = _make_bar(self._stream)
+            self._bar.start()
+            self._task = self._bar.add_task(self.label, total=None, accuracy="", doing="")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Say what the run may expect."""
+        self._timed = not config.is_bounded(covered=True)
+        for line in lines:
+            self._say(line)
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Show a finished round; its line holds public values only."""
+        self._done, total = line["round"] + 1, config.num_rounds
+        self._timed = line.get("seconds") is not None
+        if line.get("test_accuracy") is not None:
+            self._accuracy = f"accuracy {line['test_accuracy']:.4f}"
+        if self._bar is not None:
+            if not self._timed:
+                self._hide_time()
+            shown = {"completed": self._done, "total": total, "doing": ""}
+            self._bar.update(self._task, accuracy=self._accuracy, **shown)
+        elif self._is_due(total):
+            found = f", {self._accuracy}" if self._accuracy else ""
+            self._say(f"round {self._done} of {total}{found}")
+
+    def working(self, what: str, share: float) -> None:
+        """Show what happens within a round."""
+        if self._bar is not None:
+            self._bar.update(self._task, doing=f"{what} {share:4.0%}")
+        elif self._timed and time.monotonic() - self._said_at >= SECONDS:
+            self._say(f"round {self._done + 1}, {what} {share:.0%}")
+
+    def _is_due(self, total: int) -> bool:
+        if self._timed:
+            return time.monotonic() - self._said_at >= SECONDS
+        return self._done * _LINES // total > (self._done - 1) * _LINES // total
+
+    def _say(self, text: str) -> None:
+        self._said_at = time.monotonic()
+        if self._bar is not None:
+            self._bar.console.print(f"{self.label}: {text}", markup=False, highlight=False)
+        else:
+            print(f"{self.label}: {text}", file=self._stream, flush=True)
+
+    def _hide_time(self) -> None:
+        """Show no time left: a run that withholds its seconds would tell them by it."""
+        from rich.progress import TimeRemainingColumn
+
+        columns = self._bar.columns
+        self._bar.columns = tuple(c for c in columns if not isinstance(c, TimeRemainingColumn))
+
+
+class Expectations(Observer):
+    """Shows what a run may expect and nothing after that."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Say it."""
+        self._progress.expects(config, lines)
+
+
+def draws_bars(stream: TextIO) -> bool:
+    """Tell whether a bar can be drawn: in a terminal, or in a notebook with its widgets."""
+    if in_notebook():
+        return importlib.util.find_spec("ipywidgets") is not None
+    return stream.isatty()
+
+
+def in_notebook() -> bool:
+    """Tell whether this is a Jupyter kernel."""
+    shell = sys.modules.get("IPython")
+    found = None if shell is None else shell.get_ipython()
+    return type(found).__name__ == "ZMQInteractiveShell"
+
+
+def _make_bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[doing]}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(file=stream), transient=True)
