@@ -141,7 +141,7 @@ def plan(
     cohort = _cohort(cohort, population * joins * sampling_rate / rounds)
 
     relation = Adjacency.of(adjacency)
-    method = _method(sampling_rate, joins, epsilon, relation)
+    method = _method(sampling_rate, int(joins), epsilon, relation)
     z = noise_multiplier or calibrate(
         epsilon,
         delta,
