@@ -21,7 +21,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
+from fedquilt.data.identity import salted_digest, shared_sample
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.models import FeatureModel, make_model
@@ -161,6 +162,14 @@ class Problem:
     front: nn.Module | None = None
     model_width: str = "1"
     own: Own = Own()
+    data: Mapping[str, ImageDataset] = field(default_factory=dict, repr=False)
+
+    def data_digests(self, salt: bytes) -> dict[str, str]:
+        """Return a salted digest of each data set as it was given, before any front."""
+        return {
+            name: salted_digest([data.images, data.targets], salt)
+            for name, data in self.data.items()
+        }
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -252,6 +261,8 @@ def problem_from(
     config = _with_data_defaults(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
     roster = roster_of_own(parts, client_ids)
+    if not config.allow_overlap:
+        _refuse_overlap(parts, roster.ids)
     # What classes there are is public knowledge: the model's, not the largest label's.
     known = train_set.num_classes if isinstance(train, ImageDataset) else None
     problem = _assemble(config, model, train_set, test_set, parts, roster, none, known)
@@ -395,6 +406,7 @@ def _assemble(
         roster=roster,
         input_shape=input_shape,
         front=front,
+        data={"training": train, "test": test},
     )
     check_mode(config, problem.flat)
     outputs = _check_outputs(problem)
@@ -429,6 +441,20 @@ def _check_outputs(problem: Problem) -> int:
             )
         scores = int(outputs.shape[1])
     return scores
+
+
+def _refuse_overlap(parts: Parts, ids: tuple[str, ...] | None) -> None:
+    """Refuse clients that hold the same sample: each one's bound says less about it."""
+    found = shared_sample(parts)
+    if found is None:
+        return
+    sample, *holders = found
+    first, second = (f"clients[{k}]" if ids is None else repr(ids[k]) for k in holders)
+    raise InvalidValueError(
+        f"{first} and {second} must not both hold sample {sample}: a bound is about one "
+        "client, and what several hold is protected less. If they do share samples, say "
+        "allow_overlap=True (--allow-overlap)"
+    )
 
 
 def _checked_clients(

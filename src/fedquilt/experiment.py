@@ -29,11 +29,13 @@ from fedquilt.assemble import (
 )
 from fedquilt.assemble_account import (
     account_notes,
+    check_identity,
     check_not_rolled_back,
     check_same_clients,
     needs_account,
     open_account,
     open_witness,
+    write_identity,
 )
 from fedquilt.assemble_mechanism import Build
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
@@ -59,6 +61,11 @@ from fedquilt.run_folder import RunFolder, run_stem
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
+
+OVERLAP = (
+    "clients may hold the same samples (allow_overlap): the claim is about one client, and a "
+    "sample that g of them hold is protected as a group of g"
+)
 
 Watching = Callable[[RunConfig, dict[str, Any]], None]
 """An `Observer`, or a function called with the configuration and each finished round's line."""
@@ -301,6 +308,8 @@ class Experiment:
         if not federation.mechanism.is_bounded:
             notes = (*statement.notes, *_refusal_notes(self.lines))
             statement = dataclasses.replace(statement, notes=notes)
+        elif self.config.allow_overlap:
+            statement = dataclasses.replace(statement, notes=(*statement.notes, OVERLAP))
         result = build_result(self.config, self.lines, statement, counts)
         result["stopped"] = stopped
         result["metadata"] |= self.subject.metadata()
@@ -498,6 +507,8 @@ def _open(
     entered = folder.read_account() if folder is not None else None
     if entered is not None and folder is not None:
         check_same_clients(problem, entered, folder.path)
+    if folder is not None:
+        check_identity(problem, folder)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
@@ -509,6 +520,7 @@ def _open(
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
+        write_identity(problem, folder)
     if own_ledger:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = folder.path if folder is not None else place

@@ -162,6 +162,7 @@ CHECKPOINT_PUBLIC: dict[str, str] = {
 OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
     "ledger.json": "a digest of what clients hold",
+    "clients.json": "digests of what clients hold",
     "baselines.json": "computed from raw data",
 }
 

@@ -8,6 +8,7 @@
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
+| clients.json | digests of who holds what, and of the data, mode 0600 | at the start |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
 | baselines.json | what stands beside a condensation | at the start, after each baseline |
@@ -48,7 +49,7 @@ SCHEMA_VERSION = 1
 
 _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
-    *("ledger.json", "condensed.safetensors", "baselines.json", ".lock"),
+    *("ledger.json", "clients.json", "condensed.safetensors", "baselines.json", ".lock"),
 )
 
 
@@ -183,6 +184,18 @@ class RunFolder:
         """
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
         storage.write_file(self.path / "ledger.json", text.encode(), 0o600)
+
+    def write_clients(self, digests: dict[str, str]) -> None:
+        """Write clients.json: what a resumed run compares its clients and data with.
+
+        It depends on what clients hold, so it is for the owner only.
+        """
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **digests}, indent=1)
+        storage.write_file(self.path / "clients.json", text.encode(), 0o600)
+
+    def read_clients(self) -> dict[str, Any] | None:
+        """Return what clients.json says, None for a run of an older fedquilt."""
+        return self._read_json("clients.json")
 
     def read_account(self) -> dict[str, Any] | None:
         """Return what ledger.json says, None for a run without a ledger.

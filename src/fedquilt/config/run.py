@@ -75,6 +75,9 @@ class RunConfig:
     num_clients: int | None = declare(
         None, _POPULATION, "Number of clients; 100, or all writers of the writer split.", at_least=1
     )
+    allow_overlap: bool = declare(
+        False, _POPULATION, "Let your own clients hold the same samples; the statement says so."
+    )
     clients_per_round: int | float = declare(
         0.3,
         _POPULATION,
