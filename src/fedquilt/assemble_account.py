@@ -270,6 +270,8 @@ def check_identity(problem: Problem, folder: RunFolder) -> None:
     """Refuse to resume with other clients or other data; an older folder does not say."""
     kept = folder.read_clients()
     if kept is None:
+        if folder.load_checkpoint() is None:  # killed before it was written: nothing was trained
+            write_identity(problem, folder)
         return
     check_same_clients(problem, kept, folder.path)
     try:
