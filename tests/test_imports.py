@@ -31,7 +31,7 @@ ORDER: tuple[set[str], ...] = (
     {"method", "run_folder"},
     {"slices", "condense"},
     {"round"},
-    {"assemble_mechanism"},
+    {"assemble_mechanism", "client_evaluation"},
     {"assemble", "record"},
     {"assemble_account"},
     {"experiment"},

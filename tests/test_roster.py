@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
+from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.experiment import RunResult
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError
 from gaussian_oracle import exact_epsilon

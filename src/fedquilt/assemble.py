@@ -35,6 +35,7 @@ from fedquilt.assemble_mechanism import (
     check_mode,
     make_mechanism,
 )
+from fedquilt.client_evaluation import check_client_tests, hold_back
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
@@ -152,7 +153,7 @@ class Problem:
     """
 
     task: Task
-    test: tuple[torch.Tensor, torch.Tensor]
+    test: tuple[torch.Tensor, torch.Tensor] | None
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
@@ -162,6 +163,7 @@ class Problem:
     front: nn.Module | None = None
     model_width: str = "1"
     own: Own = Own()
+    client_tests: Parts | None = None
     data: Mapping[str, ImageDataset] = field(default_factory=dict, repr=False)
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
@@ -170,6 +172,13 @@ class Problem:
             name: salted_digest([data.images, data.targets], salt)
             for name, data in self.data.items()
         }
+
+    @property
+    def test_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The test set, where one is needed."""
+        if self.test is None:
+            raise InvalidValueError("test=None must be a test set here: (inputs, labels)")
+        return self.test
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -180,8 +189,10 @@ class Problem:
 
     def evaluate(self) -> dict[str, float]:
         """Step 9: evaluate the model as it stands; test data are used nowhere else."""
-        accuracy, loss = evaluate(self.flat.module, *self.test)
-        measured = {"test_accuracy": accuracy, "test_loss": loss}
+        measured = {}
+        if self.test is not None:
+            accuracy, loss = evaluate(self.flat.module, *self.test)
+            measured = {"test_accuracy": accuracy, "test_loss": loss}
         if self.validation is not None:
             measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
         return measured
@@ -243,11 +254,12 @@ def problem_from(
     clients: Sequence[Sequence[int] | NDArray[Any]],
     client_ids: Iterable[str] | None = None,
     own: Own | None = None,
+    client_tests: Sequence[Any] | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
     train_set = as_dataset(train, finite=not MODE_TABLE[config.mode].noised)
-    test_set = as_dataset(test)
+    test_set = None if test is None else as_dataset(test)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -265,7 +277,12 @@ def problem_from(
         _refuse_overlap(parts, roster.ids)
     # What classes there are is public knowledge: the model's, not the largest label's.
     known = train_set.num_classes if isinstance(train, ImageDataset) else None
-    problem = _assemble(config, model, train_set, test_set, parts, roster, none, known)
+    tests: list[NDArray[np.int64]] | None = None
+    if client_tests is not None:
+        tests = _checked_clients(client_tests, len(train_set), "client_tests")
+        tests = check_client_tests(parts, tests, allow_overlap=config.allow_overlap)
+        roster = dataclasses.replace(roster, digest=_digest(roster.ids, [*parts, *tests]))
+    problem = _assemble(config, model, train_set, test_set, parts, roster, none, known, tests)
     return config, dataclasses.replace(problem, own=own or Own())
 
 
@@ -371,23 +388,26 @@ def _assemble(
     config: RunConfig,
     model: nn.Module,
     train: ImageDataset,
-    test: ImageDataset,
+    test: ImageDataset | None,
     clients: list[NDArray[np.int64]],
     roster: Roster,
     held_out: NDArray[np.int64],
     num_classes: int | None,
+    client_tests: list[NDArray[np.int64]] | None = None,
 ) -> Problem:
     """Put data and model on the device; None for the classes: as many as the model has."""
     device = pick_device(config.device)
     inputs, targets = train.images.to(device), train.targets.to(device)
     index = torch.from_numpy(held_out)
-    tests = test.images.to(device)
+    tests = None if test is None else test.images.to(device)
+    clients, client_tests = _held_back(config, clients, client_tests)
     input_shape = tuple(inputs.shape[1:])
     model, front = copy.deepcopy(model), None
     if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = model.front.to(device)
-        inputs, tests = precompute(front, inputs), precompute(front, tests)
+        inputs = precompute(front, inputs)
+        tests = None if tests is None else precompute(front, tests)
         model = model.on_features()
     freeze_others(model, config.patterns("trainable"))
     sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
@@ -397,7 +417,8 @@ def _assemble(
         model_width = str(width)
     problem = Problem(
         task=Task(inputs, targets, clients),
-        test=(tests, test.targets.to(device)),
+        test=None if tests is None or test is None else (tests, test.targets.to(device)),
+        client_tests=client_tests,
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=FlatModel(model, sample),
         num_classes=num_classes or 0,
@@ -406,7 +427,7 @@ def _assemble(
         roster=roster,
         input_shape=input_shape,
         front=front,
-        data={"training": train, "test": test},
+        data={"training": train} if test is None else {"training": train, "test": test},
     )
     check_mode(config, problem.flat)
     outputs = _check_outputs(problem)
@@ -421,10 +442,10 @@ def _check_outputs(problem: Problem) -> int:
     """
     module = problem.flat.module.eval()
     scores = 0
-    for name, inputs, targets in (
-        ("training", problem.task.public().inputs, problem.task.targets),
-        ("test", *problem.test),
-    ):
+    samples = {"training": (problem.task.public().inputs, problem.task.targets)}
+    if problem.test is not None:
+        samples["test"] = problem.test
+    for name, (inputs, targets) in samples.items():
         if len(targets) == 0:
             raise InvalidValueError(f"the {name} data must hold at least one sample")
         shape = tuple(inputs.shape[1:])
@@ -457,23 +478,69 @@ def _refuse_overlap(parts: Parts, ids: tuple[str, ...] | None) -> None:
     )
 
 
+def tests_of(
+    client_tests: Sequence[Any] | Mapping[str, Any] | None,
+    clients: Sequence[Any] | Mapping[str, Any],
+) -> Sequence[Any] | None:
+    """Return what each client evaluates on, in the order of the clients."""
+    if not isinstance(client_tests, Mapping):
+        return client_tests
+    names = list(clients) if isinstance(clients, Mapping) else []
+    stranger = next((name for name in client_tests if name not in names), None)
+    if stranger is not None:
+        raise InvalidValueError(
+            f"client_tests[{stranger!r}] must belong to one of the clients, a mapping too: "
+            f"{', '.join(map(repr, names[:5])) or 'clients is a list'}"
+        )
+    return [client_tests.get(name, []) for name in names]
+
+
+def _held_back(
+    config: RunConfig, clients: list[NDArray[np.int64]], given: list[NDArray[np.int64]] | None
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]] | None]:
+    """Return what clients train on and what they evaluate on, None where they do not."""
+    fraction = config.client_test_fraction
+    if (fraction or given is not None) and isinstance(config, CondenseConfig):
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 and client_tests be left out where "
+            "clients send statistics: they do not evaluate a model"
+        )
+    if fraction and given is not None:
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 beside client_tests: give one of them"
+        )
+    if config.evaluation_share and config.mode != "certified":
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} must be 0 in mode={config.mode!r}: it "
+            "is a part of the budget of mode 'certified'"
+        )
+    if config.evaluation_share and not fraction and given is None:
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} needs samples that clients hold back: "
+            "client_test_fraction, or client_tests"
+        )
+    if fraction:
+        return hold_back(clients, fraction, config.seed)
+    return clients, given
+
+
 def _checked_clients(
-    clients: Sequence[Sequence[int] | NDArray[Any]], size: int
+    clients: Sequence[Sequence[int] | NDArray[Any]], size: int, what: str = "clients"
 ) -> list[NDArray[np.int64]]:
     """Return the index lists as arrays; samples that are not in the data are an error."""
     if len(clients) == 0:
-        raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
+        raise InvalidValueError(f"{what}=[] must hold at least one list of sample numbers")
     parts = []
     for client, indices in enumerate(clients):
         part = np.asarray(indices)
         if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
-            raise InvalidValueError(f"clients[{client}] must be a list of sample numbers")
+            raise InvalidValueError(f"{what}[{client}] must be a list of sample numbers")
         if part.size == 0:  # a client without data is a client: it joins and sends zero
             parts.append(np.zeros(0, dtype=np.int64))
             continue
         if part.min() < 0 or part.max() >= size:
             raise InvalidValueError(
-                f"clients[{client}] must hold numbers >= 0 and < {size}, the size of the data; "
+                f"{what}[{client}] must hold numbers >= 0 and < {size}, the size of the data; "
                 f"it holds {int(part.min())} to {int(part.max())}"
             )
         parts.append(part.astype(np.int64))

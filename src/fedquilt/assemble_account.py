@@ -43,7 +43,7 @@ from fedquilt.privacy.ledger import (
     population_name,
 )
 from fedquilt.privacy.ledger.members import UNKNOWN, alike
-from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.run_account import EvaluationShare, RunAccount
 from fedquilt.privacy.statement import weak_epsilon
 from fedquilt.run_folder import RunFolder
 
@@ -219,6 +219,7 @@ def _start(
         reproducible=config.noise_seed is not None,
         adjacency=Adjacency.of(config.adjacency),
         seen=None if witness is None else witness.note,
+        evaluations=EvaluationShare(config.evaluation_share, config.num_rounds, config.eval_every),
     )
     if account.is_bounded and problem.selector.secret:
         check_untouched(account)

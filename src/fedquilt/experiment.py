@@ -26,6 +26,7 @@ from fedquilt.assemble import (
     build_problem,
     named_clients,
     problem_from,
+    tests_of,
 )
 from fedquilt.assemble_account import (
     account_notes,
@@ -38,6 +39,7 @@ from fedquilt.assemble_account import (
     write_identity,
 )
 from fedquilt.assemble_mechanism import Build
+from fedquilt.client_evaluation import ClientEvaluation, make_client_evaluation
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
@@ -55,6 +57,7 @@ from fedquilt.record import (
     load_tensors,
     published,
     split_private,
+    was_evaluated,
 )
 from fedquilt.round import Federation, RoundRecord, run_round
 from fedquilt.run_folder import RunFolder, run_stem
@@ -104,6 +107,8 @@ class Experiment:
         Told what happens.
     kept_state : mapping, optional
         Arrays that are written into every checkpoint beside the federation's.
+    clients : ClientEvaluation, optional
+        How clients evaluate the model on samples of their own.
 
     `lines` has one public dictionary a round.
     """
@@ -117,12 +122,14 @@ class Experiment:
         folder: RunFolder | None = None,
         observer: Watching | None = None,
         kept_state: Mapping[str, NDArray[Any]] | None = None,
+        clients: ClientEvaluation | None = None,
     ) -> None:
         self.config = config
         self.subject = subject
         self.federation = federation
         self.folder = folder
         self.observer = as_observer(observer)
+        self.clients = clients
         self.lines: list[dict[str, Any]] = []
         self._kept_state = dict(kept_state or {})
         # With a ledger a round that has to run again costs privacy: save every round.
@@ -155,12 +162,12 @@ class Experiment:
         last = done == self.config.num_rounds
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
-        if "test_accuracy" not in line and (stopped or self._evaluates(done)):
-            line |= self._evaluate_and_keep(done)
+        if not was_evaluated(line) and (stopped or self._evaluates(done)):
+            line |= self._evaluate_and_keep(done, line)
             if self.folder is not None:
                 self.folder.amend_round(line)
             return None if last else self._reason_to_stop(line)
-        if "test_accuracy" in line:
+        if was_evaluated(line):
             self._bring_up_to_date()  # its checkpoint may be older than its line
         return stopped
 
@@ -182,7 +189,7 @@ class Experiment:
             self.folder.append_round(line, private)
             self._save(done)
         if evaluates:
-            line |= self._evaluate_and_keep(done)
+            line |= self._evaluate_and_keep(done, line)
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
@@ -209,9 +216,14 @@ class Experiment:
         """Tell whether the model is evaluated after so many rounds."""
         return done % self.config.eval_every == 0 or done == self.config.num_rounds
 
-    def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
+    def _evaluate_and_keep(self, done: int, line: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
+        if self.clients is not None:
+            weights = self.federation.weights
+            measured |= self.clients.measure(weights, done - 1, line["cohort"])
+            if self.folder is not None:
+                self.folder.append_client_metrics(done, self.clients.last)
         self._keep(done)
         return split_private(measured)[0] if self.federation.mechanism.is_bounded else measured
 
@@ -224,7 +236,7 @@ class Experiment:
         measured: dict[str, Any] = dict(self._bring_up_to_date())
         self.subject.flat.write(self.federation.weights)
         measured |= self.subject.evaluate()
-        if "test_accuracy" in measured:
+        if "test_accuracy" in measured or self.clients is not None:
             measured["participation_stats"] = self.federation.tracker.get_statistics()
         return measured
 
@@ -327,7 +339,8 @@ class Experiment:
             self.folder.write_result(result)
         path = None if self.folder is None else self.folder.path
         tensors, synthetic = dict(module.state_dict()), self.method.synthetic()
-        return RunResult(result, statement, tensors, module, path, synthetic)
+        measured = None if self.clients is None else self.clients.last or None
+        return RunResult(result, statement, tensors, module, path, synthetic, measured)
 
     def _close_account(
         self, account: RunAccount, result: dict[str, Any], statement: Statement
@@ -363,6 +376,7 @@ def run(
     clients: Sequence[Sequence[int] | NDArray[Any]] | Mapping[str, Sequence[int] | NDArray[Any]],
     *,
     client_ids: Iterable[str] | None = None,
+    client_tests: Sequence[Any] | Mapping[str, Any] | None = None,
     output_dir: str | None = "./results",
     resume: str | Path | None = None,
     observer: Watching | None = None,
@@ -379,12 +393,16 @@ def run(
         Any classifier that returns logits or log-probabilities; it is copied.
     train, test : data sets
         An `ImageDataset`, a pair `(inputs, labels)`, or anything with `len` and
-        `[i] -> (tensor, int)`.
+        `[i] -> (tensor, int)`.  `test` may be None: clients then evaluate the model on
+        samples of their own, or nobody does.
     clients : sequence of index lists, or mapping from client ids to them
         The samples of `train` that each client holds.
     client_ids : sequence of str, optional
         Who the clients are.  A ledger finds each one's account by its id, wherever it
         stands in the list; clients may be absent from a run, and new ones join.
+    client_tests : sequence of index lists, or mapping from client ids to them, optional
+        The samples of `train` on which each client evaluates the model, instead of a
+        share of its own (`client_test_fraction`).
     output_dir : str or None
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
@@ -409,7 +427,8 @@ def run(
         place = {} if output_dir is None else {"output_dir": output_dir}
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
     parts, ids = named_clients(clients, client_ids)
-    config, problem = problem_from(config, model, train, test, parts, ids, own)
+    tests = tests_of(client_tests, clients)
+    config, problem = problem_from(config, model, train, test, parts, ids, own, tests)
     return _run(config, problem, folder, output_dir, observer)
 
 
@@ -459,7 +478,19 @@ def _run(
         stack.callback(method.close)
         federation, folder = _open(config, problem, method, folder, output_dir, stack)
         stack.enter_context(method.running())
-        experiment = Experiment(config, problem, federation, folder=folder, observer=observer)
+        clients = make_client_evaluation(
+            config,
+            problem.flat,
+            problem.task,
+            problem.client_tests,
+            problem.roster.ids,
+            method,
+            federation.account,
+            is_bounded=federation.mechanism.is_bounded,
+        )
+        experiment = Experiment(
+            config, problem, federation, folder=folder, observer=observer, clients=clients
+        )
         if folder is not None:
             experiment.observer.opened(config, folder.path)
         if resumed:

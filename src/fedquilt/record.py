@@ -39,6 +39,12 @@ _PER_ROUND = {
 # What a condensing server says of its rounds.
 _SERVER = ("bytes_up", "bytes_down", "groups", "matching_loss", "epoch_avg_loss")
 
+# What clients measured; the raw ones stand only in lines of modes that claim nothing.
+_BY_CLIENTS = (
+    *("client_accuracy", "client_accuracy_worst_decile", "client_accuracy_gini"),
+    *("noised_client_accuracy", "noised_client_accuracy_std"),
+)
+
 _JOINS = "participation, public by the adjacency of the claim"
 _OPTIONS = "decided before anybody trains"
 _RELEASED = "released, or computed from releases alone"
@@ -61,6 +67,8 @@ ROUND_PUBLIC: dict[str, str] = {
     "test_accuracy": _LOOKED,
     "test_loss": _LOOKED,
     "validation_accuracy": _LOOKED,
+    "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
+    "noised_client_accuracy_std": "follows from options, charges and the cohort's size",
     # what a server reports
     "bytes_up": _SHAPES,
     "bytes_down": _SHAPES,
@@ -105,6 +113,8 @@ RESULT_PUBLIC: dict[str, str] = {
     "history.test_accuracy": _LINES,
     "history.test_loss": _LINES,
     "history.participation_stats": _LINES,
+    "history.noised_client_accuracy": _LINES,
+    "history.noised_client_accuracy_std": _LINES,
     "history.bytes_up": _LINES,
     "history.bytes_down": _LINES,
     "history.matching_loss": _LINES,
@@ -163,6 +173,7 @@ OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
     "ledger.json": "a digest of what clients hold",
     "clients.json": "digests of what clients hold",
+    "client_metrics.jsonl": "what each client measures on its own samples",
     "baselines.json": "computed from raw data",
 }
 
@@ -236,11 +247,19 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
         }
         for line in lines
     ]
-    evaluated = [line for line in lines if "test_accuracy" in line]
+    evaluated = [line for line in lines if was_evaluated(line)]
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
     for name in ("test_accuracy", "test_loss", "participation_stats"):
-        history[name] = [line[name] for line in evaluated]
+        history[name] = [line.get(name) for line in evaluated]
+    for name in _BY_CLIENTS:
+        if any(name in line for line in evaluated):
+            history[name] = [line.get(name) for line in evaluated]
     return history
+
+
+def was_evaluated(line: dict[str, Any]) -> bool:
+    """Tell whether the model was evaluated after the round of a line."""
+    return "test_accuracy" in line or "participation_stats" in line
 
 
 CUSTOM = "custom"
@@ -253,6 +272,8 @@ class RunResult:
     `model` is None only when a run of somebody's own model is loaded without
     passing that model; `state_dict` holds the trained tensors in any case.
     `synthetic` is the synthetic set that a condensation has grown.
+    `client_metrics` is what each client measured last on the samples it holds back: raw, for
+    the owner's eyes.
     """
 
     result: dict[str, Any] = field(repr=False)
@@ -261,10 +282,11 @@ class RunResult:
     model: nn.Module | None = field(repr=False)
     folder: Path | None
     synthetic: ImageDataset | None = field(default=None, repr=False)
+    client_metrics: list[dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def final_accuracy(self) -> float | None:
-        """Accuracy on the test set after the last round."""
+        """Accuracy on the test set after the last round; None without a test set."""
         accuracy: float | None = self.result["metadata"]["final_accuracy"]
         return accuracy
 
@@ -312,7 +334,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
         load_tensors(rebuilt, tensors, folder.path)
     grown = folder.synthetic_path()
     synthetic = load_condensed(grown) if grown.exists() else None
-    return RunResult(result, statement, tensors, rebuilt, folder.path, synthetic)
+    metrics = folder.read_client_metrics()
+    last = metrics[max(metrics)] if metrics else None
+    return RunResult(result, statement, tensors, rebuilt, folder.path, synthetic, last)
 
 
 def build_result(

@@ -9,6 +9,7 @@
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
 | clients.json | digests of who holds what, and of the data, mode 0600 | at the start |
+| client_metrics.jsonl | what each client measures on its own samples, mode 0600 | at evaluations |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
 | baselines.json | what stands beside a condensation | at the start, after each baseline |
@@ -49,7 +50,14 @@ SCHEMA_VERSION = 1
 
 _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
-    *("ledger.json", "clients.json", "condensed.safetensors", "baselines.json", ".lock"),
+    *(
+        "ledger.json",
+        "clients.json",
+        "client_metrics.jsonl",
+        "condensed.safetensors",
+        "baselines.json",
+        ".lock",
+    ),
 )
 
 
@@ -143,6 +151,26 @@ class RunFolder:
     def _append(self, name: str, record: dict[str, Any], mode: int) -> None:
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
         storage.append_line(self.path / name, line, mode)
+
+    def append_client_metrics(self, rounds: int, rows: list[dict[str, Any]]) -> None:
+        """Add what each client measured after so many rounds; for the owner only."""
+        self._append("client_metrics.jsonl", {"rounds": rounds, "clients": rows}, 0o600)
+
+    def read_client_metrics(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what clients measured, by the number of rounds before it.
+
+        A round that ran again after a kill has two lines, of which the newer one counts.
+        """
+        path = self.path / "client_metrics.jsonl"
+        storage.check_regular(path)
+        if not path.exists():
+            return {}
+        try:
+            text = storage.read_regular(path)
+        except PermissionError:  # it is the owner's; whoever else may read the run does without
+            return {}
+        records = [_json_line(line, path) for line in text.splitlines(keepends=True)]
+        return {int(record["rounds"]): list(record["clients"]) for record in records}
 
     def amend_round(self, record: dict[str, Any]) -> None:
         """Replace the last line of rounds.jsonl."""

@@ -246,6 +246,22 @@ class RunConfig:
         choices=ON_SHORT,
     )
 
+    client_test_fraction: float = declare(
+        0.0,
+        _RUN,
+        "Share of its samples that each client holds back to evaluate the model on; what it "
+        "measures is for the owner.",
+        at_least=0,
+        below=1,
+    )
+    evaluation_share: float = declare(
+        0.0,
+        _RUN,
+        "Share of each client's budget, in certified, that pays for publishing a noised mean of "
+        "what clients measure; 0 publishes nothing of it.",
+        at_least=0,
+        below=1,
+    )
     eval_every: int = declare(10, _RUN, "Evaluate after every so many rounds.", at_least=1)
     target_accuracy: float | None = declare(
         None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
@@ -295,6 +311,11 @@ class RunConfig:
             )
         if self.policy == "cap" and self.max_joins is None:
             raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
+        if self.evaluation_share and (self.amplification or self.noise_seed is not None):
+            raise InvalidValueError(
+                f"evaluation_share={self.evaluation_share:g} must be 0 with amplification or a "
+                "noise_seed: it is a part of a budget that noise protects"
+            )
         if not self.amplification:
             return
         if self.allowance not in (None, self.epsilon):

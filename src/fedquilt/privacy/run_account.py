@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,33 @@ from numpy.typing import NDArray
 
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """Which part of every client's budget pays for evaluations by clients.
+
+    After the rounds `every`, 2 `every`, ... and after the last one there is an evaluation.
+    """
+
+    share: float = 0.0
+    num_rounds: int = 1
+    every: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many evaluations there are."""
+        return self.left(0)
+
+    def left(self, round_index: int) -> int:
+        """Return how many evaluations come with this round or after it."""
+        if round_index >= self.num_rounds:
+            return 0
+        return -(-self.num_rounds // self.every) - round_index // self.every
+
+    def kept_back(self, round_index: int) -> float:
+        """Return the share of the budget that rounds from this one on must leave."""
+        return self.share * self.left(round_index) / self.count
 
 
 class RunAccount:
@@ -39,6 +67,9 @@ class RunAccount:
         charge is four times as large.  `remaining`, `budget_mu2`, what is asked of
         `reserve` and what it grants are in the mechanisms' units, `spent` and
         `epsilons` in the ledger's.
+    evaluations : EvaluationShare
+        What `remaining` and `budget_mu2`, from which rounds are planned, leave for
+        evaluations; `left` has it too.
     """
 
     def __init__(
@@ -50,6 +81,7 @@ class RunAccount:
         reproducible: bool = False,
         adjacency: Adjacency = Adjacency.ZERO_OUT,
         seen: Callable[[str], None] | None = None,
+        evaluations: EvaluationShare | None = None,
     ) -> None:
         self.ledger = ledger
         self.population = population
@@ -59,6 +91,7 @@ class RunAccount:
         # A power of two: dividing by it and multiplying again changes no bit.
         self._per_charge = adjacency.sensitivity_factor**2
         self._seen = seen
+        self.evaluations = evaluations or EvaluationShare()
         self._places = run.places
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
@@ -77,8 +110,17 @@ class RunAccount:
 
     @property
     def budget_mu2(self) -> float:
-        """What the run may charge each client, in squared GDP units of zero-out."""
+        """What the run may charge each client for rounds, in squared GDP units of zero-out."""
+        return self._whole_budget * (1.0 - self.evaluations.share)
+
+    @property
+    def _whole_budget(self) -> float:
         return self.run.budget_mu2 / self._per_charge
+
+    @property
+    def evaluation_cost(self) -> float:
+        """What one evaluation costs each client that takes part, in the same units."""
+        return self._whole_budget * self.evaluations.share / self.evaluations.count
 
     def remaining(self, round_index: int) -> NDArray[np.float64]:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
@@ -87,7 +129,15 @@ class RunAccount:
         left = np.asarray(self.run.remaining()[self._places])
         if self._ahead is not None and round_index in self._settled:
             left = np.asarray(left + self._ahead)
-        return np.asarray(left / self._per_charge)
+        left = np.asarray(left / self._per_charge)
+        if self.evaluations.share == 0:
+            return left
+        kept = self._whole_budget * self.evaluations.kept_back(round_index)
+        return np.asarray(np.maximum(0.0, left - kept))
+
+    def left(self) -> NDArray[np.float64]:
+        """Return what each client may still be charged, for rounds and evaluations alike."""
+        return np.asarray(self.run.remaining()[self._places] / self._per_charge)
 
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
