@@ -202,9 +202,25 @@ def test_a_share_pays_for_a_noised_mean(tmp_path: Path) -> None:
     from fedquilt.privacy.accounting import gaussian_mu
 
     cost = 0.2 * gaussian_mu(3.0, 1e-5) ** 2 / 2
-    assert history["noised_client_accuracy_std"][0] == pytest.approx(
-        SENSITIVITY / math.sqrt(cost) / 5, rel=1e-6
-    )
+    told = history["noised_client_accuracy"][0]
+    std = SENSITIVITY / math.sqrt(cost) / 5 * math.hypot(1, 2 * told - 1)
+    assert history["noised_client_accuracy_std"][0] == pytest.approx(std, rel=1e-6)
+
+
+def test_who_is_there_takes_part_picked_or_not(tmp_path: Path) -> None:
+    trace = tmp_path / "there.csv"
+    rows = [f"{t},{k}" for t in range(4) for k in range(4)]
+    trace.write_text("\n".join(["round,client", *rows]) + "\n")
+    ledger = str(tmp_path / "l.sqlite")
+    result = run(
+        availability=str(trace), clients_per_round=1, evaluation_share=0.2, ledger=ledger,
+        population="wards",
+    )  # fmt: skip
+    assert sum(result.result["joins"]) == 4
+    with Ledger.open(ledger, read_only=True) as opened:
+        spent = opened.population("wards").spent()
+    assert (spent[:4] > 0).all(), "four are there, of whom one is picked"
+    assert spent[4] == 0, "the fifth is never there"
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 4, 10])
@@ -293,7 +309,7 @@ def test_neighbouring_worlds(monkeypatch: pytest.MonkeyPatch, adjacency: str) ->
         for other in WORLDS:
             for ours, theirs in zip(sums, found[other][0], strict=True):
                 furthest = max(furthest, float(np.linalg.norm(ours - theirs)))
-        private = {"noised_client_accuracy"}
+        private = {"noised_client_accuracy", "noised_client_accuracy_std"}
         assert {k: v for k, v in line.items() if k not in private} == {
             k: v for k, v in base[2].items() if k not in private
         }

@@ -9,7 +9,7 @@ leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,10 @@ class ClientEvaluation:
         Where a bound is claimed: what may be published is charged there.
     noise : NoiseSource
         Noises what is published.
+    is_bounded : bool
+        Whether raw measures stay private.
+    present : callable
+        Says who is there in a round.
 
     `last` has the measures of the newest evaluation, one dictionary a client.
     """
@@ -105,23 +109,23 @@ class ClientEvaluation:
     account: RunAccount | None
     noise: NoiseSource
     is_bounded: bool
+    present: Callable[[int], NDArray[np.int64]]
     last: list[dict[str, Any]] = field(default_factory=list)
+    _small: dict[Hashable, FlatModel] = field(default_factory=dict, repr=False)
 
-    def measure(
-        self, weights: torch.Tensor, round_index: int, cohort: Sequence[int]
-    ) -> dict[str, float]:
+    def measure(self, weights: torch.Tensor, round_index: int) -> dict[str, float]:
         """Evaluate every client; return what a line may say of it.
 
-        Of a bounded run that is the noised mean of the cohort, if it was paid for.
+        Of a bounded run that is the noised mean of who is there, if it was paid for.
         """
         self.last = self.score(weights, round_index)
         if not self.is_bounded:
             return spread([row["accuracy"] for row in self.last], "client_accuracy")
         if self.account is None or self.account.evaluation_cost == 0:
             return {}
-        who = np.asarray(sorted(cohort), dtype=np.int64)
         measures = {row["client"]: row["accuracy"] for row in self.last}
-        noised = release_mean(self.account, self.noise, round_index, who, measures)
+        there = self.present(round_index)
+        noised = release_mean(self.account, self.noise, round_index, there, measures)
         if noised is None:
             return {}
         return {
@@ -151,7 +155,11 @@ class ClientEvaluation:
     ) -> dict[str, Any]:
         """Return what a client's own sub-model gets right, and its width."""
         cut = slicing.cut(client, round_index)
-        small = FlatModel(slicing.sub_model(cut), self.task.public().inputs)
+        key = slicing.structure(cut)
+        if key not in self._small:
+            self._small[key] = FlatModel(slicing.sub_model(cut), self.task.public().inputs)
+        small = self._small[key]
+        small.restore()
         small.write(slicing.place_of(cut).gather(weights))
         found = self._look(small, client)
         own = {f"own_{key}": found[key] for key in ("accuracy", "loss")}
@@ -191,6 +199,7 @@ def make_client_evaluation(
     names: Sequence[str] | None,
     method: object,
     account: RunAccount | None,
+    present: Callable[[int], NDArray[np.int64]],
     *,
     is_bounded: bool,
 ) -> ClientEvaluation | None:
@@ -199,7 +208,7 @@ def make_client_evaluation(
         return None
     slicing = method.slicing if isinstance(method, Slices) else None
     noise = noise_source(config.noise_seed)
-    return ClientEvaluation(flat, task, tests, names, slicing, account, noise, is_bounded)
+    return ClientEvaluation(flat, task, tests, names, slicing, account, noise, is_bounded, present)
 
 
 def spread(values: Sequence[float | None], name: str) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Experiment:
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
         if not was_evaluated(line) and (stopped or self._evaluates(done)):
-            line |= self._evaluate_and_keep(done, line)
+            line |= self._evaluate_and_keep(done)
             if self.folder is not None:
                 self.folder.amend_round(line)
             return None if last else self._reason_to_stop(line)
@@ -175,7 +175,7 @@ class Experiment:
         """Run, evaluate and keep one round; return why none should follow."""
         began = time.perf_counter()
         record = self.run_round(len(self.lines))
-        line = as_line(record, time.perf_counter() - began)
+        line = as_line(record, time.perf_counter() - began) | self._spent()
         private = None
         if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
@@ -189,12 +189,22 @@ class Experiment:
             self.folder.append_round(line, private)
             self._save(done)
         if evaluates:
-            line |= self._evaluate_and_keep(done, line)
+            line |= self._evaluate_and_keep(done)
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
         self.observer(self.config, line)
         return stopped
+
+    def _spent(self) -> dict[str, Any]:
+        """Return how the clients' epsilons of this run are spread, where it has a bound."""
+        account = self.federation.account
+        epsilons = None if account is None else account.epsilons()
+        if epsilons is None or not np.isfinite(epsilons).all():
+            return {}
+        values = np.quantile(epsilons, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
+        names = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
+        return {"epsilon_spent": dict(zip(names, values, strict=True))}
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
@@ -216,12 +226,11 @@ class Experiment:
         """Tell whether the model is evaluated after so many rounds."""
         return done % self.config.eval_every == 0 or done == self.config.num_rounds
 
-    def _evaluate_and_keep(self, done: int, line: Mapping[str, Any]) -> dict[str, Any]:
+    def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
         if self.clients is not None:
-            weights = self.federation.weights
-            measured |= self.clients.measure(weights, done - 1, line["cohort"])
+            measured |= self.clients.measure(self.federation.weights, done - 1)
             if self.folder is not None:
                 self.folder.append_client_metrics(done, self.clients.last)
         self._keep(done)
@@ -486,6 +495,7 @@ def _run(
             problem.roster.ids,
             method,
             federation.account,
+            problem.selector.available,
             is_bounded=federation.mechanism.is_bounded,
         )
         experiment = Experiment(

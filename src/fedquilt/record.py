@@ -64,11 +64,12 @@ ROUND_PUBLIC: dict[str, str] = {
     "epsilon": _OPTIONS,
     "noise_std": "follows from options and charges",
     "without_allowance": _CHARGES,
+    "epsilon_spent": _CHARGES,
     "test_accuracy": _LOOKED,
     "test_loss": _LOOKED,
     "validation_accuracy": _LOOKED,
     "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
-    "noised_client_accuracy_std": "follows from options, charges and the cohort's size",
+    "noised_client_accuracy_std": "follows from options, charges and the noised mean",
     # what a server reports
     "bytes_up": _SHAPES,
     "bytes_down": _SHAPES,
@@ -113,6 +114,8 @@ RESULT_PUBLIC: dict[str, str] = {
     "history.test_accuracy": _LINES,
     "history.test_loss": _LINES,
     "history.participation_stats": _LINES,
+    "history.epsilon_spent": _LINES,
+    "history.without_allowance": _LINES,
     "history.noised_client_accuracy": _LINES,
     "history.noised_client_accuracy_std": _LINES,
     "history.bytes_up": _LINES,
@@ -238,6 +241,9 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     }
     for name in _SERVER:
         if any(name in line for line in lines):
+            history[name] = [line.get(name) for line in lines]
+    if any("epsilon_spent" in line for line in lines):
+        for name in ("epsilon_spent", "without_allowance"):
             history[name] = [line.get(name) for line in lines]
     history["noise_stats"] = [
         {

@@ -80,7 +80,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
-        """Make the folder `{dataset}_{mode}_seed{seed}_{timestamp}` and lock it."""
+        """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it."""
         stem = run_stem(config)
         with storage_errors(output_dir):
             Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -394,7 +394,9 @@ def finite(value: Any) -> Any:
 def run_stem(config: RunConfig) -> str:
     """Return the name of a run that starts now."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
-    return f"{config.dataset}_{config.mode}_seed{config.seed}_{stamp}"
+    # A mode is `certified`, a method `heterofl`; whole models and condensation go without saying.
+    method = "" if config.method in ("full", "condense") else f"_{config.method}"
+    return f"{config.dataset}_{config.mode}{method}_seed{config.seed}_{stamp}"
 
 
 def _json_line(line: bytes, path: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def draw_history(finished: RunResult) -> Path | None:
     if not path.exists():
         metadata = finished.result["metadata"]
         settings = metadata["hyperparameters"]
-        own = {key: settings[key] for key in ("epsilon", "target_accuracy")}
+        own = {key: settings[key] for key in ("epsilon", "target_accuracy", "mode", "method")}
         plot_training_history(
             finished.result["history"],
             metadata["dataset"],
@@ -115,6 +115,7 @@ def _ledger_line(record: dict[str, Any]) -> str:
 
 def _print(finished: RunResult) -> None:
     from fedquilt.report import generate_summary_table, slices_table
+    from fedquilt.report.series import run_label
 
     metadata = finished.result["metadata"]
     print(
@@ -125,7 +126,8 @@ def _print(finished: RunResult) -> None:
             metadata["seed"],
             finished.result["history"],
             metadata["hyperparameters"],
-            method=finished.result["mode"],
+            method=run_label(metadata["hyperparameters"]),
+            statement=finished.result["statement"],
         )
     )
     if finished.result.get("stopped"):

@@ -109,6 +109,11 @@ class CohortSelector:
             return max(1.0, present * self._coin)
         return max(1.0, min(present, float(self.limit)))
 
+    def available(self, round_index: int) -> NDArray[np.int64]:
+        """Return who is there in a round, picked or not."""
+        rng = generator(self.seed, "select", round_index)
+        return self.availability.available(round_index, rng)
+
     def select(self, round_index: int, allowed: NDArray[np.bool_] | None = None) -> Cohort:
         """Return the cohort of a round, ascending; `allowed` masks who may be picked."""
         rng = generator(self.seed, "select", round_index)

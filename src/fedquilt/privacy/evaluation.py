@@ -1,6 +1,6 @@
 """A noised mean of what clients measure on their own samples, charged like any release.
 
-At an evaluation each client of the round's cohort that can pay adds
+At an evaluation each client that is there in the round, in its cohort or not, and can pay adds
 
     v_i = (x_i - 1/2, 1/2),   x_i in [0, 1] its measure (the share it gets right),
 
@@ -12,7 +12,7 @@ most S, and putting other data there by at most 2 S.  What is released is
 
 For one client that is a Gaussian mechanism with mu^2 = S^2 / sigma^2 = e, the same for all
 and fixed in advance: a run that sets aside the share q of its budget B for E evaluations has
-e = q B / E.  Who adds is decided by cohorts and balances, which are public.
+e = q B / E.  Who adds is decided by availability and balances, which are public.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def contribution(measure: float | None) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class NoisedMean:
-    """What an evaluation released, and the standard deviation of its noise."""
+    """What an evaluation released, and about the standard deviation of its noise."""
 
     value: float
     noise_std: float
@@ -59,15 +59,15 @@ def release_mean(
     account: RunAccount,
     source: NoiseSource,
     round_index: int,
-    cohort: NDArray[np.int64],
+    present: NDArray[np.int64],
     measures: Mapping[int, float | None],
 ) -> NoisedMean | None:
-    """Charge, noise and return the mean measure of a cohort; None when nobody can pay.
+    """Charge, noise and return the mean measure of those who are there; None if none can pay.
 
     The charge is settled, durable, before the mean is returned.
     """
     cost = account.evaluation_cost
-    granted = _reserve(account, round_index, cohort, cost)
+    granted = _reserve(account, round_index, present, cost)
     if granted is None:
         return None
     total = np.zeros(2)
@@ -78,18 +78,20 @@ def release_mean(
     noised = total + noise_std * source.stream(round_index, 2).normal(2)
     account.settle(torch.from_numpy(noised))
     count = max(_ONE_CLIENT, float(noised[1]))
-    value = 0.5 + 0.5 * float(noised[0]) / count
-    return NoisedMean(min(1.0, max(0.0, value)), noise_std / len(granted))
+    value = min(1.0, max(0.0, 0.5 + 0.5 * float(noised[0]) / count))
+    # To first order N_1 and N_2 enter the quotient with weights 1 and 2 (value - 1/2), over n.
+    spread = math.hypot(1.0, 2 * value - 1)
+    return NoisedMean(value, noise_std * spread / len(granted))
 
 
 def _reserve(
-    account: RunAccount, round_index: int, cohort: NDArray[np.int64], cost: float
+    account: RunAccount, round_index: int, present: NDArray[np.int64], cost: float
 ) -> dict[int, float] | None:
-    """Reserve the cost for those of the cohort who have it; return what each was granted."""
+    """Reserve the cost for those present who have it; return what each was granted."""
     for attempt in range(_ATTEMPTS):
-        left = account.left()[cohort]
+        left = account.left()[present]
         able = left >= cost * (1 - _ROUNDING)
-        payers, asked = cohort[able], np.minimum(left[able], cost)
+        payers, asked = present[able], np.minimum(left[able], cost)
         if payers.size == 0:
             return None
         try:
