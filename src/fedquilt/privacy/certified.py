@@ -297,7 +297,7 @@ class Certified:
         if self.settings.frozen_names:
             notes.append(
                 "frozen at their public initial values, never released: "
-                + ", ".join(self.settings.frozen_names)
+                + some_names(self.settings.frozen_names)
             )
         if self.settings.sliced:
             notes.append(
@@ -323,6 +323,13 @@ class Certified:
         self._last_join = np.array(state["last_join"], dtype=np.int64)
         if self.quantile is not None:
             self.quantile.load_state(state)
+
+
+def some_names(names: tuple[str, ...], most: int = 12) -> str:
+    """Return the names in words; of a large model the first ones and how many there are."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def shortened(vector: torch.Tensor, length: float, limit: float) -> torch.Tensor:
