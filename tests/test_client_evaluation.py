@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.client_evaluation import grouped, hold_back, spread
+from fedquilt.client_evaluation import hold_back
+from fedquilt.common.spread import grouped, spread
 from fedquilt.errors import InvalidValueError, RunInterrupted
 from fedquilt.experiment import RunResult
 from fedquilt.learning import evaluate

@@ -8,8 +8,7 @@ leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
+from fedquilt.common.spread import spread
 from fedquilt.config import RunConfig
 from fedquilt.data.identity import shared_sample
 from fedquilt.learning import FlatModel, Task, evaluate
@@ -209,35 +209,3 @@ def make_client_evaluation(
     slicing = method.slicing if isinstance(method, Slices) else None
     noise = noise_source(config.noise_seed)
     return ClientEvaluation(flat, task, tests, names, slicing, account, noise, is_bounded, present)
-
-
-def spread(values: Sequence[float | None], name: str) -> dict[str, float]:
-    """Return how a measure is spread over clients: mean, worst decile, Gini.
-
-    The worst decile is the mean of the tenth of the clients that have least, at least one.
-    Gini's coefficient is sum_ij |x_i - x_j| / (2 n^2 mean): 0 when all have the same.
-    Clients without a finite measure are left out; without any, nothing is returned.
-    """
-    known = np.sort([v for v in values if v is not None and math.isfinite(v)])
-    if not known.size:
-        return {}
-    n, mean = known.size, float(known.mean())
-    ranks = 2 * np.arange(1, n + 1) - n - 1
-    gini = float((ranks * known).sum() / (n * n * mean)) if mean > 0 else 0.0
-    return {
-        name: mean,
-        f"{name}_worst_decile": float(known[: math.ceil(n / 10)].mean()),
-        f"{name}_gini": gini,
-    }
-
-
-def grouped(
-    rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[int]], key: str = "accuracy"
-) -> dict[str, dict[str, float]]:
-    """Return the spread of a measure in each group of clients; empty groups are left out."""
-    by_client = {row["client"]: row.get(key) for row in rows}
-    found = {
-        name: spread([by_client.get(client) for client in members], "mean")
-        for name, members in groups.items()
-    }
-    return {name: values for name, values in found.items() if values}

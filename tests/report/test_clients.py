@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+def read(folder: Path) -> tuple[Any, Any]:
+    opened = RunFolder.open(folder)
+    return opened.read_result(), opened.read_client_metrics()
+
+
 def test_the_table_says_what_was_measured(folder: Path) -> None:
-    text = client_tables(folder, worst=3)
+    text = client_tables(*read(folder), worst=3)
     assert max(map(len, text.splitlines())) <= 80
     metrics = RunFolder.open(folder).read_client_metrics()
     assert sorted(metrics) == [2, 4]
@@ -68,7 +72,7 @@ def test_the_table_says_what_was_measured(folder: Path) -> None:
 def test_the_figure_shows_what_was_measured(
     folder: Path, saved: list[Figure], tmp_path: Path
 ) -> None:
-    plot_clients(folder, tmp_path / "clients.png", FAST)
+    plot_clients(*read(folder), tmp_path / "clients.png", FAST)
     left, right = saved[-1].axes
     metrics = RunFolder.open(folder).read_client_metrics()
     mean, worst = left.lines
@@ -87,19 +91,14 @@ def test_a_run_without_measures_says_how_to_get_them(tmp_path: Path) -> None:
     done = run_config(tiny(mode="fedavg", noise_seed=None, output_dir=str(tmp_path)))
     assert done.folder is not None
     with pytest.raises(RunFolderError, match="client_test_fraction"):
-        client_tables(done.folder)
+        client_tables(*read(done.folder))
 
 
-def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedquilt.cli import main
-
+def test_the_command(cli: Any, folder: Path, tmp_path: Path) -> None:
     figure = tmp_path / "drawn.png"
-    for arguments in (["--figure", str(figure)], ["--json"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["clients", str(folder), *arguments])
-        assert not ended.value.code
-    out = capsys.readouterr().out
+    said = cli("clients", folder, "--figure", figure)
+    assert said.code == 0, said.err
     assert figure.is_file()
-    assert "all clients" in out
-    told = json.loads(out.splitlines()[-1])
-    assert sorted(told["evaluations"]) == ["2", "4"]
+    assert "all clients" in said.out
+    assert sorted(cli("clients", folder, "--json").json()["evaluations"]) == ["2", "4"]
+    assert cli("clients", tmp_path / "nowhere").code == 2

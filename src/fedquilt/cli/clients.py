@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.run import JSON
+from fedquilt.common.errors import RunFolderError
 
 
 def clients(
@@ -20,10 +21,13 @@ def clients(
     from fedquilt.report.clients import client_tables, plot_clients
     from fedquilt.run_folder import RunFolder
 
-    text = client_tables(run, worst)
-    drawn = None if figure is None else plot_clients(run, figure)
+    folder = RunFolder.open(run)
+    result, metrics = folder.read_result(), folder.read_client_metrics()
+    if result is None:
+        raise RunFolderError(f"run folder {run!r} is not finished: resume it first")
+    text = client_tables(result, metrics, worst)
+    drawn = None if figure is None else plot_clients(result, metrics, figure)
     if as_json:
-        metrics = RunFolder.open(run).read_client_metrics()
         print(json.dumps({"evaluations": metrics, "figure": drawn}))
         return
     print(text)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.client_evaluation import grouped, spread
 from fedquilt.common.errors import RunFolderError
+from fedquilt.common.spread import grouped, spread
 from fedquilt.report.series import ROUND, run_label
 from fedquilt.report.style import (
     BLUE,
@@ -23,12 +22,12 @@ from fedquilt.report.style import (
     save_figure,
     whole_rounds,
 )
-from fedquilt.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, Any]]
+Metrics = Mapping[int, Rows]
 RAW = "raw measures of the clients: for the owner's eyes only"
 
 
@@ -65,12 +64,22 @@ def _by_joins(rows: Rows, joins: Sequence[int]) -> dict[str, list[int]]:
     return groups | dict(zip(names, thirds, strict=True))
 
 
-def client_tables(folder: str | os.PathLike[str], worst: int = 5) -> str:
-    """Return tables of a run's last evaluation by its clients, 80 columns wide or less."""
+def client_tables(result: Mapping[str, Any], metrics: Metrics, worst: int = 5) -> str:
+    """Return tables of a run's last evaluation by its clients, 80 columns wide or less.
+
+    Parameters
+    ----------
+    result : mapping
+        The content of result.json.
+    metrics : mapping
+        The clients' rows, by the number of rounds before: what
+        `RunFolder.read_client_metrics` returns.
+    worst : int
+        How many of the clients with the lowest accuracy are listed.
+    """
     from tabulate import tabulate
 
-    result, metrics = _read(folder)
-    rounds = max(metrics)
+    rounds = _last(metrics)
     rows = metrics[rounds]
     table = {"all clients": spread([row["accuracy"] for row in rows], "mean")}
     table |= client_groups(rows, result.get("joins", []))
@@ -85,7 +94,8 @@ def client_tables(folder: str | os.PathLike[str], worst: int = 5) -> str:
         for row in known[:worst]
     ]
     parts = [
-        f"{_title(result)}, after round {rounds}: {RAW}",
+        f"{_title(result)}, after round {rounds}",
+        f"{RAW}\n",
         tabulate(
             [line for line in lines if len(line) > 1],
             headers=["group", "mean accuracy", "worst decile", "Gini"],
@@ -106,29 +116,23 @@ def _title(result: Mapping[str, Any]) -> str:
     return f"{str(metadata['dataset']).upper()}, {run_label(metadata['hyperparameters'])}"
 
 
-def _read(
-    folder: str | os.PathLike[str],
-) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-    opened = RunFolder.open(Path(folder))
-    result, metrics = opened.read_result(), opened.read_client_metrics()
-    if result is None:
-        raise RunFolderError(f"run folder {str(folder)!r} is not finished: resume it first")
+def _last(metrics: Metrics) -> int:
     if not metrics:
         raise RunFolderError(
-            f"run folder {str(folder)!r} must hold what clients measured, which you may read: run "
-            "with client_test_fraction (--client-test-fraction), or client_tests"
+            "the run must hold what clients measured, and you be allowed to read it: run with "
+            "client_test_fraction (--client-test-fraction), or client_tests"
         )
-    return result, metrics
+    return max(metrics)
 
 
 def plot_clients(
-    folder: str | os.PathLike[str],
+    result: Mapping[str, Any],
+    metrics: Metrics,
     save_path: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> str:
     """Draw accuracy by round (mean, worst decile) and by group; return the path."""
-    result, metrics = _read(folder)
-    groups = client_groups(metrics[max(metrics)], result.get("joins", []))
+    groups = client_groups(metrics[_last(metrics)], result.get("joins", []))
     settings = figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(groups))))
     path = figure_path(save_path, "clients", settings)
     with drawing(settings) as figure:
@@ -139,7 +143,7 @@ def plot_clients(
         return save_figure(figure, path, settings)
 
 
-def _draw_rounds(axes: Axes, metrics: Mapping[int, Rows]) -> None:
+def _draw_rounds(axes: Axes, metrics: Metrics) -> None:
     rounds = sorted(metrics)
     told = [spread([row["accuracy"] for row in metrics[r]], "mean") for r in rounds]
     at = np.asarray(rounds, dtype=np.float64)
@@ -149,12 +153,12 @@ def _draw_rounds(axes: Axes, metrics: Mapping[int, Rows]) -> None:
     ):
         values = [values.get(key, np.nan) for values in told]
         axes.plot(at, values, color=color, marker="o", markersize=4, label=label)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel("Accuracy on the clients' own samples")
     whole_rounds(axes, at, ROUND)
-    axes.legend(loc="lower right", frameon=False)
     gini = told[-1].get("mean_gini")
-    notes = [RAW] + ([] if gini is None else [f"Gini at the end: {gini:.3f}"])
+    notes = [RAW, "upper line: mean; lower line: worst decile"]
+    notes += [] if gini is None else [f"Gini at the end: {gini:.3f}"]
     panel_title(axes, "Over all clients", notes)
 
 
@@ -162,7 +166,7 @@ def _draw_groups(axes: Axes, groups: Mapping[str, Mapping[str, float]]) -> None:
     places = np.arange(len(groups))
     axes.barh(places, [values["mean"] for values in groups.values()], color=GREEN, alpha=0.45)
     worst = [values["mean_worst_decile"] for values in groups.values()]
-    axes.plot(worst, places, "D", color=VERMILION, markersize=5)
+    axes.plot(worst, places, "D", color=VERMILION, markersize=5, clip_on=False)
     axes.set_yticks(places, list(groups))
     axes.invert_yaxis()
     axes.set_xlim(0, 1)

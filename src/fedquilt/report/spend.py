@@ -45,7 +45,7 @@ def draw_spend(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
     axes.plot(
         rounds, spent["worst"], color=BLUE, linewidth=1.6, marker=marker, label="worst client"
     )
-    notes = ["line: median and worst client; bands: middle half, all"]
+    notes = ["upper line: worst client; lower: median; bands: middle half, all"]
     budget = as_number(config.get("epsilon"))
     top = float(np.nanmax(spent["worst"]))
     if math.isfinite(budget):
@@ -57,7 +57,6 @@ def draw_spend(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
         notes.append(f"{out} clients sat out the last round: nothing left")
     axes.set_ylim(0, 1.08 * top if top > 0 else 1.0)
     axes.set_ylabel("epsilon spent in this run")
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
     whole_rounds(axes, rounds, ROUND)
     panel_title(axes, "Privacy Spent by Each Client", notes)
 
