@@ -199,10 +199,10 @@ class Experiment:
     def _spent(self) -> dict[str, Any]:
         """Return how the clients' epsilons of this run are spread, where it has a bound."""
         account = self.federation.account
-        epsilons = None if account is None else account.epsilons()
-        if epsilons is None or not np.isfinite(epsilons).all():
+        levels = (0.0, 0.25, 0.5, 0.75, 1.0)
+        values = None if account is None else account.epsilon_at(levels)
+        if values is None or not np.isfinite(values).all():
             return {}
-        values = np.quantile(epsilons, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
         names = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
         return {"epsilon_spent": dict(zip(names, values, strict=True))}
 

@@ -12,6 +12,7 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, stands_alone
+from fedquilt.cli.screen import screen_width
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, build_config
@@ -185,7 +186,8 @@ def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]
     beside = [row["name"] for row in rows[1:]]
     if finished.statement.is_bounded and beside:
         print(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
-    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    claim = finished.statement.as_text(screen_width())
+    print(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
     if finished.folder is not None:
         print(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
         if pictures:

@@ -11,6 +11,7 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
+from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
 
@@ -136,6 +137,7 @@ def _print(finished: RunResult) -> None:
         print(f"\n{slices_table(finished.result['slices'])}")
     if "ledger" in finished.result:
         print(f"\n{_ledger_line(finished.result['ledger'])}")
-    print(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    claim = finished.statement.as_text(screen_width())
+    print(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
     print(f"\n{finished.folder}")
     sys.stdout.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +200,19 @@ class RunAccount:
     def epsilons(self) -> NDArray[np.float64] | None:
         """Return each client's epsilon in this run; None for a run without a bound."""
         return np.asarray(self.run.epsilons()[self._places]) if self.is_bounded else None
+
+    def epsilon_at(self, levels: Sequence[float]) -> list[float] | None:
+        """Return the epsilons of the clients at these quantiles; None without a bound.
+
+        Epsilon grows with mu^2, so few have to be computed however many clients there are.
+        """
+        if not self.is_bounded:
+            return None
+        order = np.argsort(self.spent(), kind="stable")
+        chosen = order[np.ceil(np.asarray(levels) * (order.size - 1)).astype(np.int64)]
+        few, places = np.unique(chosen, return_inverse=True)
+        values: list[float] = self.run.epsilons(self._places[few])[places].tolist()
+        return values
 
     def summary(self) -> dict[str, Any]:
         """Return where the account is and how it stands, for the run's record."""
