@@ -32,7 +32,7 @@ ORDER: tuple[set[str], ...] = (
     {"method", "run_folder"},
     {"slices", "condense"},
     {"round"},
-    {"assemble_mechanism"},
+    {"assemble_mechanism", "client_evaluation"},
     {"assemble", "record", "checkpoint_state"},
     {"assemble_account", "outlook"},
     {"experiment"},

@@ -486,7 +486,7 @@ def test_ids_and_places_are_not_mixed(tmp_path: Path) -> None:
     own(tmp_path, [[0], [1]])
     with pytest.raises(LedgerConflictError, match="made without client ids"):
         own(tmp_path, {"a": [0], "b": [1]})
-    own(tmp_path, {"a": [0], "b": [1]}, population="named")
+    own(tmp_path, {"a": [0], "b": [1]}, population="named", new_population=True)
     with pytest.raises(LedgerConflictError, match="knows its 2 clients by id"):
         own(tmp_path, [[0], [1]], population="named")
 

@@ -53,9 +53,9 @@ RICH: dict[str, Any] = {
     "server_optimizer": "adam",
 }
 # What a run of three rounds does to the disk with a checkpoint after each: it makes its
-# folders and writes config.toml; it makes rounds.jsonl; four times (the last one at the end)
-# it flushes that and replaces the checkpoint; it writes result.json.
-FSYNCS, REPLACES, ROUNDS = 1 + 2 + 1 + 3 * 4 + 2, 1 + 4 + 1, 3
+# folders and writes config.toml and clients.json; it makes rounds.jsonl; four times (the last
+# one at the end) it flushes that and replaces the checkpoint; it writes result.json.
+FSYNCS, REPLACES, ROUNDS = 1 + 2 + 2 + 1 + 3 * 4 + 2, 1 + 1 + 4 + 1, 3
 MOMENTS = [
     *(("fsync", number) for number in range(1, FSYNCS + 1)),
     *(("replace", number) for number in range(1, REPLACES + 1)),
@@ -132,8 +132,8 @@ CERTIFIED: dict[str, Any] = {
 }
 LEDGER_MOMENTS = [
     *((event, n) for event in ("reserved", "settled", "recorded", "torn") for n in (1, 2, 3)),
-    *(("replace", number) for number in range(2, 8)),
-    *(("replaced", number) for number in range(1, 8)),
+    *(("replace", number) for number in range(2, 9)),
+    *(("replaced", number) for number in range(1, 9)),
 ]
 
 
@@ -226,7 +226,7 @@ def test_early_stopping_stays_where_it_stopped(
     nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:
     changes = {"mode": "fedavg", "early_stopping": True, "target_accuracy": 0.01, "eval_every": 1}
-    folder = killed(nursery, tmp_path, ("replaced", 2), **changes)
+    folder = killed(nursery, tmp_path, ("replaced", 3), **changes)
     resumed = resume_run(folder)
     assert resumed.result["rounds"] == 1
     assert_is_whole(folder, uninterrupted(**changes))
@@ -247,7 +247,7 @@ def test_a_finished_run_returns_its_result_and_is_left_alone(
 
 def test_secret_noise_is_neither_stored_nor_reused(nursery: Nursery, tmp_path: Path) -> None:
     changes = {"mode": "quap_fl", "noise_layers": "all", "noise_seed": None}
-    folder = killed(nursery, tmp_path / "one", ("replaced", 3), **changes)
+    folder = killed(nursery, tmp_path / "one", ("replaced", 4), **changes)
     twin = tmp_path / "twin"
     shutil.copytree(folder, twin)
     saved = RunFolder.open(folder).load_checkpoint()

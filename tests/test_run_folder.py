@@ -59,7 +59,9 @@ def test_the_files_and_their_versions(uninterrupted: Callable[..., RunResult]) -
     assert folder is not None
     assert re.fullmatch(r"digits_fixed_dp_seed0_\d{8}_\d{6}(-\d+)?", folder.name)
     names = {path.name for path in folder.iterdir()} - {".lock"}
-    assert names == {"config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json"}
+    assert names == {
+        *("config.toml", "clients.json", "rounds.jsonl", "checkpoint.safetensors", "result.json")
+    }
     assert tomllib.loads((folder / "config.toml").read_text())["schema_version"] == 1
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert [line["schema_version"] for line in lines] == [1] * 4

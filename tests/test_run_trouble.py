@@ -172,7 +172,7 @@ def test_a_run_folder_without_permission(
     nursery: Nursery, open_folder: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:
     ended = nursery.run(
-        *("run", *flags(**RICH, output_dir=open_folder), "--quiet"), die_at=("replaced", 3)
+        *("run", *flags(**RICH, output_dir=open_folder), "--quiet"), die_at=("replaced", 4)
     )
     assert ended.code == -signal.SIGKILL
     folder = only_folder(open_folder)

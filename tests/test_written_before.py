@@ -84,7 +84,11 @@ def test_an_interrupted_run_goes_on(cli: Cli, here: Path, name: str, command: st
     assert len(before) == 3
     said = cli(command, "--resume", folder, "--quiet")
     assert said.code == 0, said.err
-    assert rounds_without_clock(folder)[:3] == before
+    after = rounds_without_clock(folder)[:3]
+    # The round that ran again may say more than older versions did.
+    assert [{key: ours[key] for key in old} for ours, old in zip(after, before, strict=True)] == (
+        before
+    )
     result = fedquilt.load(folder)
     assert len(result.result["cohorts"]) == 4
     assert_ends_as_before(result, name)

@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from fedquilt.assemble_mechanism import (
     check_mode,
     make_mechanism,
 )
+from fedquilt.client_evaluation import check_client_tests, hold_back
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
@@ -51,6 +52,7 @@ from fedquilt.data import (
     split_clients,
 )
 from fedquilt.data.holdings import Holdings
+from fedquilt.data.identity import salted_digest, shared_sample
 from fedquilt.learning import (
     Engine,
     FlatModel,
@@ -184,7 +186,7 @@ class Problem:
     """
 
     task: Task
-    test: tuple[Any, Any]
+    test: tuple[Any, Any] | None
     validation: tuple[torch.Tensor, torch.Tensor] | None
     flat: FlatModel
     num_classes: int
@@ -197,6 +199,22 @@ class Problem:
     lends_memory: bool = False
     metrics: Mapping[str, MakeMetric] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    client_tests: Parts | None = None
+    data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
+
+    def data_digests(self, salt: bytes) -> dict[str, str]:
+        """Return a salted digest of each data set as it was given, before any front."""
+        return {
+            name: salted_digest([data.inputs, data.targets], salt)
+            for name, data in self.data.items()
+        }
+
+    @property
+    def test_data(self) -> tuple[Any, Any]:
+        """The test set, where one is needed."""
+        if self.test is None:
+            raise InvalidValueError("test=None must be a test set here: (inputs, labels)")
+        return self.test
 
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
@@ -207,8 +225,10 @@ class Problem:
 
     def evaluate(self) -> dict[str, float]:
         """Step 9: evaluate the model as it stands; test data are used nowhere else."""
-        found = measure(self.flat.module, self.task.objective, self.metrics, *self.test)
-        measured = {f"test_{name}": value for name, value in found.items()}
+        measured = {}
+        if self.test is not None:
+            found = measure(self.flat.module, self.task.objective, self.metrics, *self.test)
+            measured = {f"test_{name}": value for name, value in found.items()}
         if self.validation is not None:
             measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
         return measured
@@ -274,6 +294,7 @@ def problem_from(
     clients: Sequence[Sequence[int] | NDArray[Any]] | None,
     client_ids: Iterable[str] | None = None,
     own: Own | None = None,
+    client_tests: Sequence[Any] | None = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
@@ -283,7 +304,7 @@ def problem_from(
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
-    test_set = as_samples(test, "test")
+    test_set = None if test is None else as_samples(test, "test")
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -297,7 +318,15 @@ def problem_from(
     config = _with_data_defaults(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
     roster = roster_of_own(parts, client_ids)
-    return config, _assemble(config, model, train_set, test_set, parts, roster, none, own or Own())
+    if not config.allow_overlap:
+        _refuse_overlap(parts, roster.ids)
+    tests: Parts | None = None
+    if client_tests is not None:
+        tests = _checked_clients(client_tests, len(train_set), "client_tests")
+        tests = check_client_tests(parts, tests, allow_overlap=config.allow_overlap)
+        roster = dataclasses.replace(roster, digest=_digest(roster.ids, Holdings([*parts, *tests])))
+    own = own or Own()
+    return config, _assemble(config, model, train_set, test_set, parts, roster, none, own, tests)
 
 
 def _each_client(train: object) -> Sequence[Any] | Mapping[str, Any]:
@@ -421,26 +450,29 @@ def _assemble(
     config: RunConfig,
     model: nn.Module,
     train: Samples,
-    test: Samples,
+    test: Samples | None,
     clients: Parts,
     roster: Roster,
     held_out: NDArray[np.int64],
     own: Own,
+    client_tests: Parts | None = None,
 ) -> Problem:
     """Put data and model on the device, and find out whether they fit."""
     _refuse_unknown(config, own)
     device = pick_device(config.device)
-    inputs, targets, tests, test_targets = (
-        trees.mapped(part, lambda tensor: tensor.to(device))
-        for part in (train.inputs, train.targets, test.inputs, test.targets)
-    )
+    inputs, targets = (_on_device(part, device) for part in (train.inputs, train.targets))
+    tests: tuple[Any, Any] | None = None
+    if test is not None:
+        tests = _on_device(test.inputs, device), _on_device(test.targets, device)
     index = torch.from_numpy(held_out)
+    clients, client_tests = _held_back(config, clients, client_tests)
     input_shape = tuple(trees.leaves(inputs)[0].shape[1:])
     model, front = copy.deepcopy(model), None
     if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = model.front.to(device)
-        inputs, tests = precompute(front, inputs), precompute(front, tests)
+        inputs = precompute(front, inputs)
+        tests = None if tests is None else (precompute(front, tests[0]), tests[1])
         model = model.on_features()
     freeze_others(model, config.patterns("trainable"))
     sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
@@ -452,9 +484,10 @@ def _assemble(
     check_mode(config, flat)
     task = Task(inputs, targets, clients)
     task, outputs, notes = _with_objective(config, task, flat.module, own)
-    scores = _check_fit(config, task, (tests, test_targets), flat.module, outputs, train)
+    scores = _check_fit(config, task, tests, flat.module, outputs, train)
     ranges = fit.accepted(flat.module, task, outputs)
-    fit.refuse_outside(tests, test_targets, ranges, task.objective, "test")
+    if tests is not None:
+        fit.refuse_outside(*tests, ranges, task.objective, "test")
     if MODE_TABLE[config.mode].noised:
         task = fit.without_spoilt(task, ranges)
     else:
@@ -464,7 +497,8 @@ def _assemble(
         _LOG.warning("%s", note)
     return Problem(
         task=task,
-        test=(tests, test_targets),
+        test=tests,
+        client_tests=client_tests,
         validation=(inputs[index], targets[index]) if len(held_out) else None,
         flat=flat,
         # What classes there are is public knowledge: the model's, not the largest label's.
@@ -477,7 +511,12 @@ def _assemble(
         own=own,
         metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
+        data={"training": train} if test is None else {"training": train, "test": test},
     )
+
+
+def _on_device(samples: Any, device: torch.device) -> Any:
+    return trees.mapped(samples, lambda tensor: tensor.to(device))
 
 
 def _with_objective(
@@ -499,7 +538,7 @@ def _with_objective(
 def _check_fit(
     config: RunConfig,
     task: Task,
-    test: tuple[Any, Any],
+    test: tuple[Any, Any] | None,
     module: nn.Module,
     outputs: torch.Tensor | None,
     train: Samples,
@@ -509,8 +548,8 @@ def _check_fit(
     Returns how many scores the model gives; 0 where targets are not classes.
     """
     objective, public = task.objective, task.public()
-    first = trees.take(test[0], slice(0, 1))
-    fit.trial_outputs(module, objective, first, "test")
+    if test is not None:
+        fit.trial_outputs(module, objective, trees.take(test[0], slice(0, 1)), "test")
     scores = 0
     if objective.has_classes and outputs is not None:
         plain = objective.name in ("cross_entropy", "nll") and task.targets.dim() == 1
@@ -526,8 +565,7 @@ def _check_fit(
                 f"training data; it returns a tensor of shape {tuple(outputs.shape)}"
             )
     fit.check_loss(module, objective, public.inputs, public.targets)
-    theirs, ours = (trees.structure(part) for part in (test[1], task.targets))
-    if theirs != ours:
+    if test is not None and trees.structure(test[1]) != trees.structure(task.targets):
         raise InvalidValueError(
             f"test targets of shape {trees.described(test[1])} must have the form of the training "
             f"targets, {trees.described(task.targets)}"
@@ -535,8 +573,71 @@ def _check_fit(
     return scores
 
 
-def _checked_clients(clients: Sequence[Sequence[int] | NDArray[Any]], size: int) -> Holdings:
+def _refuse_overlap(parts: Parts, ids: tuple[str, ...] | None) -> None:
+    """Refuse clients that hold the same sample: each one's bound says less about it."""
+    found = shared_sample(parts)
+    if found is None:
+        return
+    sample, *holders = found
+    first, second = (f"clients[{k}]" if ids is None else repr(ids[k]) for k in holders)
+    raise InvalidValueError(
+        f"{first} and {second} must not both hold sample {sample}: a bound is about one "
+        "client, and what several hold is protected less. If they do share samples, say "
+        "allow_overlap=True (--allow-overlap)"
+    )
+
+
+def tests_of(
+    client_tests: Sequence[Any] | Mapping[str, Any] | None,
+    clients: Sequence[Any] | Mapping[str, Any] | None,
+) -> Sequence[Any] | None:
+    """Return what each client evaluates on, in the order of the clients."""
+    if not isinstance(client_tests, Mapping):
+        return client_tests
+    names = list(clients) if isinstance(clients, Mapping) else []
+    stranger = next((name for name in client_tests if name not in names), None)
+    if stranger is not None:
+        raise InvalidValueError(
+            f"client_tests[{stranger!r}] must belong to one of the clients, a mapping too: "
+            f"{', '.join(map(repr, names[:5])) or 'clients is a list'}"
+        )
+    return [client_tests.get(name, []) for name in names]
+
+
+def _held_back(
+    config: RunConfig, clients: Parts, given: Parts | None
+) -> tuple[Parts, Parts | None]:
+    """Return what clients train on and what they evaluate on, None where they do not."""
+    fraction = config.client_test_fraction
+    if (fraction or given is not None) and isinstance(config, CondenseConfig):
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 and client_tests be left out where "
+            "clients send statistics: they do not evaluate a model"
+        )
+    if fraction and given is not None:
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 beside client_tests: give one of them"
+        )
+    if config.evaluation_share and config.mode != "certified":
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} must be 0 in mode={config.mode!r}: it "
+            "is a part of the budget of mode 'certified'"
+        )
+    if config.evaluation_share and not fraction and given is None:
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} needs samples that clients hold back: "
+            "client_test_fraction, or client_tests"
+        )
+    if fraction:
+        train, held = hold_back(clients, fraction, config.seed)
+        return Holdings(train), Holdings(held)
+    return clients, given
+
+
+def _checked_clients(
+    clients: Sequence[Sequence[int] | NDArray[Any]], size: int, what: str = "clients"
+) -> Holdings:
     """Return who holds which samples; samples that are not in the data are an error."""
     if len(clients) == 0:
-        raise InvalidValueError("clients=[] must hold at least one list of sample numbers")
-    return Holdings(clients, size)
+        raise InvalidValueError(f"{what}=[] must hold at least one list of sample numbers")
+    return Holdings(clients, size, what)

@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ from fedquilt.privacy.ledger import (
 )
 from fedquilt.privacy.ledger.members import UNKNOWN, alike
 from fedquilt.privacy.ledger.population import check_name
-from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.run_account import EvaluationShare, RunAccount
 from fedquilt.privacy.statement import weak_epsilon
+from fedquilt.run_folder import RunFolder
 
 
 def state_folder() -> Path:
@@ -244,6 +246,7 @@ def _start(
         reproducible=config.noise_seed is not None,
         adjacency=Adjacency.of(config.adjacency),
         seen=None if witness is None else witness.note,
+        evaluations=EvaluationShare(config.evaluation_share, config.num_rounds, config.eval_every),
     )
     if account.is_bounded and problem.selector.secret:
         check_untouched(account)
@@ -302,6 +305,33 @@ def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) 
             f"run folder {str(folder)!r} was begun with other clients: their number, order, ids "
             "and samples must be the same when it is resumed"
         )
+
+
+def write_identity(problem: Problem, folder: RunFolder) -> None:
+    """Keep, for the owner, what tells these clients and data from others."""
+    salt = secrets.token_bytes(32)
+    kept = {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
+    folder.write_clients(kept)
+
+
+def check_identity(problem: Problem, folder: RunFolder) -> None:
+    """Refuse to resume with other clients or other data; an older folder does not say."""
+    kept = folder.read_clients()
+    if kept is None:
+        if folder.load_checkpoint() is None:  # killed before it was written: nothing was trained
+            write_identity(problem, folder)
+        return
+    check_same_clients(problem, kept, folder.path)
+    try:
+        digests = problem.data_digests(bytes.fromhex(kept["salt"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{folder.path / 'clients.json'} lacks or spoils {error}") from error
+    for name in ("training", "test"):
+        if digests.get(name) != kept.get(name):
+            raise RunFolderError(
+                f"run folder {str(folder.path)!r} was begun with other {name} data: what a "
+                "sample holds must be the same when it is resumed. For other data start a new run"
+            )
 
 
 def check_not_rolled_back(account: RunAccount, head: str | None) -> None:
@@ -380,6 +410,8 @@ def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Populati
             _check_new_name(ledger, config, name, known)
             if ids is not None and not roster.given:
                 _check_not_by_number(config.dataset, count, name, known.values())
+            if roster.name is None:
+                _check_not_beside_numbers(ledger, name, known.values())
             _check_not_elsewhere(ledger, name, ids or ())
         allowance = config.epsilon if allowance is None else allowance
     elif not known[name].named and not roster.given:
@@ -443,6 +475,24 @@ def _check_not_by_number(
                 f"population {name!r} is not in the ledger, and {info.name!r} is, which knows its "
                 f"{count} clients by number: they may be those of this run (then say --population "
                 f"{info.name})"
+            )
+
+
+def _check_not_beside_numbers(ledger: Ledger, name: str, known: Iterable[PopulationInfo]) -> None:
+    """Refuse a new population of one's own clients beside one that knows nobody by id.
+
+    Who joins or leaves such a population cannot be said, and under a new name all who stay
+    would begin anew; nothing in the ledger could show it.
+    """
+    for info in known:
+        if not info.named and not _SPLIT_NAME.fullmatch(info.name):
+            refused = _not_there(
+                f"population {name!r} is not in the ledger {ledger.path}, and {info.name!r} is, "
+                f"whose {info.num_clients} clients, known by number, may be among those of this run"
+            )
+            raise InvalidValueError(
+                f"{refused}. To let clients join or leave {info.name!r}, say once who they are, "
+                "Ledger.open(...).population(...).adopt_ids([...]), and give ids in every run"
             )
 
 

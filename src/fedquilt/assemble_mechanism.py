@@ -146,6 +146,16 @@ def front_notes(config: RunConfig, flat: FlatModel) -> tuple[str, ...]:
     return () if note is None else (note,)
 
 
+def evaluation_notes(config: RunConfig) -> tuple[str, ...]:
+    """Say what is published of the clients' own measures."""
+    if config.evaluation_share == 0:
+        return ()
+    return (
+        "a noised mean of what clients measure on their own samples is published; its cost, "
+        f"{config.evaluation_share:g} of the budget at most, is included",
+    )
+
+
 def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> Certified:
     """Build `certified` for the budget that the ledger gives this run."""
     config, method, selector, account = parts.config, parts.method, parts.selector, parts.account
@@ -162,7 +172,7 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
         divisor=selector.expected_cohort,
         normalise=config.normalise_updates,
         sliced=method.holds_parts,
-        notes=(*own, *method.notes),
+        notes=(*own, *method.notes, *evaluation_notes(config)),
         adjacency=account.adjacency,
     )
     noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)

@@ -28,17 +28,21 @@ from fedquilt.assemble import (
     build_problem,
     named_clients,
     problem_from,
+    tests_of,
 )
 from fedquilt.assemble_account import (
     account_notes,
+    check_identity,
     check_not_rolled_back,
     check_same_clients,
     needs_account,
     open_account,
     open_witness,
+    write_identity,
 )
 from fedquilt.assemble_mechanism import Build
 from fedquilt.checkpoint_state import check_state, expected_state
+from fedquilt.client_evaluation import ClientEvaluation, make_client_evaluation
 from fedquilt.common.errors import (
     InvalidValueError,
     RunFolderError,
@@ -70,6 +74,7 @@ from fedquilt.record import (
     load_tensors,
     published,
     split_private,
+    was_evaluated,
 )
 from fedquilt.round import Federation, RoundRecord, run_round
 from fedquilt.run_folder import RunFolder, run_stem
@@ -79,6 +84,10 @@ CHECKPOINT_SECONDS = 1.0
 
 Metrics = str | OwnMetric | Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric]
 """What is measured on the test data, by names or by callables."""
+OVERLAP = (
+    "clients may hold the same samples (allow_overlap): the claim is about one client, and a "
+    "sample that g of them hold is protected as a group of g"
+)
 
 Watching = Callable[[RunConfig, dict[str, Any]], None]
 """An `Observer`, or a function called with the configuration and each finished round's line."""
@@ -117,6 +126,8 @@ class Experiment:
         Told what happens.
     kept_state : mapping, optional
         Arrays that are written into every checkpoint beside the federation's.
+    clients : ClientEvaluation, optional
+        How clients evaluate the model on samples of their own.
 
     `lines` has one public dictionary a round.
     """
@@ -130,12 +141,14 @@ class Experiment:
         folder: RunFolder | None = None,
         observer: Watching | None = None,
         kept_state: Mapping[str, NDArray[Any]] | None = None,
+        clients: ClientEvaluation | None = None,
     ) -> None:
         self.config = config
         self.subject = subject
         self.federation = federation
         self.folder = folder
         self.observer = as_observer(observer)
+        self.clients = clients
         self.lines: list[dict[str, Any]] = []
         self._kept_state = dict(kept_state or {})
         # With a ledger a round that has to run again costs privacy: save every round.
@@ -169,12 +182,12 @@ class Experiment:
         last = done == self.config.num_rounds
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
-        if "test_loss" not in line and (stopped or self._evaluates(done)):
+        if not was_evaluated(line) and (stopped or self._evaluates(done)):
             line |= self._evaluate_and_keep(done)
             if self.folder is not None:
                 self.folder.amend_round(line)
             return None if last else self._reason_to_stop(line)
-        if "test_loss" in line:
+        if was_evaluated(line):
             self._bring_up_to_date()  # its checkpoint may be older than its line
         return stopped
 
@@ -182,7 +195,7 @@ class Experiment:
         """Run, evaluate and keep one round; return why none should follow."""
         began = time.perf_counter()
         record = self.run_round(len(self.lines))
-        line = as_line(record, time.perf_counter() - began)
+        line = as_line(record, time.perf_counter() - began) | self._spent()
         private = None
         if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
@@ -202,6 +215,16 @@ class Experiment:
         self._record(line, private, amend=early)
         self.observer(self.config, line)
         return stopped
+
+    def _spent(self) -> dict[str, Any]:
+        """Return how the clients' epsilons of this run are spread, where it has a bound."""
+        account = self.federation.account
+        levels = (0.0, 0.25, 0.5, 0.75, 1.0)
+        values = None if account is None else account.epsilon_at(levels)
+        if values is None or not np.isfinite(values).all():
+            return {}
+        names = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
+        return {"epsilon_spent": dict(zip(names, values, strict=True))}
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
@@ -226,6 +249,10 @@ class Experiment:
     def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
+        if self.clients is not None:
+            measured |= self.clients.measure(self.federation.weights, done - 1)
+            if self.folder is not None:
+                self.folder.append_client_metrics(done, self.clients.last)
         self._keep(done)
         if not self.federation.mechanism.is_bounded:
             return measured
@@ -242,7 +269,7 @@ class Experiment:
         looked = self.subject.evaluate()
         self._looked = tuple(looked)
         measured |= looked
-        if "test_loss" in measured:
+        if "test_loss" in measured or self.clients is not None:
             measured["participation_stats"] = self.federation.tracker.get_statistics()
         return measured
 
@@ -332,6 +359,8 @@ class Experiment:
         if not federation.mechanism.is_bounded:
             notes = (*statement.notes, *_refusal_notes(self.lines))
             statement = dataclasses.replace(statement, notes=notes)
+        elif self.config.allow_overlap:
+            statement = dataclasses.replace(statement, notes=(*statement.notes, OVERLAP))
         result = build_result(self.config, self.lines, statement, counts)
         result["stopped"] = stopped
         result["metadata"] |= self.subject.metadata()
@@ -349,7 +378,8 @@ class Experiment:
             self.folder.write_result(result)
         path = None if self.folder is None else self.folder.path
         tensors, synthetic = dict(module.state_dict()), self.method.synthetic()
-        return RunResult(result, statement, tensors, module, path, synthetic)
+        measured = None if self.clients is None else self.clients.last or None
+        return RunResult(result, statement, tensors, module, path, synthetic, measured)
 
     def _close_account(
         self, account: RunAccount, result: dict[str, Any], statement: Statement
@@ -387,6 +417,7 @@ def run(
     | None = None,
     *,
     client_ids: Iterable[str] | None = None,
+    client_tests: Sequence[Any] | Mapping[str, Any] | None = None,
     output_dir: str | None = "./results",
     resume: str | Path | None = None,
     observer: Watching | None = None,
@@ -415,12 +446,17 @@ def run(
     train, test : data sets
         A pair `(inputs, targets)` of tensors, or of tuples or dictionaries of them, a map-style
         `Dataset`, a `DataLoader`, a dictionary of tensors with `labels`, or an `ImageDataset`.
+        `test` may be None: clients then evaluate the model on samples of their own, or nobody
+        does.
     clients : sequence of index lists, or mapping from client ids to them
         The samples of `train` that each client holds.  Left out where `train` is a list of
         data sets, one a client, or a mapping from client ids to data sets.
     client_ids : sequence of str, optional
         Who the clients are.  A ledger finds each one's account by its id, wherever it
         stands in the list; clients may be absent from a run, and new ones join.
+    client_tests : sequence of index lists, or mapping from client ids to them, optional
+        The samples of `train` on which each client evaluates the model, instead of a
+        share of its own (`client_test_fraction`).
     output_dir : str or None
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
@@ -473,8 +509,10 @@ def run(
         usual |= {} if output_dir is None else {"output_dir": output_dir}
         brought = own.method is not None or own.mechanism is not None
         config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
-    config, problem = problem_from(config, model, train, test, parts, ids, own)
-    del model, train, test, clients, client_ids, parts, ids  # copied, and maybe nobody else's
+    tests = tests_of(client_tests, clients)
+    config, problem = problem_from(config, model, train, test, parts, ids, own, tests)
+    # Copied, and maybe nobody else's.
+    del model, train, test, clients, client_ids, client_tests, parts, ids, tests
     with _shown(config, observer, progress and not quiet, quiet) as watching:
         return _run(config, problem, folder, output_dir, watching)
 
@@ -550,7 +588,21 @@ def _run(
             watching.expects(config, expectations(config, problem))
         federation, folder = _open(config, problem, method, folder, output_dir, stack)
         stack.enter_context(method.running())
-        experiment = Experiment(config, problem, federation, folder=folder, observer=watching)
+        clients = make_client_evaluation(
+            config,
+            problem.flat,
+            problem.task,
+            problem.client_tests,
+            problem.roster.ids,
+            method,
+            federation.account,
+            problem.selector.available,
+            problem.metrics,
+            is_bounded=federation.mechanism.is_bounded,
+        )
+        experiment = Experiment(
+            config, problem, federation, folder=folder, observer=watching, clients=clients
+        )
         if folder is not None:
             experiment.observer.opened(config, folder.path)
         if resumed:
@@ -615,6 +667,8 @@ def _open(
     entered = folder.read_account() if folder is not None else None
     if entered is not None and folder is not None:
         check_same_clients(problem, entered, folder.path)
+    if folder is not None:
+        check_identity(problem, folder)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
@@ -626,6 +680,7 @@ def _open(
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir)
         stack.callback(folder.close)
+        write_identity(problem, folder)
     if own_ledger:
         place = _scratch(stack) if folder is None else folder.path
         witness = None if folder is None else open_witness(run_id, folder.path)

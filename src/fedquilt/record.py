@@ -41,6 +41,12 @@ _PER_ROUND = {
 # What a condensing server says of its rounds.
 _SERVER = ("bytes_up", "bytes_down", "groups", "matching_loss", "epoch_avg_loss")
 
+# What clients measured; the raw ones stand only in lines of modes that claim nothing.
+_BY_CLIENTS = (
+    *("client_accuracy", "client_accuracy_worst_decile", "client_accuracy_gini"),
+    *("noised_client_accuracy", "noised_client_accuracy_std"),
+)
+
 _JOINS = "participation, public by the adjacency of the claim"
 _OPTIONS = "decided before anybody trains"
 _RELEASED = "released, or computed from releases alone"
@@ -60,9 +66,12 @@ ROUND_PUBLIC: dict[str, str] = {
     "epsilon": _OPTIONS,
     "noise_std": "follows from options and charges",
     "without_allowance": _CHARGES,
+    "epsilon_spent": _CHARGES,
     "test_accuracy": _LOOKED,
     "test_loss": _LOOKED,
     "validation_accuracy": _LOOKED,
+    "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
+    "noised_client_accuracy_std": "follows from options, charges and the noised mean",
     # what a server reports
     "bytes_up": _SHAPES,
     "bytes_down": _SHAPES,
@@ -114,6 +123,10 @@ RESULT_PUBLIC: dict[str, str] = {
     "history.test_accuracy": _LINES,
     "history.test_loss": _LINES,
     "history.participation_stats": _LINES,
+    "history.epsilon_spent": _LINES,
+    "history.without_allowance": _LINES,
+    "history.noised_client_accuracy": _LINES,
+    "history.noised_client_accuracy_std": _LINES,
     "history.bytes_up": _LINES,
     "history.bytes_down": _LINES,
     "history.matching_loss": _LINES,
@@ -171,6 +184,8 @@ CHECKPOINT_PUBLIC: dict[str, str] = {
 OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
     "ledger.json": "a digest of what clients hold",
+    "clients.json": "digests of what clients hold",
+    "client_metrics.jsonl": "what each client measures on its own samples",
     "baselines.json": "computed from raw data",
 }
 
@@ -247,6 +262,9 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     for name in _SERVER:
         if any(name in line for line in lines):
             history[name] = [line.get(name) for line in lines]
+    if any("epsilon_spent" in line for line in lines):
+        for name in ("epsilon_spent", "without_allowance"):
+            history[name] = [line.get(name) for line in lines]
     history["noise_stats"] = [
         {
             "sigma": line["noise_std"],
@@ -255,12 +273,19 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
         }
         for line in lines
     ]
-    evaluated = [line for line in lines if "test_loss" in line]
+    evaluated = [line for line in lines if was_evaluated(line)]
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
     measured = {key: None for line in evaluated for key in line if key.startswith(_MEASURED)}
-    for name in ("test_accuracy", "test_loss", *measured, "participation_stats"):
+    by_clients = {name: None for name in _BY_CLIENTS if any(name in line for line in evaluated)}
+    usual = ("test_accuracy", "test_loss", "participation_stats")
+    for name in {**dict.fromkeys(usual), **measured, **by_clients}:
         history[name] = [line.get(name) for line in evaluated]
     return history
+
+
+def was_evaluated(line: dict[str, Any]) -> bool:
+    """Tell whether the model was evaluated after the round of a line."""
+    return "test_loss" in line or "test_accuracy" in line or "participation_stats" in line
 
 
 CUSTOM = "custom"
@@ -289,6 +314,8 @@ class RunResult:
         Where the run is kept; None when it was kept in memory.
     synthetic : ImageDataset or None
         The synthetic set that a condensation has grown.
+    client_metrics : list of dict or None
+        What each client measured last on the samples it holds back: raw, for the owner's eyes.
     """
 
     result: dict[str, Any] = field(repr=False)
@@ -297,6 +324,7 @@ class RunResult:
     model: nn.Module | None = field(repr=False)
     folder: Path | None
     synthetic: ImageDataset | None = field(default=None, repr=False)
+    client_metrics: list[dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -359,7 +387,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
         load_tensors(rebuilt, tensors, folder.path)
     grown = folder.synthetic_path()
     synthetic = load_condensed(grown) if grown.exists() else None
-    return RunResult(result, statement, tensors, rebuilt, folder.path, synthetic)
+    metrics = folder.read_client_metrics()
+    last = metrics[max(metrics)] if metrics else None
+    return RunResult(result, statement, tensors, rebuilt, folder.path, synthetic, last)
 
 
 def build_result(

@@ -8,6 +8,8 @@
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
+| clients.json | digests of who holds what, and of the data, mode 0600 | at the start |
+| client_metrics.jsonl | what each client measures on its own samples, mode 0600 | at evaluations |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
 | baselines.json | what stands beside a condensation | at the start, after each baseline |
@@ -29,6 +31,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -46,7 +49,7 @@ from fedquilt.common.storage import storage_errors
 from fedquilt.common.tensors import as_safetensors
 from fedquilt.common.untrusted import TensorFile, TensorSpec
 from fedquilt.config import RunConfig, plain_config, write_config_file
-from fedquilt.run_formats import ACCOUNT, BASELINES, RESULT, ROUND
+from fedquilt.run_formats import ACCOUNT, BASELINES, CLIENT_METRICS, CLIENTS, RESULT, ROUND
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
     import torch
@@ -56,7 +59,14 @@ SCHEMA_VERSION = 1
 
 _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
-    *("ledger.json", "condensed.safetensors", "baselines.json", ".lock"),
+    *(
+        "ledger.json",
+        "clients.json",
+        "client_metrics.jsonl",
+        "condensed.safetensors",
+        "baselines.json",
+        ".lock",
+    ),
 )
 
 # What a state array may be, as safetensors calls it; NumPy has no bfloat16.
@@ -85,7 +95,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
-        """Make the folder `{dataset}_{mode}_seed{seed}_{timestamp}` and lock it."""
+        """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it."""
         stem = run_stem(config)
         with storage_errors(output_dir):
             storage.make_folder(Path(output_dir))
@@ -167,6 +177,28 @@ class RunFolder:
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
         storage.append_line(self.path / name, line, mode)
 
+    def append_client_metrics(self, rounds: int, rows: list[dict[str, Any]]) -> None:
+        """Add what each client measured after so many rounds; for the owner only."""
+        self._append("client_metrics.jsonl", {"rounds": rounds, "clients": rows}, 0o600)
+
+    def read_client_metrics(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what clients measured, by the number of rounds before it.
+
+        A round that ran again after a kill has two lines, of which the newer one counts.
+        """
+        path = self.path / "client_metrics.jsonl"
+        storage.check_regular(path)
+        # It is the owner's; whoever else may read the run does without.
+        if path.exists() and not os.access(path, os.R_OK):
+            return {}
+        measured = {}
+        for number, line in enumerate(untrusted.read_lines(path, RunFolderError)):
+            where = f"{path}, line {number + 1}"
+            record = untrusted.parse_json(line, where, RunFolderError, "one JSON object a line")
+            check(record, CLIENT_METRICS, where, RunFolderError)
+            measured[record["rounds"]] = record["clients"]
+        return measured
+
     def amend_round(self, record: dict[str, Any]) -> None:
         """Replace the last line of rounds.jsonl."""
         path = self.path / "rounds.jsonl"
@@ -207,6 +239,18 @@ class RunFolder:
         """
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
         storage.write_file(self.path / "ledger.json", text.encode(), 0o600)
+
+    def write_clients(self, digests: dict[str, str]) -> None:
+        """Write clients.json: what a resumed run compares its clients and data with.
+
+        It depends on what clients hold, so it is for the owner only.
+        """
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **digests}, indent=1)
+        storage.write_file(self.path / "clients.json", text.encode(), 0o600)
+
+    def read_clients(self) -> dict[str, Any] | None:
+        """Return what clients.json says, None for a run of an older fedquilt."""
+        return self._read_json("clients.json", CLIENTS, untrusted.NOTE_BYTES)
 
     def read_account(self) -> dict[str, Any] | None:
         """Return what ledger.json says, None for a run without a ledger.
@@ -397,7 +441,9 @@ def finite(value: Any) -> Any:
 def run_stem(config: RunConfig) -> str:
     """Return the name of a run that starts now."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
-    return f"{config.dataset}_{config.mode}_seed{config.seed}_{stamp}"
+    # A mode is `certified`, a method `heterofl`; whole models and condensation go without saying.
+    method = "" if config.method in ("full", "condense") else f"_{config.method}"
+    return f"{config.dataset}_{config.mode}{method}_seed{config.seed}_{stamp}"
 
 
 def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -86,9 +86,11 @@ _METADATA = Table(
     },
     {
         "input_shape": Listed(POSITIVE),
-        "num_classes": POSITIVE,
+        "num_classes": COUNT,  # 0 where targets are no classes
         "model_width": NAME,
         "target_accuracy": ANY_NUMBER,
+        "final": Mapped(ANY_NUMBER),
+        "metrics": _TEXTS,
     },
 )
 
@@ -133,6 +135,11 @@ RESULT = Table(
 )
 
 ACCOUNT = Table({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
+
+CLIENTS = Table({"clients": TEXT, "salt": TEXT}, {"training": TEXT, "test": TEXT})
+
+_MEASURED = Table({"client": COUNT}, {"name": TEXT, "width": NAME, "examples": COUNT})
+CLIENT_METRICS = Table({"rounds": COUNT, "clients": Listed(_MEASURED)})
 
 _BASELINE = Table(
     {},

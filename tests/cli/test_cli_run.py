@@ -44,7 +44,14 @@ def test_the_folder_of_a_run(cli: Cli, here: Path) -> None:
     folder = only_folder(here / "results")
     names = {path.name for path in folder.iterdir()} - {".lock"}
     assert names == {
-        *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "training.png")
+        *(
+            "config.toml",
+            "clients.json",
+            "rounds.jsonl",
+            "checkpoint.safetensors",
+            "result.json",
+            "training.png",
+        )
     }
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert str(Path("results") / folder.name) in said.out

@@ -36,12 +36,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUPED: dict[str, Any] = {"num_rounds": 3, "eval_every": 2, "ipc": 1, "model_n": 1}
 # What GROUPED does to the disk with a checkpoint after every round, file after file:
-# 1 config.toml, 2 baselines.json, 3 and 4 first images and their picture, 5 checkpoint; 6
-# and 7 images and picture after two rounds, 8 checkpoint; 9 and 10 after three, 11
-# checkpoint; 12 final images, 13 checkpoint, 14 result.json, 15 to 17 pictures.
+# 1 config.toml, 2 clients.json, 3 baselines.json, 4 and 5 first images and their picture,
+# 6 checkpoint; 7 and 8 images and picture after two rounds, 9 checkpoint; 10 and 11 after
+# three, 12 checkpoint; 13 final images, 14 checkpoint, 15 result.json, 16 to 18 pictures.
 MOMENTS = [
-    *(("replace", number) for number in (6, 9, 12, 16)),
-    *(("replaced", number) for number in (5, 6)),
+    *(("replace", number) for number in (7, 10, 13, 17)),
+    *(("replaced", number) for number in (6, 7)),
     *(("round", 2), ("torn", 2), ("recorded", 3)),
 ]
 BOUNDED: dict[str, Any] = {"num_rounds": 3, "eval_every": 3, "mean_rounds": 1, "noise_seed": 5}
@@ -127,7 +127,7 @@ def test_killed_and_resumed(
 ) -> None:
     config = small(**GROUPED)
     folder = killed(nursery, config, tmp_path, moment)
-    if moment == ("replaced", 5):
+    if moment == ("replaced", 6):
         assert rounds_saved(folder) == 1
     ended = resume(nursery, folder)
     assert str(folder) in ended.out
@@ -135,7 +135,7 @@ def test_killed_and_resumed(
 
 
 def test_the_moments_are_what_they_are_called(nursery: Nursery, tmp_path: Path) -> None:
-    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 6))
+    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 7))
     left = {path.name for path in (folder / "synthetic").iterdir()}
     assert "round_0002.safetensors" not in left
     assert any(name.startswith(".round_0002") for name in left), "half a file of images"
@@ -357,6 +357,9 @@ def test_resume_from_python_keeps_its_settings(stopped: Path) -> None:
 def test_resume_with_other_classes_is_refused(stopped: Path) -> None:
     labels = load_dataset("digits")[0].targets.numpy()
     few = np.flatnonzero(labels < 5)
+    with pytest.raises(RunFolderError, match="begun with other clients"):
+        go_on(stopped, clients=[few[:50], few[50:100]])
+    (stopped / "clients.json").unlink()  # as older versions left it
     with pytest.raises(RunFolderError, match=r"does not fit: state/server\.images"):
         go_on(stopped, clients=[few[:50], few[50:100]])
 

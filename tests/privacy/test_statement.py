@@ -153,3 +153,15 @@ def test_one_range_is_a_view_and_several_are_a_copy() -> None:
     assert vector.tolist() == [0] * 3 + [1] * 6 + [0] * 2
     Coverage.make(11, TENSORS, ["a", "d"]).take(vector).fill_(2)
     assert vector.max() == 1
+
+
+def test_lines_break_between_words_on_a_narrow_screen() -> None:
+    notes = ("a note that is far longer than any screen is wide, " * 4, "see " + "x" * 90)
+    statement = Statement.without_bound(
+        delta=1e-5, covered=("a.weight",), uncovered=(), noise_source="none", notes=notes
+    )
+    wrapped, plain = statement.as_text(80), statement.as_text()
+    lines = wrapped.splitlines()
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line)
+    assert " ".join(wrapped.split()) == " ".join(plain.split()), "no word is broken"
+    assert len(plain.splitlines()) < len(lines)

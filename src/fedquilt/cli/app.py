@@ -11,6 +11,7 @@ import typer
 
 from fedquilt._version import __version__
 from fedquilt.cli.audit import audit
+from fedquilt.cli.clients import clients
 from fedquilt.cli.compare import compare
 from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
@@ -34,6 +35,7 @@ app.command()(compare)
 app.command()(condense)
 app.command()(plan)
 app.command()(statement)
+app.command()(clients)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)

@@ -12,6 +12,7 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, say, stands_alone
+from fedquilt.cli.screen import screen_width
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable
@@ -192,7 +193,8 @@ def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]
     beside = [row["name"] for row in rows[1:]]
     if finished.statement.is_bounded and beside:
         say(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
-    say(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    claim = finished.statement.as_text(screen_width())
+    say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
     if finished.folder is not None:
         say(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
         if pictures:

@@ -11,6 +11,7 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
+from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable_lines
 from fedquilt.config import build_config
@@ -109,7 +110,8 @@ def draw_history(finished: RunResult) -> Path | None:
     if not path.exists():
         metadata = finished.result["metadata"]
         settings = metadata["hyperparameters"]
-        own = {key: settings.get(key) for key in ("epsilon", "target_accuracy")}
+        wanted = ("epsilon", "target_accuracy", "mode", "method")
+        own = {key: settings.get(key) for key in wanted}
         plot_training_history(
             finished.result["history"],
             metadata["dataset"],
@@ -133,6 +135,7 @@ def _ledger_line(record: dict[str, Any]) -> str:
 
 def _print(finished: RunResult) -> None:
     from fedquilt.report import generate_summary_table, slices_table
+    from fedquilt.report.series import run_label
 
     metadata = finished.result["metadata"]
     say(
@@ -143,7 +146,8 @@ def _print(finished: RunResult) -> None:
             metadata["seed"],
             finished.result["history"],
             metadata["hyperparameters"],
-            method=finished.result["mode"],
+            method=run_label(metadata["hyperparameters"]),
+            statement=finished.result["statement"],
         )
     )
     if finished.result.get("stopped"):
@@ -152,6 +156,7 @@ def _print(finished: RunResult) -> None:
         say(f"\n{slices_table(finished.result['slices'])}")
     if "ledger" in finished.result:
         say(f"\n{_ledger_line(finished.result['ledger'])}")
-    say(f"\nWhat may be claimed ({finished.result['mode']})\n{finished.statement.as_text()}")
+    claim = finished.statement.as_text(screen_width())
+    say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
     say(f"\n{finished.folder}")
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.run import JSON, say
+from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import RunFolderError
 
 
@@ -25,4 +26,4 @@ def statement(
     if as_json:
         print(json.dumps(result["statement"]))
     else:
-        say(Statement.from_json(result["statement"]).as_text())
+        say(Statement.from_json(result["statement"]).as_text(screen_width()))

@@ -80,6 +80,9 @@ class RunConfig:
     num_clients: int | None = declare(
         None, _POPULATION, "Number of clients; 100, or all writers of the writer split.", at_least=1
     )
+    allow_overlap: bool = declare(
+        False, _POPULATION, "Let your own clients hold the same samples; the statement says so."
+    )
     clients_per_round: int | float = declare(
         0.3,
         _POPULATION,
@@ -297,6 +300,22 @@ class RunConfig:
         "Let a run that claims nothing put clients of the ledger at infinity, for ever.",
     )
 
+    client_test_fraction: float = declare(
+        0.0,
+        _RUN,
+        "Share of its samples that each client holds back to evaluate the model on; what it "
+        "measures is for the owner.",
+        at_least=0,
+        below=1,
+    )
+    evaluation_share: float = declare(
+        0.0,
+        _RUN,
+        "Share of each client's budget, in certified, that pays for publishing a noised mean of "
+        "what clients measure; 0 publishes nothing of it.",
+        at_least=0,
+        below=1,
+    )
     eval_every: int = declare(10, _RUN, "Evaluate every so many rounds.", at_least=1)
     target_accuracy: float | None = declare(
         None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
@@ -380,6 +399,11 @@ class RunConfig:
             )
         if self.policy == "cap" and self.max_joins is None:
             raise InvalidValueError("policy='cap' needs max_joins, the most joins of a client")
+        if self.evaluation_share and (self.amplification or self.noise_seed is not None):
+            raise InvalidValueError(
+                f"evaluation_share={self.evaluation_share:g} must be 0 with amplification or a "
+                "noise_seed: it is a part of a budget that noise protects"
+            )
         if not self.amplification:
             return
         if self.allowance not in (None, self.epsilon):

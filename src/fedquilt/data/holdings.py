@@ -28,13 +28,17 @@ class Holdings(Sequence[IndexArray]):
         Flat lists or arrays of whole numbers, one a client; they are copied.
     size : int, optional
         How many samples there are; None: numbers are not compared with it.
+    what : str
+        What the lists are called where one of them is wrong.
     """
 
-    def __init__(self, lists: Iterable[object], size: int | None = None) -> None:
+    def __init__(
+        self, lists: Iterable[object], size: int | None = None, what: str = "clients"
+    ) -> None:
         given = iter(lists)
         numbers, lengths, first = [], [], 0
         while batch := [np.asarray(held) for held in itertools.islice(given, _AT_ONCE)]:
-            numbers.append(_joined(batch, first, size))
+            numbers.append(_joined(batch, first, size, what))
             lengths.append(np.fromiter(map(len, batch), dtype=np.int64, count=len(batch)))
             first += len(batch)
         nothing = [np.zeros(0, dtype=np.int64)]
@@ -61,6 +65,11 @@ class Holdings(Sequence[IndexArray]):
             yield self._numbers[begin:end]
             begin = end
 
+    def numbers_and_owners(self) -> tuple[IndexArray, IndexArray]:
+        """Return all sample numbers, client after client, and whose each one is."""
+        sizes = np.diff(self._ends, prepend=0)
+        return self._numbers, np.repeat(np.arange(len(self), dtype=np.int64), sizes)
+
     def as_bytes(self) -> Iterator[bytes]:
         """Yield, for one client after the other, its count in 8 bytes and its numbers.
 
@@ -79,11 +88,13 @@ class Holdings(Sequence[IndexArray]):
             yield words.tobytes()
 
 
-def _joined(batch: list[npt.NDArray[np.generic]], first: int, size: int | None) -> IndexArray:
+def _joined(
+    batch: list[npt.NDArray[np.generic]], first: int, size: int | None, what: str
+) -> IndexArray:
     """Return the numbers of some clients as one array; what is no list of them is an error."""
     for place, held in enumerate(batch):
         if held.ndim != 1 or (held.size and held.dtype.kind not in "iu"):
-            raise InvalidValueError(f"clients[{first + place}] must be a list of sample numbers")
+            raise InvalidValueError(f"{what}[{first + place}] must be a list of sample numbers")
     # A client without data is a client: it joins and sends zero.
     some = [held for held in batch if held.size] or [np.zeros(0, dtype=np.int64)]
     joined: IndexArray = np.concatenate(some, dtype=np.int64, casting="unsafe")
@@ -91,7 +102,7 @@ def _joined(batch: list[npt.NDArray[np.generic]], first: int, size: int | None) 
         place = next(k for k, h in enumerate(batch) if h.size and (h.min() < 0 or h.max() >= size))
         held = batch[place]
         raise InvalidValueError(
-            f"clients[{first + place}] must hold numbers >= 0 and < {size}, the size of the data; "
+            f"{what}[{first + place}] must hold numbers >= 0 and < {size}, the size of the data; "
             f"it holds {int(held.min())} to {int(held.max())}"
         )
     return joined

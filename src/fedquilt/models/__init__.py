@@ -4,8 +4,9 @@
 """
 
 from fedquilt.models.convolutional import ConvNet, ExitNet
-from fedquilt.models.features import FeatureModel
+from fedquilt.models.features import FeatureModel, OwnFront
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, Linear, MNISTModel
+from fedquilt.models.lora import lora, merge_lora
 from fedquilt.models.registry import MODELS, make_model
 
 __all__ = [
@@ -18,5 +19,8 @@ __all__ = [
     "FeatureModel",
     "Linear",
     "MNISTModel",
+    "OwnFront",
+    "lora",
     "make_model",
+    "merge_lora",
 ]

@@ -120,6 +120,11 @@ class CohortSelector:
             return self.availability.mean_present(self.availability.num_clients) * self._coin
         return self.availability.mean_present(self.limit)
 
+    def available(self, round_index: int) -> NDArray[np.int64]:
+        """Return who is there in a round, picked or not."""
+        rng = generator(self.seed, "select", round_index)
+        return self.availability.available(round_index, rng)
+
     def select(self, round_index: int, allowed: NDArray[np.bool_] | None = None) -> Cohort:
         """Return the cohort of a round, ascending; `allowed` masks who may be picked."""
         rng = generator(self.seed, "select", round_index)

@@ -306,7 +306,7 @@ class Certified:
         if self.settings.frozen_names:
             notes.append(
                 "frozen at their public initial values, never released: "
-                + ", ".join(self.settings.frozen_names)
+                + some_names(self.settings.frozen_names)
             )
         if self.settings.sliced:
             notes.append(
@@ -339,6 +339,13 @@ def _is_finite(delta: torch.Tensor) -> bool:
     if delta.dtype == torch.float64:
         return is_finite(delta)
     return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces(len(delta)))
+
+
+def some_names(names: tuple[str, ...], most: int = 12) -> str:
+    """Return the names in words; of a large model the first ones and how many there are."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def coverage_divisor(divisor: float, coverage: torch.Tensor) -> torch.Tensor:

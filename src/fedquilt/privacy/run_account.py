@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,33 @@ from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
 
 _Number = TypeVar("_Number", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """Which part of every client's budget pays for evaluations by clients.
+
+    After the rounds `every`, 2 `every`, ... and after the last one there is an evaluation.
+    """
+
+    share: float = 0.0
+    num_rounds: int = 1
+    every: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many evaluations there are."""
+        return self.left(0)
+
+    def left(self, round_index: int) -> int:
+        """Return how many evaluations come with this round or after it."""
+        if round_index >= self.num_rounds:
+            return 0
+        return -(-self.num_rounds // self.every) - round_index // self.every
+
+    def kept_back(self, round_index: int) -> float:
+        """Return the share of the budget that rounds from this one on must leave."""
+        return self.share * self.left(round_index) / self.count
 
 
 class RunAccount:
@@ -41,6 +69,9 @@ class RunAccount:
         charge is four times as large.  `remaining`, `budget_mu2`, what is asked of
         `reserve` and what it grants are in the mechanisms' units, `spent` and
         `epsilons` in the ledger's.
+    evaluations : EvaluationShare
+        What `remaining` and `budget_mu2`, from which rounds are planned, leave for
+        evaluations; `left` has it too.
     """
 
     def __init__(
@@ -52,6 +83,7 @@ class RunAccount:
         reproducible: bool = False,
         adjacency: Adjacency = Adjacency.ZERO_OUT,
         seen: Callable[[str], None] | None = None,
+        evaluations: EvaluationShare | None = None,
     ) -> None:
         self.ledger = ledger
         self.population = population
@@ -61,6 +93,7 @@ class RunAccount:
         # A power of two: dividing by it and multiplying again changes no bit.
         self._per_charge = adjacency.sensitivity_factor**2
         self._seen = seen
+        self.evaluations = evaluations or EvaluationShare()
         self._places = _unless_in_order(run.places)
         self._settled = run.settled() if reproducible else {}
         self._ahead: NDArray[np.float64] | None = None
@@ -88,8 +121,17 @@ class RunAccount:
 
     @property
     def budget_mu2(self) -> float:
-        """What the run may charge each client, in squared GDP units of zero-out."""
+        """What the run may charge each client for rounds, in squared GDP units of zero-out."""
+        return self._whole_budget * (1.0 - self.evaluations.share)
+
+    @property
+    def _whole_budget(self) -> float:
         return self.run.budget_mu2 / self._per_charge
+
+    @property
+    def evaluation_cost(self) -> float:
+        """What one evaluation costs each client that takes part, in the same units."""
+        return self._whole_budget * self.evaluations.share / self.evaluations.count
 
     def remaining(self, round_index: int) -> NDArray[np.float64]:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
@@ -99,7 +141,14 @@ class RunAccount:
         if self._ahead is not None and round_index in self._settled:
             left += self._ahead
         left /= self._per_charge
-        return left
+        if self.evaluations.share == 0:
+            return left
+        kept = self._whole_budget * self.evaluations.kept_back(round_index)
+        return np.asarray(np.maximum(0.0, left - kept))
+
+    def left(self) -> NDArray[np.float64]:
+        """Return what each client may still be charged, for rounds and evaluations alike."""
+        return np.asarray(self._mine(self.run.remaining()) / self._per_charge)
 
     def spent(self) -> NDArray[np.float64]:
         """Return what each client has spent in this run, in squared GDP units."""
@@ -162,6 +211,19 @@ class RunAccount:
     def epsilons(self) -> NDArray[np.float64] | None:
         """Return each client's epsilon in this run; None for a run without a bound."""
         return self._mine(self.run.epsilons()) if self.is_bounded else None
+
+    def epsilon_at(self, levels: Sequence[float]) -> list[float] | None:
+        """Return the epsilons of the clients at these quantiles; None without a bound.
+
+        Epsilon grows with mu^2, so few have to be computed however many clients there are.
+        """
+        if not self.is_bounded:
+            return None
+        order = np.argsort(self.spent(), kind="stable")
+        chosen = order[np.ceil(np.asarray(levels) * (order.size - 1)).astype(np.int64)]
+        few, places = np.unique(chosen, return_inverse=True)
+        values: list[float] = self.run.epsilons(self._numbers(few))[places].tolist()
+        return values
 
     def summary(self) -> dict[str, Any]:
         """Return where the account is and how it stands, for the run's record."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -104,8 +105,8 @@ class Statement:
             notes=tuple(record["notes"]),
         )
 
-    def as_text(self) -> str:
-        """Return the statement in words, one fact a line."""
+    def as_text(self, width: int | None = None) -> str:
+        """Return the statement in words, one fact a line, or in lines of at most `width`."""
         if self.is_bounded:
             claim = (
                 f"every client: epsilon <= {format_bound(self.epsilon_max)} "
@@ -122,7 +123,20 @@ class Statement:
             f"noise      {self.noise_source}",
             *(f"note       {note}" for note in self.notes),
         ]
-        return "\n".join(map(printable, lines))  # a name must not forge a line of its own
+        lines = [printable(line) for line in lines]  # a name must not forge a line of its own
+        if width is not None:
+            indent = " " * 11
+            lines = [
+                textwrap.fill(
+                    line,
+                    max(40, width),
+                    subsequent_indent=indent,
+                    break_on_hyphens=False,
+                    break_long_words=False,
+                )
+                for line in lines
+            ]
+        return "\n".join(lines)
 
     def _adjacency_in_words(self) -> str:
         """Name the adjacency and, where something is claimed, say what it compares."""

@@ -149,7 +149,7 @@ class QuAPFLServer:
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test data."""
         self._problem.flat.module.load_state_dict(self.model.state_dict())
-        return evaluate(self._problem.flat.module, *self._problem.test)
+        return evaluate(self._problem.flat.module, *self._problem.test_data)
 
     def select_clients(self, round_t: int) -> list[int]:
         """Step 1: return the cohort of a round."""

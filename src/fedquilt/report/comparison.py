@@ -12,7 +12,7 @@ import numpy as np
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.config.modes import MODE_TABLE
-from fedquilt.report.series import ROUND, Array, aligned, as_number, column
+from fedquilt.report.series import ROUND, Array, aligned, as_number, column, run_label
 from fedquilt.report.style import (
     COLORS,
     GREY,
@@ -54,20 +54,32 @@ def comparison_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def runs_by_mode(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Group runs of one data set by mode, least private mode first."""
+    """Group runs of one data set by mode and method, least private mode first."""
     if not runs:
         raise InvalidValueError("runs=[] must hold at least one run")
     groups: dict[str, list[Run]] = {}
     for index, run in enumerate(runs):
         _check_run(index, run)
-        groups.setdefault(run["mode"], []).append(run)
+        groups.setdefault(_label(run), []).append(run)
     datasets = sorted({str(run["metadata"].get("dataset")) for run in runs})
     if len(datasets) > 1:
         raise InvalidValueError(
             f"runs of different data sets cannot be compared: {', '.join(datasets)}"
         )
-    known = [mode for mode in MODE_TABLE if mode in groups]
-    return {mode: groups[mode] for mode in [*known, *(m for m in groups if m not in MODE_TABLE)]}
+    order = [mode for mode in MODE_TABLE if any(_mode(label) == mode for label in groups)]
+    known = [label for mode in order for label in groups if _mode(label) == mode]
+    return {label: groups[label] for label in [*known, *(g for g in groups if g not in known)]}
+
+
+def _label(run: Run) -> str:
+    """Return the mode of a run, with its method where clients do not train whole models."""
+    settings = run["metadata"].get("hyperparameters")
+    method = settings.get("method") if isinstance(settings, Mapping) else None
+    return run_label({"mode": run["mode"], "method": method})
+
+
+def _mode(label: str) -> str:
+    return label.partition(",")[0]
 
 
 def _check_run(index: int, run: object) -> None:
@@ -147,7 +159,7 @@ def accuracy_text(row: Mapping[str, Any]) -> str:
 
 
 def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of `comparison_table` as text."""
+    """Return the rows of `comparison_table` as text, 80 columns wide or less."""
     from tabulate import tabulate
 
     body = [
@@ -155,23 +167,26 @@ def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
             row["mode"],
             accuracy_text(row),
             str(len(row["seeds"])),
-            epsilon_text(row["epsilon_max"]),
             row["claim"],
         )
         for row in rows
     ]
-    headings = ["mode", "accuracy mean ± std", "seeds", "worst client's ε", "what it may claim"]
+    headings = ["mode", "accuracy ± std", "seeds", "what it may claim"]
+    padded_heads = [f"{heading}  " for heading in headings]  # as tabulate lays them out
+    columns = list(zip(padded_heads, *body, strict=True))[:-1]
+    used = sum(max(map(len, cells)) + 2 for cells in columns)
     return tabulate(
         body,
         headers=headings,
         tablefmt="simple",
         disable_numparse=True,
-        colalign=("left", "left", "right", "right", "left"),
+        colalign=("left", "left", "right", "left"),
+        maxcolwidths=[None, None, None, max(20, _SCREEN - used)],
     )
 
 
 _LABEL_INCHES = 0.2
-_LEAST_BANDS = 3
+_SCREEN = 80
 # Dotted, because a solid rule from a lone point would read as data.
 _LEADER: dict[str, Any] = {
     "arrowstyle": "-",
@@ -195,7 +210,7 @@ def plot_comparison(
     """
     groups = runs_by_mode(runs)
     rows = comparison_table(runs)
-    settings = figure_settings(config, (13.0, max(4.8, 1.6 + 0.95 * len(rows))))
+    settings = figure_settings(config, (13.0, max(4.0, 1.6 + 0.95 * len(rows))))
     dataset = str(runs[0]["metadata"].get("dataset"))
     path = figure_path(save_path, f"{dataset}_comparison", settings)
     with drawing(settings) as figure:
@@ -289,7 +304,7 @@ def _draw_finals(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw one band per mode: its name, result and claim, and under them its seeds."""
     points = [value for row in rows for value in row["accuracies"] if value is not None]
     axes.set_xlim(*(padded(np.asarray(points)) if points else (0.0, 1.0)))
-    axes.set_ylim(max(len(rows), _LEAST_BANDS), 0)
+    axes.set_ylim(len(rows), 0)
     axes.set_yticks([])
     axes.set_xlabel("Test accuracy at the end of the run")
     for index, row in enumerate(rows):

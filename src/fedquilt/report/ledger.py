@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedquilt.common.bounds import format_bound, format_left
 from fedquilt.common.printable import printable
@@ -19,13 +20,17 @@ from fedquilt.report.style import (
     drawing,
     figure_path,
     figure_settings,
+    panel_title,
     save_figure,
+    whole_rounds,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NEAR_END = 0.9
+# What is left of 80 columns beside the numbers.
+_ID_WIDTH = 24
 
 
 def ledger_tables(
@@ -35,50 +40,54 @@ def ledger_tables(
 
     `summaries` and `rows` are what a population's `summary` and `rows` give.
     """
-    from tabulate import tabulate
-
     if not summaries:
         return "no population yet"
-    head = [
-        (
-            printable(s.population),
-            s.clients,
-            s.joined,
-            f"{format_bound(s.epsilon_allowance, 6)} at {format_bound(s.delta, 6)}"
-            + (", replace-one" if s.adjacency == "replace_one" else ""),
-            _spent(s.epsilon_max),
-            _spent(s.epsilon_median),
-            s.near_end,
-            s.exhausted,
-            format_left(s.largest_run_epsilon),
-        )
-        for s in summaries
-    ]
-    titles = ["population", "clients", "joined", "allowance", "most spent", "median"]
-    titles += ["near the end", "used up", "all can still pay"]
-    parts = [tabulate(head, headers=titles, disable_numparse=True)]
+    parts = []
     for summary in summaries:
-        parts.append(f"\n{printable(summary.population)}: who has spent most")
-        parts.append(_clients(rows[summary.population], most))
-    return "\n".join(parts)
+        parts += [_summary(summary), f"\n{printable(summary.population)}: who has spent most"]
+        parts.append(_clients(rows[summary.population], most) + "\n")
+    return "\n".join(parts).removesuffix("\n")
+
+
+def _summary(s: Any) -> str:
+    """Return one line a fact: side by side they would not fit a screen."""
+    allowance = f"{format_bound(s.epsilon_allowance, 6)} at {format_bound(s.delta, 6)}"
+    facts = {
+        "population": printable(s.population),
+        "clients": s.clients,
+        "joined": s.joined,
+        "allowance": allowance + (", replace-one" if s.adjacency == "replace_one" else ""),
+        "most spent": _spent(s.epsilon_max),
+        "median": _spent(s.epsilon_median),
+        "near the end": s.near_end,
+        "used up": s.exhausted,
+        "all can still pay": format_left(s.largest_run_epsilon),
+    }
+    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
 
 
 def _clients(rows: Sequence[Any], most: int) -> str:
     from tabulate import tabulate
 
     dearest = sorted(rows, key=lambda row: (-row.epsilon_spent, row.client))[:most]
+    runs: dict[str, int] = {}  # their names are long: a number stands for each
+    for row in dearest:
+        if row.last_round is not None:
+            runs.setdefault(row.last_run, len(runs) + 1)
     lines = [
         (
             row.client if row.client_id is None else printable(row.client_id),
             row.joins,
             _spent(row.epsilon_spent),
             format_left(row.epsilon_left),
-            "-" if row.last_round is None else printable(f"{row.last_run}, round {row.last_round}"),
+            "-" if row.last_round is None else f"[{runs[row.last_run]}] {row.last_round}",
         )
         for row in dearest
     ]
-    titles = ["client", "joins", "epsilon spent", "can still pay", "last"]
-    return tabulate(lines, headers=titles, disable_numparse=True)
+    titles = ["client", "joins", "epsilon spent", "can still pay", "last round"]
+    widths = [_ID_WIDTH, None, None, None, None]
+    table = tabulate(lines, headers=titles, disable_numparse=True, maxcolwidths=widths)
+    return "\n".join([table, *(f"[{number}] {printable(name)}" for name, number in runs.items())])
 
 
 def plot_ledger(
@@ -89,7 +98,7 @@ def plot_ledger(
 ) -> str:
     """Draw, for each population, spend against joins and who is near the end."""
     count = max(1, len(summaries))
-    settings = figure_settings(config, (7.5, 1.0 + 3.9 * count))
+    settings = figure_settings(config, (9.0, 1.0 + 3.9 * count))
     path = figure_path(save_path, "ledger", settings)
     with drawing(settings) as figure:
         axes = np.atleast_1d(np.asarray(figure.subplots(count, 1)))
@@ -106,30 +115,37 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     bounded = np.isfinite(spent)
     near = bounded & (used > NEAR_END * (used + left)) & (used > 0)
     calm = bounded & ~near
-    axes.scatter(
-        joins[calm], spent[calm], s=18, color=BLUE, alpha=0.55, label=f"{calm.sum()} clients"
-    )
+    scatter_counts(axes, joins[calm], spent[calm], BLUE, "o", f"{calm.sum()} clients")
     if near.any():
         label = f"{near.sum()} near the end or used up"
-        axes.scatter(joins[near], spent[near], s=18, color=VERMILION, marker="D", label=label)
-    axes.axhline(summary.epsilon_allowance, color=GREY, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"allowance {format_bound(summary.epsilon_allowance, 6)}",
-        (0.01, summary.epsilon_allowance),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -4),
-        textcoords="offset points",
-        verticalalignment="top",
-        color=GREY,
-    )
+        scatter_counts(axes, joins[near], spent[near], VERMILION, "D", label)
+    allowance = summary.epsilon_allowance
+    axes.axhline(allowance, color=GREY, linestyle="--", linewidth=1.2)
+    notes = [
+        f"dashed: allowance {format_bound(allowance, 6)}; a larger mark is more clients",
+    ]
     unbounded = int((~bounded).sum())
-    note = f", {unbounded} without any bound (not drawn)" if unbounded else ""
-    axes.set_title(f"{as_drawn(summary.population)}{note}", fontsize=10)
-    axes.set_ylim(0, 1.12 * summary.epsilon_allowance)
-    axes.set_xlim(left=min(0, -0.02 * joins.max(initial=1)))
-    axes.set_xlabel("joins")
+    notes += [f"{unbounded} clients without any bound: not drawn"] if unbounded else []
+    axes.set_ylim(0, 1.12 * allowance)
     axes.set_ylabel(f"epsilon spent at delta {format_bound(summary.delta, 6)}")
-    axes.legend(loc="lower right", frameon=True)
+    whole_rounds(axes, np.append(joins, 0).astype(np.float64), "joins")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    panel_title(axes, f"{as_drawn(summary.population)}: {summary.clients} clients", notes)
+
+
+def scatter_counts(
+    axes: Axes,
+    across: NDArray[Any],
+    up: NDArray[Any],
+    color: str,
+    marker: str,
+    label: str,
+) -> None:
+    """Draw one mark for all clients at a place, its area as their number."""
+    places, counts = np.unique(np.stack([across, up], axis=1), axis=0, return_counts=True)
+    style: dict[str, Any] = {"color": color, "alpha": 0.6, "marker": marker}
+    axes.scatter(places[:, 0], places[:, 1], s=14 + 6 * counts, **style)
+    axes.scatter([], [], s=20, label=label, **style)
 
 
 def _spent(epsilon: float) -> str:

@@ -137,6 +137,14 @@ def running_sum(values: Array) -> Array:
     return np.cumsum(np.nan_to_num(values, nan=0.0))
 
 
+def run_label(config: Mapping[str, Any]) -> str:
+    """Return mode and method of a run in words; "" when its configuration names none."""
+    mode, method = config.get("mode"), config.get("method", "full")
+    if not mode or method in ("full", "condense", None):
+        return str(mode or "")
+    return f"{mode}, {method}"
+
+
 def target_accuracy(dataset_name: str, config: Mapping[str, Any] | None) -> float | None:
     """Return the target of the run or, without one, of the data set, or None."""
     from fedquilt.config import TARGET_ACCURACY

@@ -270,12 +270,15 @@ def padded(values: Array) -> tuple[float, float]:
 
 def logarithmic(axes: Axes) -> None:
     """Make the vertical axis logarithmic, with plain numbers at its ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
-    if high / low < 30:
+    if high / low < 4:  # a power of ten would be the only tick, or none
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif high / low < 30:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt.common.bounds import format_bound
 from fedquilt.report.series import as_number, column, entries, per_evaluation, target_accuracy
 
 _RULE = "=" * 70
@@ -25,6 +26,7 @@ def generate_summary_table(
     history: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     method: str = "QuAP-FL",
+    statement: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the table of one run; what was not recorded is shown as "-".
 
@@ -44,6 +46,9 @@ def generate_summary_table(
         when the history has no participation statistics.
     method : str
         Named in the title.
+    statement : mapping, optional
+        What the run may claim; with it the table says so, and a mode without nominal
+        budgets has no row for their sum.
     """
     settings = config or {}
     rows = [
@@ -51,7 +56,7 @@ def generate_summary_table(
         _best_accuracy(history),
         ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
         *_best_loss(history),
-        ("Total Privacy Budget", _total_budget(history), _NOTHING),
+        *_privacy(history, statement),
         ("Average Clipping", _average_clip(history), _NOTHING),
         _participation(history, settings),
     ]
@@ -111,6 +116,18 @@ def _best_loss(history: Mapping[str, Any]) -> list[Row]:
     best = int(np.nanargmin(series.values))
     where = f"{series.axis} {series.positions[best]:.0f}"
     return [("Best Loss", _fixed(float(series.values[best])), where)]
+
+
+def _privacy(history: Mapping[str, Any], statement: Mapping[str, Any] | None) -> list[Row]:
+    total = _total_budget(history)
+    if statement is None:
+        return [("Total Privacy Budget", total, _NOTHING)]
+    worst, delta = as_number(statement.get("epsilon_max")), as_number(statement.get("delta"))
+    claim = ("Privacy Claim", "none (ε = ∞)", "no guarantee")
+    if math.isfinite(worst):
+        claim = ("Privacy Claim", f"each: ε ≤ {format_bound(worst)}", f"δ = {delta:g}")
+    nominal = ("Total Privacy Budget", total, "nominal, no bound")
+    return [claim] if total == _NOTHING else [claim, nominal]
 
 
 def _total_budget(history: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The figure of one run: accuracy, loss, nominal budget and clip bound by round."""
+"""The figure of one run: accuracy, loss, what privacy cost and the clip bound, by round."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.report.series import (
+    ROUND,
     Series,
     as_number,
+    entries,
     is_absent,
     no_budget_in_words,
     per_evaluation,
     per_round,
+    run_label,
     running_sum,
     target_accuracy,
 )
+from fedquilt.report.spend import draw_spend, spend_by_round
 from fedquilt.report.style import (
     BLUE,
     GREEN,
@@ -60,7 +64,9 @@ def plot_training_history(
     config : mapping, optional
         Keys of VISUALIZATION_CONFIG, merged over its defaults.  The run's own
         `epsilon` (or `epsilon_total`) and `target_accuracy` may stand here too
-        and place the two reference lines.  `enabled` is for the caller to ask:
+        and place the two reference lines; its `mode` and `method` are named in the title,
+        and panels that the mode has nothing for then show who took part and the training
+        loss.  `enabled` is for the caller to ask:
         calling this function draws.
     save_path : path, optional
         File to write; by default
@@ -77,12 +83,61 @@ def plot_training_history(
     path = figure_path(save_path, f"{dataset_name}_seed{seed}_training", settings)
     with drawing(settings) as figure:
         ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
-        figure.suptitle(as_drawn(f"Training history: {str(dataset_name).upper()}, seed {seed}"))
+        figure.suptitle(as_drawn(_title(dataset_name, seed, config or {})))
         draw_accuracy(top_left, history, target_accuracy(dataset_name, config))
         _draw_loss(top_right, history)
-        _draw_budget(bottom_left, history, config or {})
-        _draw_clip(bottom_right, history)
+        _draw_privacy(bottom_left, history, config or {})
+        _draw_last(bottom_right, history, config or {})
         return save_figure(figure, path, settings)
+
+
+def _title(dataset_name: str, seed: int, config: Mapping[str, Any]) -> str:
+    """Name data set, mode and method, where the configuration tells them, and the seed."""
+    what = run_label(config)
+    parts = [str(dataset_name).upper(), *([what] if what else []), f"seed {seed}"]
+    return f"Training history: {', '.join(parts)}"
+
+
+def _draw_privacy(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Draw what clients spent, a nominal budget, or else who took part."""
+    if spend_by_round(history):
+        draw_spend(axes, history, config)
+    elif config.get("mode") and is_absent(history, "privacy_budgets"):
+        _draw_cohorts(axes, history)
+    else:
+        _draw_budget(axes, history, config)
+
+
+def _draw_cohorts(axes: Axes, history: Mapping[str, Any]) -> None:
+    cohorts = entries(history, "client_participation")
+    sizes = np.asarray([len(cohort) if cohort is not None else 0 for cohort in cohorts], float)
+    title = "Clients in Each Round"
+    if not sizes.size:
+        panel_title(axes, title)
+        in_words(axes, "no round was recorded")
+        return
+    series = Series(np.arange(1.0, sizes.size + 1), sizes, ROUND)
+    line(axes, series, GREEN)
+    axes.set_ylim(0, 1.1 * max(1.0, float(sizes.max())))
+    axes.set_ylabel("clients")
+    whole_rounds(axes, series.positions, series.axis)
+    panel_title(
+        axes, title, [f"mean {sizes.mean():.4g}; no noise in this mode, nothing is bounded"]
+    )
+
+
+def _draw_last(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Draw the clip bound or, in a mode that clips nothing, the training loss."""
+    losses = per_round(history, "train_loss")
+    if not config.get("mode") or not is_absent(history, "clip_values") or not losses.finite.any():
+        _draw_clip(axes, history, config)
+        return
+    line(axes, losses, PURPLE)
+    axes.set_ylabel("Training loss")
+    whole_rounds(axes, losses.positions, losses.axis)
+    panel_title(
+        axes, "Training Loss over Rounds", ["mean over the clients of a round; no clipping"]
+    )
 
 
 def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) -> None:
@@ -155,9 +210,12 @@ def _total_budget(config: Mapping[str, Any]) -> tuple[float, str]:
     return float(HYPERPARAMETERS["epsilon_total"]), "default total budget"
 
 
-def _draw_clip(axes: Axes, history: Mapping[str, Any]) -> None:
+def _draw_clip(
+    axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> None:
     series = per_round(history, "clip_values")
-    title = "Adaptive Clipping Values"
+    moves = np.unique(series.values[series.finite]).size > 1 or not (config or {}).get("mode")
+    title = "Adaptive Clipping Values" if moves else "Clip Bound, Fixed in Advance"
     if not series.finite.any():
         panel_title(axes, title)
         absent = is_absent(history, "clip_values")

@@ -168,7 +168,7 @@ def accuracy_of_images(
     flat = own_model(problem)
     families, last = augmentation(config, problem.task), config.num_rounds - 1
     train(config, flat, images, labels, training_of(config), families, last, progress)
-    return evaluate(flat.module, *problem.test)
+    return evaluate(flat.module, *problem.test_data)
 
 
 def progress_of(progress: Progress | None, what: str, total: int) -> Callable[[int], None] | None:

@@ -142,7 +142,7 @@ def run_feddm(
         union = clients.condense(flat.module, cohort, index, plan.steps, progress)
         if union:
             _train_on_union(config, problem, flat, union, index, progress)
-    accuracy, loss = evaluate(flat.module, *problem.test)
+    accuracy, loss = evaluate(flat.module, *problem.test_data)
     used = plan.bytes_up + plan.bytes_down
     over = "; one round is more than the budget" if used > budget_bytes else ""
     return BaselineResult(

@@ -23,6 +23,7 @@ from fedquilt.models.features.model import (
     make_feature_model,
     precompute,
 )
+from fedquilt.models.features.own import OwnFront
 from fedquilt.models.features.scattering import Scattering
 from fedquilt.models.features.synthetic import draw
 
@@ -33,6 +34,7 @@ __all__ = [
     "FrozenFront",
     "GivenFeatures",
     "OrientedGradients",
+    "OwnFront",
     "SampleStandard",
     "Scattering",
     "choice_note",

@@ -50,12 +50,14 @@ def choice_note(what: str, chosen_on: tuple[str, ...], dataset: str) -> str | No
     """
     if not chosen_on:
         return None
-    titles = " and ".join(_TITLES[name] for name in chosen_on)
-    held = " and ".join(_TITLES[name] for name in chosen_on if dataset in _SAME_IMAGES[name])
+    titles = " and ".join(_TITLES.get(name, name) for name in chosen_on)
+    held = " and ".join(
+        _TITLES.get(name, name) for name in chosen_on if dataset in _SAME_IMAGES.get(name, (name,))
+    )
     if held:
         which = "which these clients hold" if held == titles else f"and these clients hold {held}"
         return f"{what} were chosen on {titles}, {which}: that choice is not covered"
-    if dataset == _UNKNOWN:
+    if dataset == _UNKNOWN or not set(chosen_on) <= set(_TITLES):
         return (
             f"{what} were chosen on {titles}: if clients hold any of it, that choice is not covered"
         )
@@ -82,14 +84,15 @@ class FeatureModel(nn.Module):
     Parameters
     ----------
     front
-        Usually a `FrozenFront`; anything with `num_features` that trains nothing.
+        Usually a `FrozenFront`, or `OwnFront` for a network of one's own; anything with
+        `num_features` that trains nothing.
     num_classes
         Number of logits.
     bias
         Whether the head has a bias.
     chosen_on
-        The data sets on which the front's settings were chosen (`CHOSEN_ON`); the
-        statement of a run says so.
+        The data sets on which the front's settings were chosen (`CHOSEN_ON`), or it was
+        trained; the statement of a run says so.
     """
 
     def __init__(

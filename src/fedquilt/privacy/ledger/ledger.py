@@ -298,7 +298,9 @@ def _checked_values(
 
 _FIXED = {
     "num_clients": "a population that knows its clients by number keeps their number. To let "
-    "clients join or leave, know them by id (client_ids)",
+    "clients join or leave, say once who they are, Ledger.open(...).population(...)."
+    "adopt_ids([...]), then name them in every run (client_ids); under another name they "
+    "would begin anew",
     "epsilon": "an allowance is fixed when it is made",
     "delta": "an allowance is fixed when it is made",
     "adjacency": "what two neighbouring worlds are is fixed when a population is made, because "
