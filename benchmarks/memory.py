@@ -2,12 +2,13 @@
 
     python benchmarks/memory.py [--parameters 50000000] [--clients 1000000] [--only model|clients]
 
-Every row is a run of its own process, with a run folder and, where there is one, a
-ledger on disk: 10 clients that train a large model one after the other, and a million clients of one
+Every row is a run of its own process, with a run folder and, where there is one, a ledger on
+disk: 10 clients that train a large model one after the other, and a million clients of one
 to three samples (30 of them a round) that train a tiny one.  Memory is the highest resident
 set above what the process held after its imports.  The model's rows are in multiples of the
 model's bytes and count the caller's own model, which `fedquilt.run` copies and never
-changes, as one; below them stands the highest of each phase (on Linux).
+changes, as one; below them stands the highest of each phase (on Linux).  Tensors under 32 MB
+may stay with the allocator when they are freed: MALLOC_MMAP_THRESHOLD_=100000 shows what is held.
 """
 
 from __future__ import annotations
