@@ -667,3 +667,32 @@ def test_a_run_killed_after_its_ledger_was_made_can_be_resumed(tmp_path: Path) -
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
     assert resume_run(folder).result["ledger"]["created"] == "ledger"
+
+
+def test_room_for_a_note_that_a_power_cut_left_blank_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first release there is nothing that a copy could have gone on with."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with Ledger.open(tmp_path / "ledger.sqlite", create=True) as ledger:
+        for left in (b"\0" * 4096, b" " * 512 + b"\0" * 3584):
+            witness = assemble_account.open_witness("run", tmp_path)
+            assert witness is not None
+            witness.path.write_bytes(left)
+            witness.check(ledger)
+            witness.note(ledger.head())
+            witness.path.write_bytes(witness.path.read_bytes()[:512] + bytes(3584))
+            witness.check(ledger)
+            assert ledger.head().encode() in witness.path.read_bytes()[:512]
+            witness.close()
+
+
+def test_a_note_of_a_long_path_fits_into_what_a_power_cut_cannot_tear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    witness = assemble_account.open_witness("run", tmp_path / ("x" * 250) / ("y" * 250))
+    assert witness is not None
+    witness.note("a" * 64)
+    assert len(witness.path.read_bytes().strip()) <= 512
+    witness.close()

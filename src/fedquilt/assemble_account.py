@@ -35,6 +35,7 @@ from fedquilt.assemble import Problem
 from fedquilt.assemble_mechanism import check_untouched
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.storage import sync_folder
 from fedquilt.common.untrusted import parse_json
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
@@ -67,17 +68,16 @@ class Witness:
         self.path = path
         self._folder = folder
         self._handle = handle
+        self._is_durable = False
 
     def check(self, ledger: Ledger) -> None:
         """Refuse a ledger that does not contain the head that was written last."""
         try:
             noted = _read_note(self._handle)
         except ValueError as error:
-            raise RunFolderError(
-                f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
-                f"({self.path}: {error}): whether a copy of it has gone on is not known. When you "
-                "know that this folder is the newest one, delete the note"
-            ) from error
+            raise self._unreadable(error) from error
+        if noted is None and self._has_room() and _has_charges(ledger):
+            raise self._unreadable("it is blank")
         if noted is not None and ledger.missing_heads([noted["head"]]):
             raise RunFolderError(
                 f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
@@ -85,6 +85,16 @@ class Witness:
                 f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
                 "exchanged; resume the newest one, because what both release counts together"
             )
+
+    def _unreadable(self, reason: object) -> RunFolderError:
+        return RunFolderError(
+            f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
+            f"({self.path}: {reason}): whether a copy of it has gone on is not known. When you "
+            "know that this folder is the newest one, delete the note"
+        )
+
+    def _has_room(self) -> bool:
+        return os.fstat(self._handle).st_size > 0
 
     def note(self, head: str) -> None:
         """Write the newest head; a disk that cannot take it does not stop the run."""
@@ -96,10 +106,18 @@ class Witness:
             # moment leaves no end of a longer note behind.
             size = max(len(text), os.fstat(self._handle).st_size)
             os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
+            if not self._is_durable:  # from here on a blank note is one that was lost
+                os.fsync(self._handle)
+                sync_folder(self.path.parent)
+                self._is_durable = True
 
     def close(self) -> None:
         """Unlock the file; it stays, for copies that are resumed later."""
         os.close(self._handle)
+
+
+def _has_charges(ledger: Ledger) -> bool:
+    return any(population.spent().any() for population in ledger.populations())
 
 
 def open_witness(run_id: str, folder: Path) -> Witness | None:
@@ -138,7 +156,7 @@ def _read_note(handle: int) -> dict[str, str] | None:
     """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
     try:
         text = os.pread(handle, _LONGEST_NOTE, 0)
-        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without the note
+        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without bytes
         noted = parse_json(text, "it") if text else None
     except (OSError, ValueError) as error:
         raise ValueError(str(error)) from error

@@ -79,7 +79,7 @@ def _terminable() -> Iterator[list[int]]:
     try:
         yield terminated
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextmanager
