@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.assemble import build_federation, build_problem
 from fedquilt.assemble_account import is_bounded, needs_account, open_account
-from fedquilt.config import MODE_TABLE, build_config
+from fedquilt.config import MODE_TABLE, plain_config
 from fedquilt.experiment import run_config
 from fedquilt.run_folder import RunFolder
 from run_samples import TINY
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 def test_everybody_gives_the_same_answer(name: str, tmp_path: Path) -> None:
     settings, bounded, claims = CASES[name]
     merged = {**TINY, "noise_seed": None, "output_dir": str(tmp_path), **settings}
-    config, problem = build_problem(build_config(merged))
+    config, problem = build_problem(plain_config(merged))
     assert is_bounded(config, problem) == needs_account(config, problem) == bounded
     account = open_account(config, problem, tmp_path / "ledger.sqlite", "run") if bounded else None
     federation = build_federation(config, problem, account)
@@ -60,7 +60,7 @@ def test_every_mode_is_among_the_cases() -> None:
 
 @pytest.mark.parametrize("mode", ["certified", "fednum"])
 def test_baselines_beside_a_bounded_run_are_the_owner_s(mode: str, tmp_path: Path) -> None:
-    config = build_config({**CONDENSED, "mode": mode})
+    config = plain_config({**CONDENSED, "mode": mode})
     folder = RunFolder.create(config, str(tmp_path))
     folder.write_baselines({}, [])
     folder.close()

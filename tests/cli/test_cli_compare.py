@@ -12,6 +12,7 @@ import pytest
 import fedquilt
 from fedquilt.config import MODES, RunConfig
 from fedquilt.experiment import run_config
+from fedquilt.report.comparison import _color
 from run_samples import assert_same_run, flags, tiny
 
 Cli = Callable[..., Any]
@@ -117,6 +118,7 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
     configs = [fedquilt.load(here / run["output"]).result["metadata"] for run in record["runs"]]
     assert [one["hyperparameters"]["policy"] for one in configs] == ["worst_case", "adaptive"]
     assert {one["hyperparameters"]["epsilon"] for one in configs} == {2.0}
+    assert _color("certified:worst_case") not in {_color(mode) for mode in MODES}
 
 
 def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:

@@ -224,6 +224,8 @@ def plot_comparison(
 def _color(mode: str) -> str:
     if mode in MODE_TABLE:
         return COLORS[MODE_TABLE[mode].color]
+    if ":" in mode:  # a mode with another policy: a colour that no mode of `run` has
+        return COLORS["vermilion"]
     return PALETTE[sum(map(ord, mode)) % len(PALETTE)]
 
 
