@@ -199,6 +199,8 @@ def test_a_share_pays_for_a_noised_mean(tmp_path: Path) -> None:
         exact = [exact_epsilon(math.sqrt(mu2), 1e-5) for mu2 in spent]
     assert result.statement.epsilon_max == pytest.approx(max(exact), rel=1e-6)
     assert max(exact) <= 3.0 * (1 + 1e-9)
+    spent_after = history["epsilon_spent"][-1]["worst"]
+    assert spent_after == result.statement.epsilon_max, "the evaluation after the round included"
     # The noise is what was paid for: S^2 / sigma^2 = q B / E, with B of epsilon 3.
     from fedquilt.privacy.accounting import gaussian_mu
 

@@ -251,6 +251,7 @@ class Experiment:
         measured = self.measure()
         if self.clients is not None:
             measured |= self.clients.measure(self.federation.weights, done - 1)
+            measured |= self._spent()  # an evaluation may have been paid for
             if self.folder is not None:
                 self.folder.append_client_metrics(done, self.clients.last)
         self._keep(done)

@@ -36,7 +36,14 @@ DELTA = 1e-5
 RAW = ("train_loss", "noise_norm", "signal_norm", "clipped_fraction", "non_finite", "seconds")
 ALLOWED = {
     *("schema_version", "round", "cohort", "clip_value", "epsilon", "noise_std"),
-    *("without_allowance", "bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"),
+    *(
+        "without_allowance",
+        "epsilon_spent",
+        "bytes_up",
+        "bytes_down",
+        "matching_loss",
+        "epoch_avg_loss",
+    ),
     *("test_accuracy", "test_loss", "participation_stats"),
 }
 

@@ -54,7 +54,7 @@ def draw_spend(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
         top = max(top, budget)
     out = sat_out(history)
     if out:
-        notes.append(f"{out} clients sat out the last round: nothing left")
+        notes.append(f"sat out the last round, with nothing left: {out}")
     axes.set_ylim(0, 1.08 * top if top > 0 else 1.0)
     axes.set_ylabel("epsilon spent in this run")
     whole_rounds(axes, rounds, ROUND)
