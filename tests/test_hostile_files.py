@@ -33,8 +33,9 @@ ESCAPE = "\x1b[31mred"
 
 
 @pytest.fixture
-def finished(uninterrupted: Make, tmp_path: Path) -> Path:
-    """A copy of a finished run with a ledger of its own."""
+def finished(uninterrupted: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a finished run with a ledger of its own, and of which no other copy is known."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made = uninterrupted(mode="certified", noise_seed=None).folder
     assert made is not None
     return Path(shutil.copytree(made, tmp_path / "run"))

@@ -134,6 +134,7 @@ def test_a_name_is_no_formula_in_a_figure(cli: Cli, here: Path) -> None:
 
 READ = """
 import resource, sys
+from fedquilt.cli import main
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     main()
