@@ -267,7 +267,7 @@ def test_rounds_that_were_removed_are_not_drawn(cli: Cli, finished: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([1, 2], "must hold a row for each name"), ({"coreset": {"name": 3}}, "lacks accuracy")],
+    [([1, 2], "rows"), ({"coreset": {"name": 3}}, "lacks accuracy")],
     ids=str,
 )
 def test_spoilt_baselines_are_named(
