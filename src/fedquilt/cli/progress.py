@@ -127,8 +127,11 @@ class Watcher(Observer):
             if line.get("seconds") is None:
                 self._hide_time()
             self._bar.update(self._task, total=config.num_rounds, completed=self._done, doing="")
-            if line.get("test_accuracy") is not None:
-                self._bar.update(self._task, accuracy=f"accuracy {line['test_accuracy']:.4f}")
+            measured = [key for key in line if key.startswith("test_") and line[key] is not None]
+            if measured:
+                first = "test_accuracy" if "test_accuracy" in measured else measured[0]
+                shown = f"{first.removeprefix('test_')} {line[first]:.4f}"
+                self._bar.update(self._task, accuracy=shown)
         if self._trackers is not None:
             self._trackers.log(line)
 
