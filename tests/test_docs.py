@@ -30,7 +30,7 @@ from fedquilt.cli.app import app, main
 from fedquilt.config import build_config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if path.is_file())
+PAGES = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.is_file())
 NOT_RUN = "<!-- not run -->"
 FENCE = re.compile(r"^```(\w+)?\s*$")
 

@@ -64,6 +64,24 @@ def test_the_process_engine() -> None:
     assert problems("frozen parameter, processes", ("nothing", "many NaN", "replaced")) == ()
 
 
+def test_the_process_engine_on_another_task() -> None:
+    case = "regression, nesterov and clip, processes"
+    assert problems(case, ("nothing", "many NaN", "replaced")) == ()
+
+
+def test_every_loss_optimiser_and_form_of_data_is_in_a_case() -> None:
+    from fedquilt.audit.tasks import FORMS
+    from fedquilt.config.choices import CLIENT_OPTIMIZERS
+
+    cases = audit.whole_cases().values()
+    assert {case.task for case in cases} == set(FORMS)
+    named = {case.settings.get("optimizer", "sgd") for case in cases}
+    assert {"sgd", "adam", "nesterov", torch.optim.RMSprop} <= named
+    assert {"adamw"} == set(CLIENT_OPTIMIZERS) - named, "adam but for where the decay stands"
+    own = [case for case in cases if callable(case.settings.get("loss"))]
+    assert {case.settings["engine"] for case in own} == {"sequential", "batched", "processes"}
+
+
 def test_other_seeds() -> None:
     for seed in (1, 2):
         (finding,) = audit.replay_worlds(["dropout layer, batched"], seed, kinds=SHORT)

@@ -240,6 +240,24 @@ def test_a_factory_that_keeps_its_optimiser_is_refused() -> None:
         SequentialEngine(model, task, how(ClientOptimizer("custom", factory=Keeping())))
 
 
+def test_a_loss_with_a_memory_is_nobody_s_in_a_program_of_many() -> None:
+    seen: list[float] = []
+
+    def remembering(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(1.0)
+        return nn.functional.cross_entropy(outputs, targets, reduction="none") * len(seen)
+
+    task, model = dealt(X, CLASSES, remembering), linear(3)
+    with pytest.raises(InvalidValueError, match=r"engine='batched' cannot.*changes loss"):
+        BatchedEngine(model, task, how())
+    engine = SequentialEngine(model, task, how())
+    start = FlatModel(model).read().clone()
+    first = [u.delta.clone() for u in engine.train(start, [0, 4], 0, 0.1)]
+    other = [u.delta.clone() for u in engine.train(start, [4, 0], 0, 0.1)]
+    assert torch.equal(first[0], other[1])
+    assert torch.equal(first[1], other[0])
+
+
 COUNTER = [0]
 
 

@@ -324,7 +324,6 @@ class BatchTable:
         self.clients = [clients[member] for member in order]
         self.sorted_rows = sorted_rows
         self._task = task
-        self._counts = task.objective.counts(task.targets)
         self._begins, self._sizes = _batch_table(counts[order], settings)
         seeds = [client_seed(settings, round_index, client) for client in self.clients]
         self._seeds = np.array(seeds, dtype=np.uint64)
@@ -363,7 +362,7 @@ class BatchTable:
         there = torch.from_numpy(samples).to(device)
         lengths = torch.from_numpy(sizes).to(device)
         inside = torch.arange(columns, device=device) < lengths
-        counted = torch.where(inside, self._counts[there], 0)
+        counted = torch.where(inside, self._task.counts[there], 0)
         elements = counted.sum(-1, keepdim=True)
         shares = torch.where(counted > 0, 1.0 / elements.clamp(min=1), 0.0)
         number = np.arange(first, first + len(shapes))[:, None]

@@ -7,6 +7,7 @@ per-client seeds, so engines differ in speed and floating-point rounding only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,6 +100,11 @@ class Task:
             self.targets, lambda tensor: tensor.new_full((count, *tensor.shape[1:]), value)
         )
         return targets
+
+    @functools.cached_property
+    def counts(self) -> torch.Tensor:
+        """How many elements of each sample a mean loss is over; see `Objective.counts`."""
+        return self.objective.counts(self.targets)
 
     @property
     def is_classification(self) -> bool:

@@ -181,6 +181,12 @@ class Objective:
         if self._state is not None:
             self._state.restore()
 
+    def moved(self) -> list[str]:
+        """Return the names of what in a user's loss is not as it was, and put it back."""
+        names = [] if self._state is None else self._state.moved()
+        self.begin()
+        return [f"loss.{name}" for name in names]
+
     @property
     def opaque(self) -> list[str]:
         """The names of things in a user's loss whose state can neither be seen nor put back."""

@@ -177,7 +177,7 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
             return f"torch.func.vmap cannot run it ({_first_line(error)})"
         if _generator_states() != before:
             return "it draws from the generators of Python or NumPy, which all clients would share"
-    moved = stack.state.moved()
+    moved = [*stack.state.moved(), *stack.objective.moved()]
     if moved:
         return f"a forward pass changes {', '.join(moved)}"
     for name, one, many in zip(stack.flat.names, plain, stacked, strict=True):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from fedquilt.common.observer import Observer
+from fedquilt.common.printable import printable
 
 SECONDS = 20.0
 """Between two plain lines."""
@@ -33,7 +34,7 @@ class Progress(Observer):
     """
 
     def __init__(self, label: str, stream: TextIO | None = None) -> None:
-        self.label = label
+        self.label = printable(label)
         self._stream = sys.stderr if stream is None else stream
         self._bar: Any = None
         self._task: Any = None
@@ -64,8 +65,10 @@ class Progress(Observer):
         """Show a finished round; its line holds public values only."""
         self._done, total = line["round"] + 1, config.num_rounds
         self._timed = line.get("seconds") is not None
-        if line.get("test_accuracy") is not None:
-            self._accuracy = f"accuracy {line['test_accuracy']:.4f}"
+        measured = [key for key in line if key.startswith("test_") and line[key] is not None]
+        if measured:
+            first = "test_accuracy" if "test_accuracy" in measured else measured[0]
+            self._accuracy = f"{first.removeprefix('test_')} {line[first]:.4f}"
         if self._bar is not None:
             if not self._timed:
                 self._hide_time()

@@ -69,6 +69,24 @@ def is_absent(history: Mapping[str, Any], key: str) -> bool:
     return all(value is None for value in entries(history, key))
 
 
+def headline(history: Mapping[str, Any]) -> str:
+    """Return the key of what a run is judged by: accuracy, or its first other metric."""
+    others = [key for key in history if key.startswith("test_") and not is_absent(history, key)]
+    others = [key for key in others if key not in ("test_accuracy", "test_loss")]
+    has_accuracy = not is_absent(history, "test_accuracy")
+    return "test_accuracy" if has_accuracy or not others else others[0]
+
+
+def in_title(key: str) -> str:
+    """Return the name of a metric for a title.
+
+    >>> in_title("test_accuracy"), in_title("test_auroc"), in_title("test_top_5")
+    ('Accuracy', 'AUROC', 'Top 5')
+    """
+    name = key.removeprefix("test_").replace("_", " ")
+    return name.upper() if name in ("auroc", "f1", "mse", "mae") else name.capitalize()
+
+
 def no_budget_in_words(history: Mapping[str, Any]) -> str:
     """Say why a history has no nominal budgets; a mode may have noise without them."""
     if is_absent(history, "noise_levels"):

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from fedquilt.common.bounds import format_bound
-from fedquilt.report.series import as_number, column, entries, per_evaluation, target_accuracy
+from fedquilt.report.series import (
+    as_number,
+    column,
+    entries,
+    headline,
+    in_title,
+    per_evaluation,
+    target_accuracy,
+)
 
 _RULE = "=" * 70
 _WIDTHS = (23, 19, 18)
@@ -51,9 +59,14 @@ def generate_summary_table(
         budgets has no row for their sum.
     """
     settings = config or {}
-    rows = [
+    accuracy = [
         _final_accuracy(as_number(final_accuracy), target_accuracy(dataset_name, settings)),
         _best_accuracy(history),
+    ]
+    measured = _other_metrics(history)
+    rows = [
+        *(accuracy if headline(history) == "test_accuracy" else ()),
+        *measured,
         ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
         *_best_loss(history),
         *_privacy(history, statement),
@@ -107,6 +120,17 @@ def _best_accuracy(history: Mapping[str, Any]) -> Row:
     best = int(np.nanargmax(series.values))
     where = f"{series.axis} {series.positions[best]:.0f}"
     return "Best Accuracy", _accuracy(float(series.values[best])), where
+
+
+def _other_metrics(history: Mapping[str, Any]) -> list[Row]:
+    """Return what a run measured beside accuracy and loss, as it stood at the end."""
+    keys = [key for key in history if key.startswith("test_")]
+    rows = []
+    for key in keys:
+        values = column(history, key)
+        if key not in ("test_accuracy", "test_loss") and np.isfinite(values).any():
+            rows.append((f"Final {in_title(key)}", _fixed(float(values[-1])), _NOTHING))
+    return rows
 
 
 def _best_loss(history: Mapping[str, Any]) -> list[Row]:

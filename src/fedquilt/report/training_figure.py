@@ -13,6 +13,8 @@ from fedquilt.report.series import (
     Series,
     as_number,
     entries,
+    headline,
+    in_title,
     is_absent,
     no_budget_in_words,
     per_evaluation,
@@ -141,15 +143,21 @@ def _draw_last(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
 
 
 def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) -> None:
-    """Draw test accuracy with the target line."""
-    series = per_evaluation(history, "test_accuracy")
-    title = "Test Accuracy over Rounds"
+    """Draw test accuracy with the target line, or the metric that a run is judged by."""
+    key = headline(history)
+    series = per_evaluation(history, key)
+    title = f"Test {in_title(key)} over Rounds"
     if not series.finite.any():
         panel_title(axes, title)
         in_words(axes, _why_empty(series, "no evaluation was recorded"))
         return
     line(axes, series, BLUE)
     notes = shortfall(series, "evaluations")
+    if key != "test_accuracy":
+        axes.set_ylabel(f"Test {in_title(key)}")
+        whole_rounds(axes, series.positions, series.axis)
+        panel_title(axes, title, notes)
+        return
     if target is not None:
         reference(axes, target)
         notes.insert(0, f"dashed: target {target:g}")
