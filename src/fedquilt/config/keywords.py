@@ -26,6 +26,7 @@ class RunSettings(TypedDict, total=False):
     clients_per_round: int | float
     availability: str
     selection: str
+    allow_overlap: bool
     mode: str
     trainable: str
     num_rounds: int
@@ -33,6 +34,13 @@ class RunSettings(TypedDict, total=False):
     batch_size: int
     learning_rate: float
     lr_decay: float
+    lr_schedule: str
+    lr_step_rounds: int
+    lr_warmup_rounds: int
+    ignore_index: int
+    momentum: float
+    weight_decay: float
+    gradient_clip: float | None
     fedprox_mu: float
     server_optimizer: str
     server_lr: float | None
@@ -68,12 +76,15 @@ class RunSettings(TypedDict, total=False):
     allowance: float | None
     on_short: str
     spend_everything: bool
+    client_test_fraction: float
+    evaluation_share: float
     eval_every: int
     target_accuracy: float | None
     early_stopping: bool
     validation_fraction: float
     seed: int
     device: str
+    precision: str
 
 
 class Settings(RunSettings, total=False):
