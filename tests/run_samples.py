@@ -36,22 +36,22 @@ TINY: dict[str, Any] = {
 
 def tiny(**changes: Any) -> RunConfig:
     """Return the configuration of a run that takes a fraction of a second."""
-    return RunConfig(**{**TINY, **changes})
+    return RunConfig(**_of_use(changes))
 
 
-def flags(**changes: Any) -> list[str]:
-    """Return the same settings as options of the command line.
-
-    What of them would do nothing beside the changes is left out: it would be refused.
-    """
-    parts: list[str] = []
+def _of_use(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return `TINY` with changes, less what would do nothing beside them and be refused."""
     merged = {**TINY, **changes}
     mode = merged["mode"] or ("fedavg" if merged.get("method") else "certified")
     given = {key: value for key, value in merged.items() if value is not None}
     whole = {**{k: f.default for k, f in option_fields().items()}, **given, "mode": mode}
-    for key, value in merged.items():
-        if key not in changes and not says_something(key, whole):
-            continue
+    return {k: v for k, v in merged.items() if k in changes or says_something(k, whole)}
+
+
+def flags(**changes: Any) -> list[str]:
+    """Return the same settings as options of the command line."""
+    parts: list[str] = []
+    for key, value in _of_use(changes).items():
         if isinstance(value, bool):
             parts.append(f"--{'' if value else 'no-'}{key.replace('_', '-')}")
         elif value is not None:

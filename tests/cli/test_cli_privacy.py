@@ -173,3 +173,24 @@ def test_a_new_population_is_said_and_a_near_name_refused(cli: Cli, here: Path) 
     assert "--new-population" in said.words
     said = cli("run", *shared, "--population", "clinic", "--new-population", "--json")
     assert said.json()["ledger"]["created"] == "population"
+
+
+def test_words_of_the_command_line_in_its_errors(cli: Cli, certified: Path) -> None:
+    for arguments, words in (
+        (["ledger", "show", "run", "--most", "-1"], "most=-1 must be >= 0"),
+        (["ledger", "show", "run", "--figure", "f.gif"], "figure='f.gif' must end in"),
+        (["ledger", "show", "nowhere.sqlite"], "a run with that ledger makes it"),
+    ):
+        said = cli(*arguments)
+        assert said.code == 2
+        assert words in said.words
+        for foreign in ("create=True", "read_only=True", "save_path="):
+            assert foreign not in said.words
+
+
+def test_an_audit_without_a_word_replays(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("fedquilt.cli.audit._replayed", lambda *a: asked.append(a) or ([], []))
+    assert cli("audit").code == 0
+    assert len(asked) == 1
+    assert cli("audit", "--without-clip").code == 2
