@@ -35,7 +35,7 @@ ORDER: tuple[set[str], ...] = (
     {"assemble", "record"},
     {"assemble_account"},
     {"experiment"},
-    {"quapfl", "fednum", "audit", "flower", "report"},
+    {"quapfl", "fednum", "audit", "flower", "report", "views"},
     DOCUMENTS,
     {"cli"},
     {"", "__main__"},  # the package itself loads what it names when it is asked for

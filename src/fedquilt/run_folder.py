@@ -212,6 +212,22 @@ class RunFolder:
         self._keep_lines("private.jsonl", count, 0o600)
         return records
 
+    def peek_rounds(self, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
+        """Return the rounds that are written so far, also while the run goes on.
+
+        Nothing is dropped or changed; a last line that is not whole yet is left out.
+        """
+        path = self.path / name
+        storage.check_regular(path)
+        if not path.exists():
+            return []
+        whole = storage.read_regular(path).splitlines(keepends=True)
+        records = [_json_line(line, path) for line in whole if line.endswith(b"\n")]
+        for record in records:
+            _check_schema(record, path)
+            del record["schema_version"]
+        return records
+
     def _keep_lines(self, name: str, count: int, mode: int = 0o666) -> list[bytes]:
         """Return the first `count` lines of a file and cut the file down to them."""
         path = self.path / name

@@ -15,6 +15,7 @@ from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
+from fedquilt.cli.report import report
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
 from fedquilt.common.errors import FedquiltError
@@ -32,6 +33,7 @@ app.command()(compare)
 app.command()(condense)
 app.command()(plan)
 app.command()(statement)
+app.command()(report)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)

@@ -1,0 +1,9 @@
+"""What may be shown of runs and ledgers, as plain data: read from their files, on the public lists.
+
+Whoever draws pages and tables (`fedquilt.report`) gets dictionaries from here and opens no file.
+"""
+
+from fedquilt.views.page import page_view
+from fedquilt.views.run import run_view
+
+__all__ = ["page_view", "run_view"]
