@@ -60,9 +60,9 @@ def _explained(statement: Statement) -> str:
         )
     meaning = ADJACENCIES.get(statement.adjacency, statement.adjacency)
     return (
-        "Whoever sees everything this run has released, and knows everything about all others, "
-        f"can tell {meaning} for one {statement.unit} no better than this bound says. It holds "
-        f"for all rounds together, for the {statement.unit} that joined most often."
+        "Whoever sees everything this run has released, and knows all about everybody else, can "
+        f"tell two worlds of one {statement.unit} apart ({meaning}) no better than this bound "
+        f"says. It holds for all rounds together, also for the {statement.unit} that joined most."
     )
 
 

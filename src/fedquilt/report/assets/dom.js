@@ -63,7 +63,7 @@ function facts(pairs) {
 
 function table(columns, rows, caption) {
   const kind = (column) => ({ class: column.kind || null });
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": caption },
     el("table", {}, el("caption", { class: "quiet" }, caption),
       el("thead", {}, el("tr", {}, columns.map((c) => el("th", { scope: "col", ...kind(c) }, c.name)))),
       el("tbody", {}, rows.map((row) => row.level

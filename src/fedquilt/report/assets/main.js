@@ -63,8 +63,8 @@ function page(first) {
 
   function headline() {
     const running = data.runs.filter((r) => !r.finished).length;
-    const count = data.runs.length === 1 ? "One run" : `${data.runs.length} runs`;
-    return `${count} on ${[...new Set(data.runs.map((r) => r.dataset))].join(", ")}` + (running ? `, ${running} not finished` : "");
+    const seeds = [...new Set(data.runs.map((r) => r.seed))].sort((a, b) => a - b);
+    return `${data.series.map((s) => s.label).join("; ")}; ${seeds.length === 1 ? "seed" : "seeds"} ${seeds.join(", ")}` + (running ? `; ${running} not finished` : "");
   }
 
   update(first);

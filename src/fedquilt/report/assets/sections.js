@@ -7,7 +7,7 @@ function claimSection(data) {
       el("p", { class: "who" }, `${run.mode}, seed ${run.seed}: ${run.name}`),
       el("p", {}, claim.explained),
       facts(claim.facts),
-      claim.notes.length ? el("details", { open: data.runs.length === 1 }, el("summary", {}, `${claim.notes.length} notes`),
+      claim.notes.length ? el("details", { open: data.runs.length === 1 }, el("summary", {}, claim.notes.length === 1 ? "1 note" : `${claim.notes.length} notes`),
         el("ul", { class: "notes" }, claim.notes.map((note) => el("li", {}, note)))) : null,
       run.stopped ? el("p", { class: "note" }, `Ended after round ${run.rounds}: ${run.stopped}.`) : null);
   };
@@ -32,7 +32,7 @@ function accuracySection(data) {
   const curves = (values, low, high) => data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve[values], low: s.runs.length > 1 ? s.curve[low] : null, high: s.runs.length > 1 ? s.curve[high] : null }));
   const target = data.runs.map((r) => r.target).find(known);
   return el("div", { class: "charts" },
-    lineChart({ title: "Test accuracy by round", note: "Line: mean of the seeds; band: lowest to highest seed.", wide: true, series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
+    lineChart({ title: "Test accuracy by round", note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
       references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: true }),
     data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds.", series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
 }
@@ -157,11 +157,11 @@ function imagesSection(run, state) {
 }
 
 function configSection(run) {
-  const rows = run.config.filter((c) => !c[2]);
+  const rows = run.config.filter((c) => !c[2] && c[1] !== "(a path)");
   const shown = (list) => table([{ name: "option" }, { name: "value", kind: "wrap" }], list.map((c) => [c[0], c[1]]), "Options");
   return [el("p", {}, "Save the file below as ", el("code", {}, "run.toml"), " and run ", el("code", {}, run.repeat.command), ". Noise that protects is drawn afresh: figures of a private run differ from one to the next."),
     el("details", {}, el("summary", {}, "run.toml"), el("pre", { tabindex: "0" }, run.repeat.toml)),
     el("h3", {}, `${rows.length} options are not the default`), shown(rows),
     el("details", {}, el("summary", {}, `All ${run.config.length} options`), shown(run.config)),
-    run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v ?? "-"]))] : null];
+    run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
 }
