@@ -79,7 +79,7 @@ def visit(chrome: Any) -> Iterator[Callable[..., tuple[Any, Seen]]]:
 def drawn(page: Any) -> None:
     """Wait until the charts are there; the page's policy forbids Playwright's own waiting."""
     page.wait_for_selector("html[data-drawn]", state="attached", timeout=20_000)
-    page.wait_for_selector("svg .axis, table", state="attached", timeout=20_000)
+    page.wait_for_selector("svg .axis, #main > .note", state="attached", timeout=20_000)
 
 
 def axe(page: Any) -> list[dict[str, Any]]:

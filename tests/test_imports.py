@@ -36,6 +36,7 @@ ORDER: tuple[set[str], ...] = (
     {"assemble_account"},
     {"experiment"},
     {"quapfl", "fednum", "audit", "flower", "report", "views"},
+    {"watch", "sweep"},
     DOCUMENTS,
     {"cli"},
     {"", "__main__"},  # the package itself loads what it names when it is asked for

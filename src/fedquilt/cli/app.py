@@ -18,6 +18,7 @@ from fedquilt.cli.plan import plan
 from fedquilt.cli.report import report
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
+from fedquilt.cli.watch import watch
 from fedquilt.common.errors import FedquiltError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(condense)
 app.command()(plan)
 app.command()(statement)
 app.command()(report)
+app.command()(watch)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)

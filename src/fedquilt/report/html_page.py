@@ -32,6 +32,9 @@ PRIVATE_WARNING = (
     "PRIVATE: this page shows raw measurements and what clients hold. No statement covers them. "
     "It is for the owner of the run: do not pass it on."
 )
+LEDGER_WARNING = (
+    "FOR THE OPERATOR: this page names clients and says when they were charged. Do not pass it on."
+)
 _PALETTE = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
@@ -41,7 +44,8 @@ def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool =
 
     `live` allows the page to talk to the server it came from, and to nobody else.
     """
-    data = dict(view) if "ledger" in view else with_comparison(view)
+    ready = "ledger" in view or "series" in view
+    data = dict(view) if ready else with_comparison(view)
     script = f'(() => {{\n"use strict";\n{"".join(_asset(name) for name in SCRIPTS)}}})();'
     style = _asset("page.css")
     named = title or _title(data)
@@ -49,9 +53,7 @@ def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool =
         "policy": content_policy(style, script, live=live),
         "title": html.escape(named),
         "style": style,
-        "warning": f'<p class="warning" role="alert">{PRIVATE_WARNING}</p>'
-        if data.get("private")
-        else "",
+        "warning": _warning(data),
         "claims": _claims(data),
         "data": embedded(data),
         "script": script,
@@ -157,6 +159,14 @@ def _title(data: Mapping[str, Any]) -> str:
     if len(runs) == 1:
         return f"{runs[0]['dataset']}, {runs[0]['mode']}, seed {runs[0]['seed']}"
     return f"{len(runs)} runs on {', '.join(sorted({run['dataset'] for run in runs}))}"
+
+
+def _warning(data: Mapping[str, Any]) -> str:
+    """Return the red line of a page that is not for everybody."""
+    if not data.get("private"):
+        return ""
+    text = LEDGER_WARNING if "ledger" in data else PRIVATE_WARNING
+    return f'<p class="warning" role="alert">{text}</p>'
 
 
 def _claims(data: Mapping[str, Any]) -> str:

@@ -68,11 +68,13 @@ def _explained(statement: Statement) -> str:
 
 def _facts(statement: Statement) -> list[list[str]]:
     median = format_bound(statement.epsilon_median)
-    middle = [[f"Median {statement.unit}", f"ε ≤ {median}"]] if statement.is_bounded else []
+    compared = ADJACENCIES.get(statement.adjacency, "")
+    bounded = [
+        [f"Median {statement.unit}", f"ε ≤ {median}"],
+        ["Adjacency", f"{statement.adjacency}: {compared}"],
+    ]
     return [
-        *middle,
-        ["Compares", ADJACENCIES.get(statement.adjacency, statement.adjacency)],
-        ["Adjacency", statement.adjacency],
+        *(bounded if statement.is_bounded else []),
         ["Covered", ", ".join(statement.covered) or "nothing"],
         ["Not covered", ", ".join(statement.uncovered) or "nothing"],
         ["Noise from", statement.noise_source],

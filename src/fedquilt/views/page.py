@@ -48,12 +48,13 @@ def page_view(
         Test the models of finished runs once more: accuracy by class and by tier.
     """
     runs = [_one(path, private, look) for path in find_runs(paths)]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "fedquilt": __version__,
-        "private": private,
-        "runs": runs,
-    }
+    return {**empty_view(private=private), "runs": runs}
+
+
+def empty_view(*, private: bool = False) -> dict[str, Any]:
+    """Return a page on which nothing is drawn yet."""
+    made: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "fedquilt": __version__}
+    return {**made, "private": private, "runs": []}
 
 
 def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:

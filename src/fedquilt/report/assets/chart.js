@@ -48,7 +48,7 @@ function axes(at, spec) {
   for (const t of ticks(at.y0, at.y1, 5)) {
     const y = at.y(t);
     put(group, svg("line", { class: "grid", x1: MARGIN.left, x2: at.width - MARGIN.right, y1: y, y2: y }),
-      svg("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, number(t, 3)));
+      svg("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, number(spec.log ? 10 ** t : t, spec.log ? 2 : 3)));
   }
   const bottom = at.height - MARGIN.bottom;
   for (const t of ticks(at.x0, at.x1, at.width < 420 ? 4 : 8)) {
@@ -107,6 +107,12 @@ function references(at, spec) {
   ]);
 }
 
+// A logarithmic axis is an ordinary one of logarithms; what is not positive is not drawn.
+function logarithms(series) {
+  const log = (values) => values && values.map((v) => (known(v) && v > 0 ? Math.log10(v) : null));
+  return { ...series, y: log(series.y), low: log(series.low), high: log(series.high) };
+}
+
 function lineChart(spec) {
   const hidden = new Set();
   const plot = el("div", { class: "plot" });
@@ -122,7 +128,7 @@ function lineChart(spec) {
 
   function draw() {
     const width = Math.max(280, plot.clientWidth || 560);
-    const live = shown();
+    const live = spec.log ? shown().map(logarithms) : shown();
     const ys = live.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]);
     at = frame(spec, width, live.flatMap((s) => s.x), ys.concat((spec.references || []).map((r) => r.y)));
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${at.height}`, tabindex: "0", role: "img",

@@ -27,7 +27,7 @@ const COLUMNS = [
   { key: "share", name: "of its budget", show: percent },
   { key: "samples", name: "samples", show: (v) => (v === null ? "-" : String(v)) },
 ];
-const NAMES = { joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
+const NAMES = { left: "left",  joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
 const TESTS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
 // "17" finds clients whose number has 17 in it; "joins>=5 eps<2" compares.
@@ -38,13 +38,13 @@ function matcher(text) {
       const wanted = Number(found[3]) / (found[4] ? 100 : 1), key = NAMES[found[1]], test = TESTS[found[2]];
       return (row) => row[key] !== null && test(row[key], wanted);
     }
-    return (row) => String(row.client).includes(word);
+    return (row) => String(row.client).includes(word) || (row.id ? row.id.toLowerCase().includes(word) : false);
   });
   return (row) => tests.every((test) => test(row));
 }
 
-function clientTable(state, onPick) {
-  let rows = [], chosen = [], columns = COLUMNS, run = null;
+function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note = "A client's number shows its own spend in the chart above." } = {}) {
+  let rows = [], chosen = [], columns = all, run = null;
   const count = el("p", { class: "note", role: "status" });
   const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "17, or joins>=5 eps<2",
     oninput: () => { state.filter = input.value; refresh(); } });
@@ -59,7 +59,7 @@ function clientTable(state, onPick) {
 
   function header() {
     head.replaceChildren();
-    put(head, columns.map((c) => el("th", { scope: "col", class: "number", "aria-sort": state.sort === c.key ? (state.down ? "descending" : "ascending") : "none" },
+    put(head, columns.map((c) => el("th", { scope: "col", class: c.text ? null : "number", "aria-sort": state.sort === c.key ? (state.down ? "descending" : "ascending") : "none" },
       el("button", { type: "button", onclick: () => sortBy(c.key) }, `${c.name}${state.sort === c.key ? (state.down ? " ▾" : " ▴") : ""}`))));
   }
 
@@ -100,17 +100,17 @@ function clientTable(state, onPick) {
     const pick = el("button", { type: "button", class: "pick", "data-client": String(row.client), "aria-label": `Show client ${row.client}`,
       onclick: () => { state.client = state.client === row.client ? null : row.client; paint(); onPick(); } }, String(row.client));
     return el("tr", { "aria-rowindex": String(index), "aria-selected": state.client === row.client ? "true" : null },
-      el("th", { scope: "row", class: "number" }, pick), columns.slice(1).map((c) => el("td", { class: "number" }, c.show(row[c.key]))));
+      el("th", { scope: "row", class: "number" }, pick), columns.slice(1).map((c) => el("td", { class: c.text ? null : "number" }, c.show(row[c.key]))));
   }
 
   return {
     host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box,
-      el("p", { class: "note" }, "A client's number shows its own spend in the chart above.")),
+      el("p", { class: "note" }, note)),
     update(now) {
       if (now === run) return;
       run = now;
-      rows = clientRows(run);
-      columns = COLUMNS.filter((c) => rows.some((row) => row[c.key] !== null));
+      rows = rowsOf(run);
+      columns = all.filter((c) => rows.some((row) => row[c.key] !== null));
       if (!columns.some((c) => c.key === state.sort)) { state.sort = "client"; state.down = false; }
       input.value = state.filter;
       refresh();

@@ -33,6 +33,7 @@ function page(first) {
   document.getElementById("contents").replaceChildren(...[...parts, ...own].map(([id, title]) => el("a", { href: `#${id}`, "data-section": id }, title)));
 
   function update(now) {
+    if (!now.runs.length) return;
     data = now;
     const run = key();
     const names = data.runs.map((r) => r.name);
@@ -71,11 +72,25 @@ function page(first) {
   return update;
 }
 
+// Where a run is only expected, the page waits for it.
+function waiting(first) {
+  let update = null;
+  const next = (data) => {
+    if (update) update(data);
+    else if (data.runs.length) update = page(data);
+  };
+  document.getElementById("sub").textContent = "No run yet";
+  put(document.getElementById("main"), el("p", { class: "note" }, "No run has begun here yet. The page fills itself when one does."));
+  document.documentElement.dataset.drawn = "0";
+  next(first);
+  return next;
+}
+
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   put(document.getElementById("tools"), theme());
   document.getElementById("foot").textContent = `Made by fedquilt ${data.fedquilt}. One file, nothing is fetched. Bounds are rounded up.`;
-  const update = data.ledger ? ledgerPage(data) : page(data);
+  const update = data.ledger ? ledgerPage(data) : waiting(data);
   if (data.live) follow(data.live, update);
 }
 

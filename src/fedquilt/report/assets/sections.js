@@ -34,7 +34,7 @@ function accuracySection(data) {
   return el("div", { class: "charts" },
     lineChart({ title: "Test accuracy by round", note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
       references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: true }),
-    data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds.", series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
+    data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds; logarithmic.", log: true, series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
 }
 
 const count = (length) => Array.from({ length }, (_, i) => i + 1);
