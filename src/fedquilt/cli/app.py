@@ -18,6 +18,7 @@ from fedquilt.cli.plan import plan
 from fedquilt.cli.report import report
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
+from fedquilt.cli.sweep import sweep
 from fedquilt.cli.watch import watch
 from fedquilt.common.errors import FedquiltError
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(compare)
+app.command()(sweep)
 app.command()(condense)
 app.command()(plan)
 app.command()(statement)

@@ -40,7 +40,7 @@ def compare(
 
     base = build_config(settings, preset=preset, file=config)
     configs = [
-        base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in _seeds(seeds)
+        base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in parse_seeds(seeds)
     ]
     for mode in dict.fromkeys(one.mode for one in configs):
         build_method(
@@ -86,7 +86,8 @@ def _modes(text: str) -> list[str]:
     return _unique("modes", [checks.choice("modes", m.strip(), MODES) for m in text.split(",")])
 
 
-def _seeds(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
+    """Read seeds joined by commas."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -95,7 +95,7 @@ function ledgerPage(first) {
   function update(now) {
     data = { ...now, live: data.live };
     const people = chosen();
-    document.getElementById("sub").textContent = `${data.ledger.populations.length} populations`;
+    document.getElementById("sub").textContent = data.ledger.populations.length === 1 ? "1 population" : `${data.ledger.populations.length} populations`;
     if (!people) { main.hidden = false; slots.populations.update(data.ledger, data.ledger); return; }
     const names = data.ledger.populations.map((p) => p.name);
     if (names.join("\n") !== [...select.options].map((o) => o.value).join("\n")) select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
