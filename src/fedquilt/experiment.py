@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ from fedquilt.assemble_account import (
 )
 from fedquilt.assemble_mechanism import Build
 from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.common.observer import as_observer
+from fedquilt.common.observer import Several, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
 from fedquilt.method import Method
@@ -179,8 +180,26 @@ class Experiment:
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
-        self.observer(self.config, line)
+        self.observer(self.config, line | self._standing(line))
         return stopped
+
+    def _standing(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Return what an observer is told beside a round's line: how clients and noise stand.
+
+        `epsilon_spent` is the ledger's figure for the client that spent most in this run.
+        `noise_to_signal` is measured where nothing is claimed; under a claim it is the noise
+        over the longest mean update that the clip allows, √d · noise_std / clip.
+        """
+        told, account = {}, self.federation.account
+        if account is not None and account.is_bounded:
+            told["epsilon_spent"] = account.largest_epsilon()
+        noise, clip = line.get("noise_std"), line.get("clip_value")
+        if line.get("noise_norm") is not None and line.get("signal_norm"):
+            told["noise_to_signal"] = line["noise_norm"] / line["signal_norm"]
+        elif noise and clip and self.federation.mechanism.is_bounded and self.method.clients_train:
+            size = self.federation.weights.numel()
+            told["noise_to_signal"] = math.sqrt(size) * noise / clip
+        return told
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
@@ -360,6 +379,7 @@ def run(
     method: str | BuildMethod | None = None,
     mechanism: Build | type[Certified] | None = None,
     engine: str | Engine | BuildEngine | None = None,
+    tracker: str = "none",
     **settings: Any,
 ) -> RunResult:
     """Train your own model on your own data.
@@ -387,6 +407,9 @@ def run(
         Names as in `RunConfig`, or your own: a method is made from `MethodParts`, an engine
         is an `Engine` or is made from `MethodParts`, and a mechanism is a subclass of
         `Certified` or is made from `MechanismParts`.  See `docs/extending.md`.
+    tracker : str
+        Also log the rounds, what anybody may see of them, to "tensorboard", "wandb" (offline)
+        or "mlflow" (files), in the run's folder; several joined by commas.
     **settings
         Any field of `RunConfig`, for example `mode="fixed_dp", num_rounds=50`.
     """
@@ -401,13 +424,31 @@ def run(
         config = build_config({"dataset": CUSTOM, "model": CUSTOM, **place, **settings})
     parts, ids = named_clients(clients, client_ids)
     config, problem = problem_from(config, model, train, test, parts, ids, own)
-    return _run(config, problem, folder, output_dir, observer)
+    if tracker != "none" and folder is None and output_dir is None:
+        raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
+    with _tracked(tracker, observer) as watching:
+        return _run(config, problem, folder, output_dir, watching)
 
 
-def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
+@contextlib.contextmanager
+def _tracked(names: str, observer: Watching | None) -> Iterator[Watching | None]:
+    """Yield an observer that also logs to the named trackers."""
+    if names == "none":
+        yield observer
+        return
+    from fedquilt.observe.tracked import Tracked
+
+    with Tracked(names) as tracked:
+        yield Several(as_observer(observer), tracked)
+
+
+def run_config(
+    config: RunConfig, observer: Watching | None = None, *, tracker: str = "none"
+) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
     config, problem = build_problem(config, progress=observer is not None)
-    return _run(config, problem, None, config.output_dir, observer)
+    with _tracked(tracker, observer) as watching:
+        return _run(config, problem, None, config.output_dir, watching)
 
 
 def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunResult:
@@ -416,7 +457,9 @@ def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunRes
     return _run(config, problem, None, None, observer)
 
 
-def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
+def resume_run(
+    path: str | Path, observer: Watching | None = None, *, tracker: str = "none"
+) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
     if folder.read_result() is not None:
@@ -428,7 +471,8 @@ def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
     config, problem = build_problem(config, progress=observer is not None)
-    return _run(config, problem, folder, None, observer)
+    with _tracked(tracker, observer) as watching:
+        return _run(config, problem, folder, None, watching)
 
 
 def _run(

@@ -61,6 +61,9 @@ ROUND_PUBLIC: dict[str, str] = {
     "test_accuracy": _LOOKED,
     "test_loss": _LOOKED,
     "validation_accuracy": _LOOKED,
+    # what an observer is told beside the line
+    "epsilon_spent": _CHARGES,
+    "noise_to_signal": "under a claim: follows from options and charges",
     # what a server reports
     "bytes_up": _SHAPES,
     "bytes_down": _SHAPES,

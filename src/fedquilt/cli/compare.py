@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
@@ -19,26 +20,58 @@ from fedquilt.config import MODES, RunConfig, build_config
 if TYPE_CHECKING:
     from fedquilt.record import RunResult
 
+RUNS = typer.Argument(metavar="[RUN...]", help="Compare these finished runs; train nothing.")
 MODES_OPTION = typer.Option("--modes", help="Modes, joined by commas.")
 SEEDS_OPTION = typer.Option("--seeds", help="Seeds, joined by commas.")
+FIGURES_OPTION = typer.Option(
+    "--figures",
+    help="Of RUN...: comparison, seeds (one figure a setting), paper (its figures 2 and 3), "
+    "joined by commas; all, or none.",
+)
+FORMAT_OPTION = typer.Option("--format", help="Of figures: png, pdf or svg.")
+OUTPUT_OPTION = typer.Option(
+    "--output", "-o", metavar="FOLDER", help="Where tables and figures of RUN... go."
+)
 
 
 @takes_run_options("mode", "seed")
 def compare(
     settings: dict[str, Any],
+    runs: Annotated[list[str] | None, RUNS] = None,
     modes: Annotated[str, MODES_OPTION] = ",".join(MODES),
     seeds: Annotated[str, SEEDS_OPTION] = "0,1,2",
     config: Annotated[str | None, CONFIG] = None,
     preset: Annotated[str | None, PRESET] = None,
+    figures: Annotated[str, FIGURES_OPTION] = "comparison",
+    figure_format: Annotated[str, FORMAT_OPTION] = "png",
+    output: Annotated[str, OUTPUT_OPTION] = "./comparison",
+    tracker: Annotated[str, TRACKER] = "none",
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
-    """Train the same federation in several modes and lay the results side by side."""
+    """Train the same federation in several modes and lay the results side by side.
+
+    With the folders of finished runs nothing is trained: they are compared as they are, and
+    the table is stored as JSON, CSV, Markdown and LaTeX.
+    """
+    if runs:
+        if settings or config or preset or tracker != "none":
+            raise InvalidValueError("runs that are finished keep their settings: name RUN... alone")
+        _compare_finished(runs, figures, figure_format, Path(output), as_json)
+        return
+    shown = not quiet and not as_json
+    _train(
+        build_config(settings, preset=preset, file=config), modes, seeds, tracker, shown, as_json
+    )
+
+
+def _train(
+    base: RunConfig, modes: str, seeds: str, tracker: str, shown: bool, as_json: bool
+) -> None:
     from fedquilt.assemble import build_method, build_problem
     from fedquilt.common.storage import storage_errors
     from fedquilt.run_folder import make_fresh
 
-    base = build_config(settings, preset=preset, file=config)
     configs = [
         base.replace(mode=mode, seed=seed) for mode in _modes(modes) for seed in parse_seeds(seeds)
     ]
@@ -51,21 +84,20 @@ def compare(
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)
         folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
-        finished = [
-            _one(c.replace(output_dir=str(folder)), not quiet and not as_json) for c in configs
-        ]
+        finished = [_one(c.replace(output_dir=str(folder)), shown, tracker) for c in configs]
         _report(finished, folder, as_json)
 
 
-def _one(config: RunConfig, shown: bool) -> RunResult:
+def _one(config: RunConfig, shown: bool, tracker: str) -> RunResult:
     from fedquilt.experiment import run_config
 
-    with watch(f"{config.mode}, seed {config.seed}", shown) as observer:
+    with watch(f"{config.mode}, seed {config.seed}", shown, tracker) as observer:
         return run_config(config, observer)
 
 
 def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
+    from fedquilt.report.comparison_files import write_tables
     from fedquilt.run_folder import finite
 
     runs = [one.result for one in finished]
@@ -73,6 +105,11 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     figure = None
     with drawing("comparison.png"):
         figure = str(plot_comparison(runs, str(folder / "comparison.png")))
+    with drawing("the table"):
+        names = [
+            f"run {i}" if one.folder is None else one.folder.name for i, one in enumerate(finished)
+        ]
+        write_tables(dict(zip(names, runs, strict=True)), folder)
     record = {"runs": [one.summary() for one in finished], "table": rows, "figure": figure}
     if as_json:
         print(json.dumps(finite(record), allow_nan=False))
@@ -80,6 +117,82 @@ def _report(finished: list[RunResult], folder: Path, as_json: bool) -> None:
     print(render_comparison(rows))
     if figure is not None:
         print(f"\nfigure: {figure}")
+
+
+def _compare_finished(
+    runs: list[str], figures: str, figure_format: str, folder: Path, as_json: bool
+) -> None:
+    from fedquilt.report.comparison_files import as_text, comparison_rows, entries_of, write_tables
+    from fedquilt.report.style import FORMATS
+    from fedquilt.report.together import lay_together
+    from fedquilt.run_folder import finite
+
+    wanted = _figures(figures)
+    checks.choice("format", figure_format, FORMATS)
+    results = _results(runs)
+    tables = write_tables(results, folder)
+    drawn: list[str] = []
+    with drawing("a figure of the comparison"):
+        drawn = _draw(results, wanted, folder, figure_format)
+    rows = comparison_rows(lay_together(entries_of(results)))
+    if as_json:
+        record = {"table": rows, "tables": tables, "figures": drawn}
+        print(json.dumps(finite(record), allow_nan=False))
+        return
+    print(as_text(rows))
+    print(
+        "\n".join(["", *(f"table: {p}" for p in tables.values()), *(f"figure: {p}" for p in drawn)])
+    )
+
+
+def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
+    """Read finished runs; those that are not finished are refused by name."""
+    from fedquilt.run_folder import RunFolder
+    from fedquilt.views.page import find_runs
+
+    found = {}
+    for path in find_runs(runs):
+        result = RunFolder.open(path).read_result()
+        if result is None:
+            raise InvalidValueError(f"run {str(path)!r} must be finished: resume it first")
+        found[path.name if path.name not in found else str(path)] = result
+    return found
+
+
+def _figures(text: str) -> list[str]:
+    from fedquilt.report.comparison_files import FIGURES
+
+    if text in ("all", "none"):
+        return list(FIGURES) if text == "all" else []
+    return [checks.choice("figures", part.strip(), FIGURES) for part in text.split(",")]
+
+
+def _draw(
+    results: dict[str, dict[str, Any]], wanted: list[str], folder: Path, figure_format: str
+) -> list[str]:
+    from fedquilt.report import plot_comparison, plot_multi_seed_comparison
+    from fedquilt.report.comparison_files import entries_of
+    from fedquilt.report.paper import plot_paper_figures_of_runs
+    from fedquilt.report.together import lay_together
+
+    runs, settings, drawn = list(results.values()), {"format": figure_format}, []
+    series = lay_together(entries_of(results))
+    if "comparison" in wanted and len({one.entries[0].dataset for one in series}) > 1:
+        print("warning: runs of several data sets are not drawn in one figure", file=sys.stderr)
+    elif "comparison" in wanted:
+        # One line a setting: two settings of a mode are not seeds of one another.
+        named = [{**runs[i], "mode": one.label} for one in series for i in one.members]
+        drawn.append(plot_comparison(named, str(folder / f"comparison.{figure_format}"), settings))
+    if "seeds" in wanted:
+        for number, one in enumerate(series):
+            path = folder / f"seeds_{number}_{one.mode}.{figure_format}"
+            own = [runs[index] for index in one.members]
+            seeds = [entry.seed for entry in one.entries]
+            dataset = one.entries[0].dataset
+            drawn.append(plot_multi_seed_comparison(own, seeds, dataset, settings, str(path)))
+    if "paper" in wanted:
+        drawn += plot_paper_figures_of_runs(runs, folder, settings)
+    return [str(path) for path in drawn]
 
 
 def _modes(text: str) -> list[str]:

@@ -22,7 +22,7 @@ PRESET = typer.Option("--preset", help="Start from paper-mnist or paper-cifar10.
 JSON = typer.Option("--json", help="Print one JSON object and nothing else.")
 QUIET = typer.Option("--quiet", help="Show no progress.")
 TRACKER = typer.Option(
-    "--tracker", help="Also log to wandb (offline) and/or tensorboard, joined by commas."
+    "--tracker", help="Also log to wandb (offline), tensorboard, mlflow (files), joined by commas."
 )
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
 

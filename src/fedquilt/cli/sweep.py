@@ -14,7 +14,7 @@ import typer
 from fedquilt.cli.compare import SEEDS_OPTION, parse_seeds
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
 
@@ -44,6 +44,7 @@ def sweep(
     resume: Annotated[str | None, RESUME] = None,
     config: Annotated[str | None, CONFIG] = None,
     preset: Annotated[str | None, PRESET] = None,
+    tracker: Annotated[str, TRACKER] = "none",
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
@@ -54,6 +55,10 @@ def sweep(
     """
     from fedquilt.sweep import run_sweep
 
+    if tracker != "none":
+        from fedquilt.observe.trackers import check_trackers
+
+        check_trackers(tracker)
     plan, place = None, Path(resume or "")
     if resume is None:
         plan, place = _planned(
@@ -63,7 +68,7 @@ def sweep(
         raise InvalidValueError(f"resume={resume!r} must stand alone: a sweep has its own settings")
     progress = None if quiet or as_json else _progress
     try:
-        table = run_sweep(place, plan, jobs=jobs, progress=progress)
+        table = run_sweep(place, plan, jobs=jobs, tracker=tracker, progress=progress)
     except KeyboardInterrupt:
         print(f"interrupted: continue with  fedquilt sweep --resume {place}", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -37,6 +37,33 @@ class _EachRound(Observer):
         self._function(config, line)
 
 
+class Several(Observer):
+    """Several observers, told in order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Pass a round on."""
+        for one in self._observers:
+            one(config, line)
+
+    def opened(self, config: Any, folder: Path) -> None:
+        """Pass the folder on."""
+        for one in self._observers:
+            one.opened(config, folder)
+
+    def working(self, what: str, share: float) -> None:
+        """Pass progress on."""
+        for one in self._observers:
+            one.working(what, share)
+
+    def kept(self, path: Path) -> None:
+        """Pass a file on."""
+        for one in self._observers:
+            one.kept(path)
+
+
 def as_observer(watching: Callable[[Any, dict[str, Any]], None] | None) -> Observer:
     """Return an observer; a function is called after each round, None watches nothing."""
     if watching is None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
+from fedquilt.privacy.ledger.balances import bounded_epsilons
 
 
 class RunAccount:
@@ -146,6 +147,11 @@ class RunAccount:
                 "out differently under the same noise seed: data, code or machine changed"
             )
         return self.run.record_unbounded(round_index, self._places[clients], digest)
+
+    def largest_epsilon(self) -> float:
+        """Return the epsilon in this run of the client that spent most in it."""
+        most = self.spent().max(keepdims=True, initial=0.0)
+        return float(bounded_epsilons(most, self.population.info)[0])
 
     def epsilons(self) -> NDArray[np.float64] | None:
         """Return each client's epsilon in this run; None for a run without a bound."""

@@ -27,7 +27,12 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def run_sweep(
-    folder: Path, plan: Plan | None = None, *, jobs: int = 1, progress: Progress | None = None
+    folder: Path,
+    plan: Plan | None = None,
+    *,
+    jobs: int = 1,
+    tracker: str = "none",
+    progress: Progress | None = None,
 ) -> Table:
     """Run what is left of a sweep; with a plan, begin it.
 
@@ -38,6 +43,8 @@ def run_sweep(
     jobs
         Points that run at the same time.  Points on a ledger run one after the other, in
         their order: who comes first finds more left.
+    tracker
+        Trackers that every run also logs to, joined by commas.
     progress
         Called with the number of points that have ended and of all.
     """
@@ -55,7 +62,8 @@ def run_sweep(
         plan = Plan.read(folder)
         table = Table(folder, plan)
         table.prepare()
-        _run_all(folder, plan, table, 1 if _on_ledger(plan) else jobs, progress)
+        workers = [_Worker(tracker) for _ in range(1 if _on_ledger(plan) else jobs)]
+        _run_all(folder, plan, table, workers, progress)
         return table
 
 
@@ -70,13 +78,15 @@ def _on_ledger(plan: Plan) -> bool:
     return "ledger" in plan.axes or plan.base.get("ledger") is not None
 
 
-def _run_all(folder: Path, plan: Plan, table: Table, jobs: int, progress: Progress | None) -> None:
+def _run_all(
+    folder: Path, plan: Plan, table: Table, workers: list[_Worker], progress: Progress | None
+) -> None:
     left = [point for point in table.waiting() if not _take(table, folder, point)]
     waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
     for point in left:
         waiting.put(point)
     total, lock, ended = len(plan.points), threading.Lock(), [len(plan.points) - len(left)]
-    workers = [_Worker() for _ in range(min(jobs, len(left)))]
+    workers = workers[: len(left)]
     stopped = threading.Event()
 
     def work(worker: _Worker) -> None:
@@ -136,7 +146,8 @@ class _Answer:
 class _Worker:
     """A process that runs points for this one, and ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: str = "none") -> None:
+        self._tracker = tracker
         self._process: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
@@ -153,7 +164,7 @@ class _Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         config = plan.config(point, folder).as_dict()
-        job = {"config": config, "place": str(folder / point.name)}
+        job = {"config": config, "place": str(folder / point.name), "tracker": self._tracker}
         try:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()

@@ -16,16 +16,16 @@ from typing import Any
 from fedquilt.common.errors import FedquiltError
 
 
-def run_point(config: dict[str, Any], place: Path) -> None:
+def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> None:
     """Run a point, or go on with what an earlier process left of it."""
     from fedquilt.config import build_config
     from fedquilt.experiment import resume_run, run_config
 
     begun = sorted(path.parent for path in place.glob("*/config.toml"))
     if begun:
-        resume_run(begun[0])
+        resume_run(begun[0], tracker=tracker)
     else:
-        run_config(build_config(config))
+        run_config(build_config(config), tracker=tracker)
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         job = json.loads(jobs.get())
         answer: dict[str, Any] = {"refused": None}
         try:
-            run_point(job["config"], Path(job["place"]))
+            run_point(job["config"], Path(job["place"]), job["tracker"])
         except FedquiltError as error:
             answer["refused"] = str(error)
         print(json.dumps(answer), flush=True)
