@@ -32,6 +32,7 @@ ORDER: tuple[set[str], ...] = (
     {"slices", "condense"},
     {"round"},
     {"assemble_mechanism"},
+    {"record_html"},
     {"assemble", "record"},
     {"assemble_account"},
     {"experiment"},

@@ -270,6 +270,12 @@ class RunResult:
         accuracy: float | None = self.result["metadata"]["final_accuracy"]
         return accuracy
 
+    def _repr_html_(self) -> str:
+        """Return the run for a notebook: the claim first, then accuracy and settings."""
+        from fedquilt.record_html import result_as_html
+
+        return result_as_html(self.result, self.statement)
+
     def summary(self) -> dict[str, Any]:
         """Return the object that `fedquilt run --json` prints."""
         metadata = self.result["metadata"]

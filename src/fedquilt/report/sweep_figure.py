@@ -82,7 +82,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str]) -> None:
         )
     _label_x(axes, rows, first, numeric, places)
     axes.set_ylabel("test accuracy")
-    if len(keys) > 1:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
     notes = ["points: mean of the seeds; bars: 95 % interval of the mean"]
     if len(keys) > 2:
