@@ -2,7 +2,7 @@
 const state = { run: null, filter: "", sort: "client", down: false, client: null, frame: null };
 
 function chosenRun(data) {
-  return data.runs.find((run) => run.name === state.run) || data.runs[0];
+  return data.runs.find((run) => run.name === state.run) || data.runs.find((run) => run.spend) || data.runs[0];
 }
 
 function theme() {
