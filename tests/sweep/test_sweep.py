@@ -20,6 +20,7 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import build_config
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
 from fedquilt.sweep.plan import Plan
+from fedquilt.views.page import find_runs
 from run_processes import environment
 from run_samples import TINY, flags
 
@@ -181,10 +182,14 @@ def test_two_processes_do_not_share_a_sweep(tmp_path: Path) -> None:
 
 def test_the_command(cli: Callable[..., Said], here: Path) -> None:
     options = flags(mode="fedavg", noise_seed=None, num_rounds=2)
+    options += ["--tracker", "tensorboard"]
     said = cli(
         "sweep", *options, "--over", "local_epochs=1,2", "--seeds", "0", "--folder", "s", "--json"
     )
     record = said.json()
+    runs = [path.parent for path in Path("s").glob("points/*/*/result.json")]
+    assert all((run / "tensorboard").is_dir() for run in runs)
+    assert sorted(find_runs(["s"])) == sorted(runs)
     assert [one["values"] for one in record["settings"]]
     assert record["looks"]["runs"] == 2
     assert Path(record["figures"][0]).is_file()

@@ -169,3 +169,13 @@ def test_a_folder_of_runs_is_all_of_them(certified: Path) -> None:
     assert [run["name"] for run in page_view([certified.parent])["runs"]] == [certified.name]
     with pytest.raises(FedquiltError, match="must be a folder"):
         page_view([certified.parent.parent / "nowhere"])
+
+
+WRITTEN_BEFORE = Path(__file__).resolve().parents[1] / "data" / "written_before" / "runs"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in WRITTEN_BEFORE.iterdir()))
+def test_runs_of_older_versions_are_shown(name: str) -> None:
+    view = page_view([WRITTEN_BEFORE / name], look=False)
+    assert view["runs"][0]["rounds"] > 0
+    assert view["runs"][0]["claim"]["headline"]

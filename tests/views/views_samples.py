@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-import fedquilt
 from fedquilt.config import build_config
 from fedquilt.experiment import run_config
 from fedquilt.privacy.ledger import Ledger
@@ -92,28 +90,5 @@ def condensation(place: Path) -> Path:
     settings = {"method": "condense", "dataset": "digits", "num_rounds": 3, "eval_every": 1}
     config = build_config({**settings, **tiny, "output_dir": str(place)})
     done = run_config(config)
-    assert done.folder is not None
-    return done.folder
-
-
-def crowd(place: Path, num_clients: int, **settings: Any) -> Path:
-    """Run many clients on a few numbers each."""
-    source = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2 * num_clients, 4, generator=source)
-    labels = inputs[:, :2].argmax(dim=1)
-    clients = [range(2 * i, 2 * i + 2) for i in range(num_clients)]
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-    test = (inputs[:50], labels[:50])
-    named = {"population": "people"} if settings.get("mode") == "certified" else {}
-    done = fedquilt.run(
-        model,
-        (inputs, labels),
-        test,
-        clients,
-        output_dir=str(place),
-        local_epochs=1,
-        **named,
-        **settings,
-    )
     assert done.folder is not None
     return done.folder

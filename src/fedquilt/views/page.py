@@ -17,14 +17,21 @@ from fedquilt.views.run import run_view
 SCHEMA_VERSION = 1
 
 
+_INSIDE = ("*/config.toml", "points/*/*/config.toml")
+"""Where runs lie in a folder of runs, and in that of a sweep."""
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """Return the run folders in a folder of runs or of a sweep, none where it is no such."""
+    return sorted(found.parent for pattern in _INSIDE for found in path.glob(pattern))
+
+
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the run folders that the paths mean: themselves, or those right inside them."""
+    """Return the run folders that the paths mean: themselves, or those inside them."""
     found: list[Path] = []
     for given in paths:
         path = Path(given)
-        inside = (
-            sorted(child.parent for child in path.glob("*/config.toml")) if path.is_dir() else []
-        )
+        inside = runs_inside(path)
         if (path / "config.toml").exists() or not inside:
             inside = [RunFolder.open(path).path]
         found += [one for one in inside if one not in found]

@@ -11,7 +11,7 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.privacy.ledger import is_ledger
 from fedquilt.report.html_page import with_comparison
 from fedquilt.views import client_history, ledger_view, page_view, planned_cost
-from fedquilt.views.page import empty_view, find_runs
+from fedquilt.views.page import empty_view, find_runs, runs_inside
 
 _FILES = ("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json")
 
@@ -49,7 +49,8 @@ class RunsSource:
 
     def _folders(self) -> list[Path]:
         try:
-            return find_runs([path for path in self.paths if any(path.glob("**/config.toml"))])
+            begun = [p for p in self.paths if (p / "config.toml").exists() or runs_inside(p)]
+            return find_runs(begun)
         except FedquiltError:
             return []
 
