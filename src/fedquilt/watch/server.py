@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from fedquilt.common.errors import FedquiltError, StorageError
 from fedquilt.report.html_page import embedded, html_page
-from fedquilt.watch.source import Source
+from fedquilt.watch.source import Source, Stamp
 
 LOOPBACK = "127.0.0.1"
 _EVERY = 0.3  # seconds between two looks at the files
@@ -171,17 +171,19 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.watch.listeners.acquire(blocking=False):
             return self._nothing(HTTPStatus.TOO_MANY_REQUESTS)
         try:
+            # Looked at before the listener hears anything: whatever changes from then on is told.
+            seen = self.watch.source.stamp()
             self._begin(HTTPStatus.OK, "text/event-stream", None)
             self._say("retry: 1000\n\n")
-            self._listen()
+            self._listen(seen)
         except OSError:
             return None  # the listener has gone away
         finally:
             self.watch.listeners.release()
         return None
 
-    def _listen(self) -> None:
-        seen, spoke = self.watch.source.stamp(), time.monotonic()
+    def _listen(self, seen: Stamp) -> None:
+        spoke = time.monotonic()
         while not self.watch.closing.wait(_EVERY):
             now = self.watch.source.stamp()
             if now != seen:
