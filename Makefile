@@ -1,5 +1,6 @@
 # make demo   sets up .venv and compares the modes on the embedded digits
 # make test   sets up .venv and runs the tests, JOBS at a time (JOBS=0: in one process)
+# make docs   sets up .venv and builds the documentation as a site, links checked, in site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ JOBS ?= 2
 # Small models train faster on one thread than on many.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check install clean
+.PHONY: demo test check docs install clean
 
 install: $(VENV)/.installed
 
@@ -27,5 +28,8 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site results .pytest_cache .mypy_cache .ruff_cache

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from browser import chrome, visit  # noqa: F401
 from command_line import cli, here, no_figures  # noqa: F401
 from done_once import build_commands_once, read_digits_once
 from examples import use_profile

@@ -33,10 +33,12 @@ ORDER: tuple[set[str], ...] = (
     {"slices", "condense"},
     {"round"},
     {"assemble_mechanism", "client_evaluation"},
+    {"record_html"},
     {"assemble", "record", "checkpoint_state"},
     {"assemble_account", "outlook"},
     {"experiment"},
-    {"quapfl", "fednum", "audit", "flower", "report"},
+    {"quapfl", "fednum", "audit", "flower", "report", "views"},
+    {"watch", "sweep"},
     DOCUMENTS,
     {"cli"},
     {"", "__main__"},  # the package itself loads what it names when it is asked for

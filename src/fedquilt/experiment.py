@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import tempfile
@@ -213,7 +214,7 @@ class Experiment:
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
-        self.observer(self.config, line)
+        self.observer(self.config, line | self._standing(line))
         return stopped
 
     def _spent(self) -> dict[str, Any]:
@@ -225,6 +226,21 @@ class Experiment:
             return {}
         names = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
         return {"epsilon_spent": dict(zip(names, values, strict=True))}
+
+    def _standing(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Return what an observer is told beside a round's line: how noise stands.
+
+        `noise_to_signal` is measured where nothing is claimed; under a claim it is the noise
+        over the longest mean update that the clip allows, √d · noise_std / clip.
+        """
+        told = {}
+        noise, clip = line.get("noise_std"), line.get("clip_value")
+        if line.get("noise_norm") is not None and line.get("signal_norm"):
+            told["noise_to_signal"] = line["noise_norm"] / line["signal_norm"]
+        elif noise and clip and self.federation.mechanism.is_bounded and self.method.clients_train:
+            size = self.federation.weights.numel()
+            told["noise_to_signal"] = math.sqrt(size) * noise / clip
+        return told
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
@@ -431,6 +447,7 @@ def run(
     preset: str | None = None,
     progress: bool = True,
     quiet: bool = False,
+    tracker: str = "none",
     **settings: Unpack[Settings],
 ) -> RunResult:
     """Train your own model on your own data, and say what may be claimed about every client.
@@ -485,6 +502,9 @@ def run(
         then, on the error stream.
     quiet : bool
         Show nothing, neither progress nor what the run may expect.
+    tracker : str
+        Also log the rounds, what anybody may see of them, to "tensorboard", "wandb" (offline)
+        or "mlflow" (files), in the run's folder; several joined by commas.
     **settings
         Options, for example `epsilon=3.0, num_rounds=50`.  One that would do nothing in the
         run's mode is refused.
@@ -514,7 +534,12 @@ def run(
     config, problem = problem_from(config, model, train, test, parts, ids, own, tests)
     # Copied, and maybe nobody else's.
     del model, train, test, clients, client_ids, client_tests, parts, ids, tests
-    with _shown(config, observer, progress and not quiet, quiet) as watching:
+    if tracker != "none" and folder is None and output_dir is None:
+        raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
+    with (
+        _tracked(tracker, observer) as tracked,
+        _shown(config, tracked, progress and not quiet, quiet) as watching,
+    ):
         return _run(config, problem, folder, output_dir, watching)
 
 
@@ -537,10 +562,25 @@ def _shown(
 shows_settings(run)
 
 
-def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
+@contextlib.contextmanager
+def _tracked(names: str, observer: Watching | None) -> Iterator[Watching | None]:
+    """Yield an observer that also logs to the named trackers."""
+    if names == "none":
+        yield observer
+        return
+    from fedquilt.observe.tracked import Tracked
+
+    with Tracked(names) as tracked:
+        yield Observers(as_observer(observer), tracked)
+
+
+def run_config(
+    config: RunConfig, observer: Watching | None = None, *, tracker: str = "none"
+) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
     config, problem = build_problem(config, progress=observer is not None)
-    return _run(config, problem, None, config.output_dir, observer)
+    with _tracked(tracker, observer) as watching:
+        return _run(config, problem, None, config.output_dir, watching)
 
 
 def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunResult:
@@ -549,7 +589,9 @@ def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunRes
     return _run(config, problem, None, None, observer)
 
 
-def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
+def resume_run(
+    path: str | Path, observer: Watching | None = None, *, tracker: str = "none"
+) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
     if folder.read_result() is not None:
@@ -562,7 +604,8 @@ def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
     config, problem = build_problem(config, progress=observer is not None)
-    return _run(config, problem, folder, None, observer)
+    with _tracked(tracker, observer) as watching:
+        return _run(config, problem, folder, None, watching)
 
 
 def _run(

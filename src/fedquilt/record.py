@@ -72,6 +72,8 @@ ROUND_PUBLIC: dict[str, str] = {
     "validation_accuracy": _LOOKED,
     "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
     "noised_client_accuracy_std": "follows from options, charges and the noised mean",
+    # what an observer is told beside the line
+    "noise_to_signal": "under a claim: follows from options and charges",
     # what a server reports
     "bytes_up": _SHAPES,
     "bytes_down": _SHAPES,
@@ -339,6 +341,12 @@ class RunResult:
         """Accuracy on the test set after the last round; None where it is not measured."""
         accuracy: float | None = self.result["metadata"]["final_accuracy"]
         return accuracy
+
+    def _repr_html_(self) -> str:
+        """Return the run for a notebook: the claim first, then accuracy and settings."""
+        from fedquilt.record_html import result_as_html
+
+        return result_as_html(self.result, self.statement)
 
     def summary(self) -> dict[str, Any]:
         """Return the object that `fedquilt run --json` prints."""

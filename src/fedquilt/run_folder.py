@@ -281,6 +281,27 @@ class RunFolder:
             storage.write_file(private, b"".join(secrets[:count]), 0o600)
         return records
 
+    def peek_rounds(self, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
+        """Return the rounds that are written so far, also while the run goes on.
+
+        Nothing is dropped or changed; a last line that is not whole yet is left out.
+        """
+        path = self.path / name
+        with readable(self.path):
+            lines = untrusted.read_lines(path, RunFolderError)
+        records = []
+        for number, line in enumerate(lines):
+            if not line.endswith(b"\n"):
+                break
+            where = f"{path}, line {number + 1}"
+            record = untrusted.parse_json(line, where, RunFolderError, "one JSON object a line")
+            _check_schema(record, path)
+            del record["schema_version"]
+            if name == "rounds.jsonl":
+                check(record, ROUND, where, RunFolderError)
+            records.append(record)
+        return records
+
     def save_checkpoint(
         self,
         rounds: int,

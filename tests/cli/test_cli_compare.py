@@ -55,13 +55,17 @@ def test_json(cli: Cli, here: Path) -> None:
 
 
 def test_every_run_has_its_own_folder(cli: Cli, here: Path) -> None:
-    options = compare_flags(noise_seed=2, epsilon=3.0)
+    options = [*compare_flags(noise_seed=2, epsilon=3.0), "--tracker", "tensorboard"]
     said = cli("compare", *options, "--modes", "quap_fl", "--seeds", "3")
     assert said.code == 0
     (together,) = (here / "results").iterdir()
     assert together.name.startswith("compare_digits_")
     (folder,) = [path for path in together.iterdir() if path.is_dir()]
     assert folder.name.startswith("digits_quap_fl_seed3_")
+    assert (folder / "tensorboard").is_dir()
+    assert {f"comparison.{ending}" for ending in ("png", "json", "csv", "md", "tex")} == {
+        path.name for path in together.iterdir() if path.is_file()
+    }
     alone = tiny(mode="quap_fl", seed=3, noise_seed=2, noise_layers="all", output_dir=str(here))
     done = fedquilt.load(folder)
     # What the mode does not use is what the modes of a comparison share.

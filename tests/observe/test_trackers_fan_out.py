@@ -187,8 +187,11 @@ def test_none_writes_nothing(names: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("wandbb", r"trackers='wandbb' must be one of 'wandb', 'tensorboard', 'none' .*'wandb'\?"),
-        ("tensorboard,mlflow", "trackers='mlflow' must be one of 'wandb', 'tensorboard'"),
+        (
+            "wandbb",
+            r"trackers='wandbb' must be one of 'wandb', 'tensorboard', 'mlflow', .* 'wandb'\?",
+        ),
+        ("tensorboard,neptune", "trackers='neptune' must be one of 'wandb', 'tensorboard'"),
         ("none,tensorboard", "trackers='none' must be one of 'wandb', 'tensorboard'"),
         ("", "trackers='' must be one of"),
         ("tensorboard,", "trackers='' must be one of"),

@@ -17,8 +17,11 @@ from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
+from fedquilt.cli.report import report
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
+from fedquilt.cli.sweep import sweep
+from fedquilt.cli.watch import watch
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.printable import printable_message
 
@@ -32,10 +35,13 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(compare)
+app.command()(sweep)
 app.command()(condense)
 app.command()(plan)
 app.command()(statement)
 app.command()(clients)
+app.command()(report)
+app.command()(watch)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)

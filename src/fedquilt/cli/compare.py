@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, say
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
@@ -30,20 +31,58 @@ MODES_OPTION = typer.Option(
     help="Modes, joined by commas; certified may name its policy: certified:worst_case.",
 )
 SEEDS_OPTION = typer.Option("--seeds", metavar="NUMBERS", help="Seeds, joined by commas.")
+RUNS = typer.Argument(metavar="[RUN...]", help="Compare these finished runs; train nothing.")
+FIGURES_OPTION = typer.Option(
+    "--figures",
+    help="Of RUN...: comparison, seeds (one figure a setting), paper (its figures 2 and 3), "
+    "joined by commas; all, or none.",
+)
+FORMAT_OPTION = typer.Option("--format", help="Of figures: png, pdf or svg.")
+OUTPUT_OPTION = typer.Option(
+    "--output", "-o", metavar="FOLDER", help="Where tables and figures of RUN... go."
+)
 
 
 @takes_run_options("mode", "seed")
 @interruptible()  # also while it loads
 def compare(
     settings: dict[str, Any],
+    runs: Annotated[list[str] | None, RUNS] = None,
     modes: Annotated[str, MODES_OPTION] = ARMS,
     seeds: Annotated[str, SEEDS_OPTION] = "0,1,2",
     config: Annotated[str | None, CONFIG] = None,
     preset: Annotated[str | None, PRESET] = None,
+    figures: Annotated[str, FIGURES_OPTION] = "comparison",
+    figure_format: Annotated[str, FORMAT_OPTION] = "png",
+    output: Annotated[str, OUTPUT_OPTION] = "./comparison",
+    tracker: Annotated[str, TRACKER] = "none",
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
-    """Train the same federation in several modes and lay the results side by side."""
+    """Train the same federation in several modes and lay the results side by side.
+
+    With the folders of finished runs nothing is trained: they are compared as they are, and
+    the table is stored as JSON, CSV, Markdown and LaTeX.
+    """
+    if runs:
+        if settings or config or preset or tracker != "none":
+            raise InvalidValueError("runs that are finished keep their settings: name RUN... alone")
+        _compare_finished(runs, figures, figure_format, Path(output), as_json)
+        return
+    shown = not quiet and not as_json and not read_beside(config).get("quiet", False)
+    _train(settings, preset, config, modes, seeds, tracker, shown, as_json)
+
+
+def _train(
+    settings: dict[str, Any],
+    preset: str | None,
+    config: str | None,
+    modes: str,
+    seeds: str,
+    tracker: str,
+    shown: bool,
+    as_json: bool,
+) -> None:
     from fedquilt.assemble import build_method, build_problem
     from fedquilt.common.storage import storage_errors
     from fedquilt.run_folder import make_fresh
@@ -56,26 +95,30 @@ def compare(
     }
     for base in bases.values():
         build_method(*build_problem(base)).close()  # a mistake in the last is found at once
-    configs = [(name, b.replace(seed=seed)) for name, b in bases.items() for seed in _seeds(seeds)]
+    configs = [
+        (name, b.replace(seed=seed)) for name, b in bases.items() for seed in parse_seeds(seeds)
+    ]
     stem = f"compare_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     with storage_errors(base.output_dir):
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)
         folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
-        shown = not quiet and not as_json and not read_beside(config).get("quiet", False)
-        finished = [(n, _one(n, c.replace(output_dir=str(folder)), shown)) for n, c in configs]
+        finished = [
+            (n, _one(n, c.replace(output_dir=str(folder)), shown, tracker)) for n, c in configs
+        ]
         _report(finished, folder, as_json)
 
 
-def _one(name: str, config: RunConfig, shown: bool) -> RunResult:
+def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
     from fedquilt.experiment import run_config
 
-    with watch(f"{name}, seed {config.seed}", shown) as observer:
+    with watch(f"{name}, seed {config.seed}", shown, tracker) as observer:
         return run_config(config, observer)
 
 
 def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) -> None:
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
+    from fedquilt.report.comparison_files import write_tables
     from fedquilt.run_folder import finite
 
     runs = [{**one.result, "mode": name} for name, one in finished]
@@ -83,6 +126,12 @@ def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) 
     figure = None
     with drawing("comparison.png"):
         figure = str(plot_comparison(runs, str(folder / "comparison.png")))
+    with drawing("the table"):
+        names = [
+            f"run {i}" if one.folder is None else one.folder.name
+            for i, (_, one) in enumerate(finished)
+        ]
+        write_tables(dict(zip(names, runs, strict=True)), folder)
     summaries = [one.summary() for _, one in finished]
     record = {"runs": summaries, "table": rows, "figure": figure}
     if as_json:
@@ -106,7 +155,84 @@ def _arms(text: str) -> dict[str, dict[str, str]]:
     return arms
 
 
-def _seeds(text: str) -> list[int]:
+def _compare_finished(
+    runs: list[str], figures: str, figure_format: str, folder: Path, as_json: bool
+) -> None:
+    from fedquilt.report.comparison_files import as_text, comparison_rows, entries_of, write_tables
+    from fedquilt.report.style import FORMATS
+    from fedquilt.report.together import lay_together
+    from fedquilt.run_folder import finite
+
+    wanted = _figures(figures)
+    checks.choice("format", figure_format, FORMATS)
+    results = _results(runs)
+    tables = write_tables(results, folder)
+    drawn: list[str] = []
+    with drawing("a figure of the comparison"):
+        drawn = _draw(results, wanted, folder, figure_format)
+    rows = comparison_rows(lay_together(entries_of(results)))
+    if as_json:
+        record = {"table": rows, "tables": tables, "figures": drawn}
+        print(json.dumps(finite(record), allow_nan=False))
+        return
+    say(as_text(rows))
+    say(
+        "\n".join(["", *(f"table: {p}" for p in tables.values()), *(f"figure: {p}" for p in drawn)])
+    )
+
+
+def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
+    """Read finished runs; those that are not finished are refused by name."""
+    from fedquilt.run_folder import RunFolder
+    from fedquilt.views.page import find_runs
+
+    found = {}
+    for path in find_runs(runs):
+        result = RunFolder.open(path).read_result()
+        if result is None:
+            raise InvalidValueError(f"run {str(path)!r} must be finished: resume it first")
+        found[path.name if path.name not in found else str(path)] = result
+    return found
+
+
+def _figures(text: str) -> list[str]:
+    from fedquilt.report.comparison_files import FIGURES
+
+    if text in ("all", "none"):
+        return list(FIGURES) if text == "all" else []
+    return [checks.choice("figures", part.strip(), FIGURES) for part in text.split(",")]
+
+
+def _draw(
+    results: dict[str, dict[str, Any]], wanted: list[str], folder: Path, figure_format: str
+) -> list[str]:
+    from fedquilt.report import plot_comparison, plot_multi_seed_comparison
+    from fedquilt.report.comparison_files import entries_of
+    from fedquilt.report.paper import plot_paper_figures_of_runs
+    from fedquilt.report.together import lay_together
+
+    runs, settings, drawn = list(results.values()), {"format": figure_format}, []
+    series = lay_together(entries_of(results))
+    if "comparison" in wanted and len({one.entries[0].dataset for one in series}) > 1:
+        print("warning: runs of several data sets are not drawn in one figure", file=sys.stderr)
+    elif "comparison" in wanted:
+        # One line a setting: two settings of a mode are not seeds of one another.
+        named = [{**runs[i], "mode": one.label} for one in series for i in one.members]
+        drawn.append(plot_comparison(named, str(folder / f"comparison.{figure_format}"), settings))
+    if "seeds" in wanted:
+        for number, one in enumerate(series):
+            path = folder / f"seeds_{number}_{one.mode}.{figure_format}"
+            own = [runs[index] for index in one.members]
+            seeds = [entry.seed for entry in one.entries]
+            dataset = one.entries[0].dataset
+            drawn.append(plot_multi_seed_comparison(own, seeds, dataset, settings, str(path)))
+    if "paper" in wanted:
+        drawn += plot_paper_figures_of_runs(runs, folder, settings)
+    return [str(path) for path in drawn]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Read seeds joined by commas."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -18,7 +18,7 @@ import typer
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.common.printable import printable, printable_message
-from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config import RunConfig
 from fedquilt.observe.progress import Progress
 
 
@@ -136,21 +136,17 @@ class Watcher(Observer):
             self._on_opened(folder)
         if self._names == "none":
             return
-        from fedquilt.observe.trackers import open_trackers
+        from fedquilt.observe.tracked import Tracked
 
-        project, name = tracker_names(config)
-        self._trackers = self._stack.enter_context(
-            open_trackers(
-                self._names, folder, project=project, run_name=name, config=config.as_dict()
-            )
-        )
+        self._trackers = self._stack.enter_context(Tracked(self._names))
+        self._trackers.opened(config, folder)
 
     def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
         """Show a finished round; its line holds public values only."""
         if self._progress is not None:
             self._progress(config, line)
         if self._trackers is not None:
-            self._trackers.log(line)
+            self._trackers(config, line)
 
     def working(self, what: str, share: float) -> None:
         """Show what happens within a round."""
@@ -189,12 +185,3 @@ def watch(
         if shown:
             watcher.show(label)
         yield watcher
-
-
-def tracker_names(config: RunConfig) -> tuple[str, str]:
-    """Return project and run name, as the FedNum reference writes them for a condensation."""
-    if not isinstance(config, CondenseConfig):
-        return f"fedquilt_{config.dataset}", f"{config.mode}_seed{config.seed}"
-    people = f"client{config.num_clients}_{config.dirichlet_alpha:g}_{config.partition}"
-    rounds = f"cr{config.num_rounds}_join_ratio{config.clients_per_round:g}"
-    return f"{config.mode}_{config.dataset}_{people}", f"{config.model}_{rounds}"

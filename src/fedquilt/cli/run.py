@@ -29,7 +29,7 @@ QUIET = typer.Option("--quiet", metavar="", help="Show no progress.")
 TRACKER = typer.Option(
     "--tracker",
     metavar="NAMES",
-    help="Also log to wandb (offline) and/or tensorboard, joined by commas.",
+    help="Also log to wandb (offline), tensorboard, mlflow (files), joined by commas.",
     show_default=False,
 )
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")

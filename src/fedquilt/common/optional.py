@@ -17,6 +17,7 @@ _PACKAGES = {
     "dp_accounting": ("dp-accounting", "dp-accounting>=0.6,<0.7"),
     "flwr": ("flwr", "fedquilt[flower]"),
     "matplotlib": ("matplotlib", "matplotlib"),
+    "mlflow": ("mlflow-skinny", "fedquilt[trackers]"),
     "pooch": ("pooch", "pooch"),
     "prometheus_client": ("prometheus-client", "fedquilt[monitor]"),
     "psutil": ("psutil", "fedquilt[monitor]"),

@@ -1,4 +1,4 @@
-"""Experiment trackers: a run's rounds in Weights & Biases and in TensorBoard.
+"""Experiment trackers: a run's rounds in Weights & Biases, in TensorBoard and in MLflow.
 
 Trackers only watch.  What they cannot write is lost to them and to nobody else: the
 record of a run is its own folder.  By default nothing leaves the machine.
@@ -31,6 +31,7 @@ from typing import Any
 from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError, StorageError
 from fedquilt.common.storage import write_file
+from fedquilt.observe.mlflow import MlflowTracker, load_mlflow
 from fedquilt.observe.tracking import Tracker, Trackers, scalars_of, step_of, withholds_time
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
@@ -196,7 +197,7 @@ def _quiet(mode: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-NAMES = ("wandb", "tensorboard")
+NAMES = ("wandb", "tensorboard", "mlflow")
 NONE = "none"
 
 
@@ -213,9 +214,9 @@ def open_trackers(
     Parameters
     ----------
     names
-        "none", or one or more of "wandb" and "tensorboard", parted by commas.
+        "none", or one or more of "wandb", "tensorboard" and "mlflow", parted by commas.
     folder
-        The run's folder; trackers write to `wandb` and `tensorboard` inside it.  In the
+        The run's folder; trackers write to folders of their names inside it.  In the
         folder of an earlier run they go on with that run.
     project, run_name, config
         What wandb calls the run, and the settings it shows.
@@ -254,6 +255,8 @@ def check_trackers(names: str) -> list[str]:
         _wandb()
     if "tensorboard" in wanted:
         _tensorboard()
+    if "mlflow" in wanted:
+        load_mlflow()
     return wanted
 
 
@@ -273,6 +276,8 @@ def _open(
     try:
         if name == "wandb":
             return WandbTracker(folder, project=project, run_name=run_name, config=config)
+        if name == "mlflow":
+            return MlflowTracker(folder, project=project, run_name=run_name, config=config)
         return TensorBoardTracker(folder)
     except OSError as error:
         raise StorageError(

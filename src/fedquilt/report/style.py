@@ -44,11 +44,8 @@ COLORS = {
 """Colours that stay apart for colour-blind readers (after Okabe and Ito)."""
 PALETTE = tuple(COLORS.values())
 
-_LAYOUT: dict[Any, Any] = {
-    "figure.constrained_layout.w_pad": 0.1,
-    "figure.constrained_layout.h_pad": 0.1,
-    "svg.hashsalt": "fedquilt",
-}
+_STYLE_FILE = Path(__file__).parent / "assets" / "fedquilt.mplstyle"
+"""The one style of all figures: colours, fonts that are embedded, room between panels."""
 _METADATA: dict[str, dict[str, None]] = {
     "png": {},
     "pdf": {"CreationDate": None},
@@ -115,10 +112,9 @@ def _size(value: object) -> tuple[float, float]:
 @contextmanager
 def drawing(settings: FigureSettings) -> Iterator[Figure]:
     """Give a figure in the wanted style; what is drawn and saved inside has that style."""
-    import matplotlib
     import matplotlib.style
 
-    with matplotlib.style.context(settings.style), matplotlib.rc_context(_LAYOUT):
+    with matplotlib.style.context([settings.style, str(_STYLE_FILE)]):
         if not settings.show_plot:
             yield _plain_figure(settings)
             return

@@ -41,6 +41,7 @@ from fedquilt.privacy.ledger.errors import (
     ReservationError,
 )
 from fedquilt.privacy.ledger.files import is_ledger
+from fedquilt.privacy.ledger.history import Charge
 from fedquilt.privacy.ledger.ledger import Ledger, csv_rows
 from fedquilt.privacy.ledger.members import check_ids, roster_name
 from fedquilt.privacy.ledger.population import Population, population_name
@@ -49,6 +50,7 @@ from fedquilt.privacy.ledger.verify import VerifyReport
 
 __all__ = [
     "BudgetExceededError",
+    "Charge",
     "ClientRow",
     "Ledger",
     "LedgerBusyError",

@@ -27,6 +27,7 @@ from fedquilt.privacy.ledger.balances import (
 )
 from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
 from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
+from fedquilt.privacy.ledger.history import Charge, charges_of_population, charges_of_run
 from fedquilt.privacy.ledger.members import (
     UNKNOWN,
     alike,
@@ -383,6 +384,17 @@ class Population:
             found = self._store.select(query, self.info.key, entries.SETTLE, entries.UNBOUNDED)
             places = {seq: (name, index) for seq, index, name in found}
         return client_rows(account, places, listed_clients(account, most))
+
+    def charges(self, run: RunInfo | None = None) -> list[Charge]:
+        """Return every settled release, or those of one run, oldest first."""
+        with self._store.reading():
+            info = self._fresh().info
+            found = (
+                charges_of_population(self._store, info)
+                if run is None
+                else charges_of_run(self._store, info, run.key)
+            )
+            return list(found)
 
     def summary(self) -> Summary:
         """Return the population's figures in one record."""

@@ -1,0 +1,183 @@
+"""`fedquilt sweep`: many runs over some options, in one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedquilt.cli.compare import SEEDS_OPTION, parse_seeds
+from fedquilt.cli.options import takes_run_options
+from fedquilt.cli.progress import drawing
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import build_config
+
+if TYPE_CHECKING:
+    from fedquilt.sweep import Plan, Summary
+
+OVER = typer.Option(
+    "--over",
+    metavar="KEY=VALUES",
+    help="An option and its values: key=a,b,c; or, with --samples, a range key=low:high[:log].",
+)
+SAMPLES = typer.Option("--samples", help="Draw so many settings at random instead of the grid.")
+JOBS = typer.Option("--jobs", help="Runs at the same time, each with one thread.")
+FOLDER = typer.Option("--folder", metavar="FOLDER", help="Where the sweep goes.")
+RESUME = typer.Option("--resume", metavar="SWEEP_FOLDER", help="Go on with a sweep.")
+
+
+@takes_run_options("seed")
+def sweep(
+    settings: dict[str, Any],
+    over: Annotated[list[str] | None, OVER] = None,
+    seeds: Annotated[str, SEEDS_OPTION] = "0,1,2",
+    samples: Annotated[int | None, SAMPLES] = None,
+    sweep_seed: Annotated[int, typer.Option("--sweep-seed", help="Of the draws.")] = 0,
+    jobs: Annotated[int, JOBS] = 1,
+    folder: Annotated[str | None, FOLDER] = None,
+    resume: Annotated[str | None, RESUME] = None,
+    config: Annotated[str | None, CONFIG] = None,
+    preset: Annotated[str | None, PRESET] = None,
+    tracker: Annotated[str, TRACKER] = "none",
+    as_json: Annotated[bool, JSON] = False,
+    quiet: Annotated[bool, QUIET] = False,
+) -> None:
+    """Run every combination of some options, or random ones, with every seed.
+
+    The results are one SQLite table in the sweep's folder. A sweep that was stopped goes on
+    with --resume. On a ledger every run is charged like any other.
+    """
+    from fedquilt.sweep import run_sweep
+
+    if tracker != "none":
+        from fedquilt.observe.trackers import check_trackers
+
+        check_trackers(tracker)
+    plan, place = None, Path(resume or "")
+    if resume is None:
+        plan, place = _planned(
+            settings, over or [], seeds, samples, sweep_seed, config, preset, folder
+        )
+    elif over or settings or config or preset or samples is not None or folder is not None:
+        raise InvalidValueError(f"resume={resume!r} must stand alone: a sweep has its own settings")
+    progress = None if quiet or as_json else _progress
+    try:
+        table = run_sweep(place, plan, jobs=jobs, tracker=tracker, progress=progress)
+    except KeyboardInterrupt:
+        print(f"interrupted: continue with  fedquilt sweep --resume {place}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _report(table.plan, table.rows(), place, as_json)
+
+
+def _planned(
+    settings: dict[str, Any],
+    over: list[str],
+    seeds: str,
+    samples: int | None,
+    sweep_seed: int,
+    config: str | None,
+    preset: str | None,
+    folder: str | None,
+) -> tuple[Plan, Path]:
+    from fedquilt.sweep import make_plan, parse_axis
+
+    base = build_config(settings, preset=preset, file=config)
+    if not over:
+        raise InvalidValueError("--over KEY=VALUES must be given at least once")
+    axes = [parse_axis(text, type(base)) for text in over]
+    plan = make_plan(
+        base.as_dict(), axes, parse_seeds(seeds), samples=samples, sweep_seed=sweep_seed
+    )
+    stem = f"sweep_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
+    return plan, Path(base.output_dir) / stem if folder is None else Path(folder)
+
+
+def _progress(ended: int, total: int) -> None:
+    print(
+        f"\r{ended} of {total} runs",
+        end="\n" if ended == total else "",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _report(plan: Plan, rows: list[dict[str, Any]], folder: Path, as_json: bool) -> None:
+    from fedquilt.report.sweep_figure import plot_sweep
+    from fedquilt.run_folder import finite
+    from fedquilt.sweep import summarise
+
+    found = summarise(plan, rows)
+    points = [
+        {"values": s.values, "mean": s.spread.mean, "low": s.spread.low, "high": s.spread.high}
+        for s in found.settings
+    ]
+    figures: list[str] = []
+    with drawing("the figures of the sweep"):
+        figures = plot_sweep(points, plan.axes, folder / "sweep.png")
+    if as_json:
+        record = {"folder": str(folder), "figures": figures, **_plain(found)}
+        print(json.dumps(finite(record), allow_nan=False))
+        return
+    print(_table(found))
+    lost = sum(row["state"] == "waiting" for row in rows)
+    if lost:
+        print(f"\n{lost} runs did not end: fedquilt sweep --resume {folder}")
+    print(f"\n{found.looks.text}")
+    print("\n".join([f"\ntable: {folder / 'sweep.sqlite'}", *(f"figure: {f}" for f in figures)]))
+
+
+def _plain(found: Summary) -> dict[str, Any]:
+    record: dict[str, Any] = dataclasses.asdict(found)
+    record["differences"] = [
+        {"label": label, **dataclasses.asdict(pair)} for label, pair in found.differences
+    ]
+    return record
+
+
+def _table(found: Summary) -> str:
+    from tabulate import tabulate
+
+    from fedquilt.common.bounds import format_bound
+
+    body = [
+        (
+            one.label,
+            _four(one.spread.mean),
+            _four(one.spread.sd),
+            "-"
+            if one.spread.low is None
+            else f"{_four(one.spread.low)} to {_four(one.spread.high)}",
+            str(one.spread.count) + (f" ({one.refused} refused)" if one.refused else ""),
+            format_bound(one.epsilon),
+        )
+        for one in found.settings
+    ]
+    titles = ["setting", "accuracy", "sd", "95 % interval of the mean", "seeds", "worst client's ε"]
+    parts = [tabulate(body, headers=titles, disable_numparse=True)]
+    pairs = [
+        (
+            label,
+            _four(pair.spread.mean),
+            "-"
+            if pair.spread.low is None
+            else f"{_four(pair.spread.low)} to {_four(pair.spread.high)}",
+            "-" if pair.p is None else f"{pair.p:.2g}",
+            str(len(pair.seeds)),
+        )
+        for label, pair in found.differences
+        if len(pair.seeds) > 1
+    ]
+    if pairs:
+        heads = ["on the same seeds", "difference", "95 % interval", "p", "seeds"]
+        parts.append(tabulate(pairs, headers=heads, disable_numparse=True))
+    return "\n\n".join(parts)
+
+
+def _four(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,119 @@
+// The table of clients: only the rows in sight are in the document, however many there are.
+const ROW = 30, SPARE = 8;
+
+function clientRows(run) {
+  const epsilons = run.spend && run.spend.epsilons, budget = run.spend && run.spend.budget;
+  const last = new Int32Array(run.num_clients).fill(-1);
+  rosterOf(run).forEach((members, r) => members.forEach((client) => { last[client] = r + 1; }));
+  const held = run.holdings && run.holdings.counts;
+  return run.joins.map((joins, client) => {
+    const spent = epsilons ? epsilons[client] : null;
+    return {
+      client, joins, last: last[client] < 0 ? null : last[client],
+      rate: run.rounds ? joins / run.rounds : null,
+      epsilon: spent === "inf" ? Infinity : spent,
+      share: known(spent) && known(budget) ? spent / budget : null,
+      samples: held ? held[client].reduce((a, b) => a + b, 0) : null,
+    };
+  });
+}
+
+const COLUMNS = [
+  { key: "client", name: "client", show: (v) => String(v) },
+  { key: "joins", name: "joins", show: (v) => String(v) },
+  { key: "rate", name: "share of rounds", show: percent },
+  { key: "last", name: "last round", show: (v) => (v === null ? "-" : String(v)) },
+  { key: "epsilon", name: "ε spent", show: (v) => (v === Infinity ? "∞" : bound(v)) },
+  { key: "share", name: "of its budget", show: percent },
+  { key: "samples", name: "samples", show: (v) => (v === null ? "-" : String(v)) },
+];
+const NAMES = { left: "left",  joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
+const TESTS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
+
+// "17" finds clients whose number has 17 in it; "joins>=5 eps<2" compares.
+function matcher(text) {
+  const tests = text.trim().toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const found = /^([a-zε]+)(>=|<=|!=|>|<|=)(-?[\d.]+)(%?)$/.exec(word);
+    if (found && NAMES[found[1]]) {
+      const wanted = Number(found[3]) / (found[4] ? 100 : 1), key = NAMES[found[1]], test = TESTS[found[2]];
+      return (row) => row[key] !== null && test(row[key], wanted);
+    }
+    return (row) => String(row.client).includes(word) || (row.id ? row.id.toLowerCase().includes(word) : false);
+  });
+  return (row) => tests.every((test) => test(row));
+}
+
+function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note = "A client's number shows its own spend in the chart above." } = {}) {
+  let rows = [], chosen = [], columns = all, run = null;
+  const count = el("p", { class: "note", role: "status" });
+  const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "17, or joins>=5 eps<2",
+    oninput: () => { state.filter = input.value; refresh(); } });
+  const head = el("tr", {}), body = el("tbody", {});
+  const grid = el("table", {}, el("caption", { class: "quiet" }, "Clients"), el("thead", {}, head), body);
+  const box = el("div", { class: "rows", tabindex: "0", role: "region", "aria-label": "Clients, a table that scrolls" }, grid);
+  box.addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
+  box.addEventListener("keydown", (event) => {
+    const page = { PageDown: 1, PageUp: -1 }[event.key];
+    if (page && event.target === box) { event.preventDefault(); box.scrollTop += page * (box.clientHeight - ROW); }
+  });
+
+  function header() {
+    head.replaceChildren();
+    put(head, columns.map((c) => el("th", { scope: "col", class: c.text ? null : "number", "aria-sort": state.sort === c.key ? (state.down ? "descending" : "ascending") : "none" },
+      el("button", { type: "button", onclick: () => sortBy(c.key) }, `${c.name}${state.sort === c.key ? (state.down ? " ▾" : " ▴") : ""}`))));
+  }
+
+  function sortBy(key) {
+    state.down = state.sort === key ? !state.down : key !== "client";
+    state.sort = key;
+    refresh();
+    head.querySelectorAll("button")[columns.findIndex((c) => c.key === key)].focus();
+  }
+
+  function refresh() {
+    const test = matcher(state.filter), key = state.sort, turn = state.down ? -1 : 1;
+    const value = (row) => (row[key] === null ? -Infinity : row[key]);
+    chosen = rows.filter(test).sort((a, b) => turn * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) || a.client - b.client);
+    count.textContent = `${chosen.length} of ${rows.length} clients`;
+    grid.setAttribute("aria-rowcount", String(chosen.length + 1));
+    header();
+    box.scrollTop = Math.min(box.scrollTop, Math.max(0, chosen.length * ROW - box.clientHeight));
+    paint();
+  }
+
+  function paint() {
+    const first = Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
+    const end = Math.min(chosen.length, first + Math.ceil((box.clientHeight || 400) / ROW) + 2 * SPARE);
+    const held = document.activeElement && body.contains(document.activeElement) ? document.activeElement.dataset.client : null;
+    const gap = (height) => {
+      const row = el("tr", { class: "gap", "aria-hidden": "true" }, el("td", { colspan: String(columns.length) }));
+      row.style.height = `${height}px`;
+      row.firstChild.style.height = `${height}px`;
+      return height > 0 ? row : null;
+    };
+    body.replaceChildren();
+    put(body, gap(first * ROW), chosen.slice(first, end).map((row, i) => line(row, first + i + 2)), gap((chosen.length - end) * ROW));
+    if (held !== null) body.querySelector(`[data-client="${Number(held)}"]`)?.focus({ preventScroll: true });
+  }
+
+  function line(row, index) {
+    const pick = el("button", { type: "button", class: "pick", "data-client": String(row.client), "aria-label": `Show client ${row.client}`,
+      onclick: () => { state.client = state.client === row.client ? null : row.client; paint(); onPick(); } }, String(row.client));
+    return el("tr", { "aria-rowindex": String(index), "aria-selected": state.client === row.client ? "true" : null },
+      el("th", { scope: "row", class: "number" }, pick), columns.slice(1).map((c) => el("td", { class: c.text ? null : "number" }, c.show(row[c.key]))));
+  }
+
+  return {
+    host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box,
+      el("p", { class: "note" }, note)),
+    update(now) {
+      if (now === run) return;
+      run = now;
+      rows = rowsOf(run);
+      columns = all.filter((c) => rows.some((row) => row[c.key] !== null));
+      if (!columns.some((c) => c.key === state.sort)) { state.sort = "client"; state.down = false; }
+      input.value = state.filter;
+      refresh();
+    },
+  };
+}

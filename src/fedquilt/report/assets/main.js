@@ -1,0 +1,97 @@
+// The page: built once, updated when new data come.
+const state = { run: null, filter: "", sort: "client", down: false, client: null, frame: null };
+
+function chosenRun(data) {
+  return data.runs.find((run) => run.name === state.run) || data.runs.find((run) => run.spend) || data.runs[0];
+}
+
+function theme() {
+  const root = document.documentElement;
+  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  const button = el("button", { type: "button", onclick: () => { root.dataset.theme = dark() ? "light" : "dark"; name(); repaintAll(); } });
+  const name = () => { button.textContent = dark() ? "Light" : "Dark"; };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { name(); repaintAll(); });
+  name();
+  return button;
+}
+
+function page(first) {
+  let data = first;
+  const main = document.getElementById("main");
+  const select = el("select", { id: "run", onchange: () => { state.run = select.value; state.client = null; state.frame = null; update(data); } });
+  const table = clientTable(state, () => update(data));
+  const key = () => chosenRun(data);
+  const slots = {
+    claim: slot(claimSection), comparison: slot(comparisonSection), accuracy: slot(accuracySection), spend: slot(spendSection),
+    roster: slot(rosterSection), noise: slot(noiseSection), groups: slot(groupsSection), images: slot(imagesSection), config: slot(configSection),
+  };
+  const chooser = el("div", { class: "controls" }, el("label", { for: "run" }, "The sections below show", select));
+  const parts = [["claim", "What may be claimed"], ["comparison", "Runs compared"], ["accuracy", "Accuracy"]];
+  const own = [["spend", "Privacy spend"], ["clients", "Clients"], ["roster", "Roster"], ["noise", "Clip, noise, signal"], ["groups", "Groups and tiers"], ["images", "Synthetic images"], ["config", "Configuration"]];
+  const sections = Object.fromEntries([...parts, ...own].map(([id, title]) => [id, section(id, title, id === "clients" ? table.host : slots[id].host)]));
+  main.replaceChildren(...parts.map(([id]) => sections[id]), chooser, ...own.map(([id]) => sections[id]));
+  document.getElementById("contents").replaceChildren(...[...parts, ...own].map(([id, title]) => el("a", { href: `#${id}`, "data-section": id }, title)));
+
+  function update(now) {
+    if (!now.runs.length) return;
+    data = now;
+    const run = key();
+    const names = data.runs.map((r) => r.name);
+    if (names.join("\n") !== [...select.options].map((o) => o.value).join("\n")) {
+      select.replaceChildren(...data.runs.map((r) => el("option", { value: r.name }, `${data.series[r.series].label}, seed ${r.seed}: ${r.name}`)));
+    }
+    select.value = run.name;
+    chooser.hidden = data.runs.length < 2;
+    slots.claim.update(data.runs.map((r) => [r.name, r.claim]), data);
+    slots.comparison.update(data.series.map((s) => [s.label, s.runs.length, s.mean, s.epsilon]), data);
+    slots.accuracy.update(data.series.map((s) => [s.label, s.curve]), data);
+    slots.spend.update([run.name, run.spend, state.client, run.rounds], run, state.client);
+    slots.roster.update([run.name, run.rounds], run);
+    slots.noise.update([run.name, run.per_round], run);
+    slots.groups.update([run.name, run.rounds, run.finished], run);
+    slots.images.update([run.name, run.images.length], run, state);
+    slots.config.update([run.name, run.finished], run);
+    table.update(run);
+    show("images", run.images.length > 0);
+    document.getElementById("sub").textContent = headline();
+    document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
+  }
+
+  function show(id, wanted) {
+    sections[id].hidden = !wanted;
+    document.querySelector(`[data-section="${id}"]`).hidden = !wanted;
+  }
+
+  function headline() {
+    const running = data.runs.filter((r) => !r.finished).length;
+    const seeds = [...new Set(data.runs.map((r) => r.seed))].sort((a, b) => a - b);
+    return `${data.series.map((s) => s.label).join("; ")}; ${seeds.length === 1 ? "seed" : "seeds"} ${seeds.join(", ")}` + (running ? `; ${running} not finished` : "");
+  }
+
+  update(first);
+  return update;
+}
+
+// Where a run is only expected, the page waits for it.
+function waiting(first) {
+  let update = null;
+  const next = (data) => {
+    if (update) update(data);
+    else if (data.runs.length) update = page(data);
+  };
+  document.getElementById("sub").textContent = "No run yet";
+  put(document.getElementById("main"), el("p", { class: "note" }, "No run has begun here yet. The page fills itself when one does."));
+  document.documentElement.dataset.drawn = "0";
+  next(first);
+  return next;
+}
+
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  put(document.getElementById("tools"), theme());
+  document.getElementById("foot").textContent = `Made by fedquilt ${data.fedquilt}. One file, nothing is fetched. Bounds are rounded up.`;
+  const update = data.ledger ? ledgerPage(data) : waiting(data);
+  if (data.live) follow(data.live, update);
+}
+
+start();

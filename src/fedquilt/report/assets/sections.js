@@ -1,0 +1,167 @@
+// The sections of the page, from the claim to how to repeat a run.
+function claimSection(data) {
+  const one = (run) => {
+    const claim = run.claim;
+    return el("article", { class: `claim ${claim.bounded ? "kept" : claim.finished ? "none" : "open"}` },
+      el("p", { class: "head" }, claim.headline),
+      el("p", { class: "who" }, `${run.mode}, seed ${run.seed}: ${run.name}`),
+      el("p", {}, claim.explained),
+      facts(claim.facts),
+      claim.notes.length ? el("details", { open: data.runs.length === 1 }, el("summary", {}, claim.notes.length === 1 ? "1 note" : `${claim.notes.length} notes`),
+        el("ul", { class: "notes" }, claim.notes.map((note) => el("li", {}, note)))) : null,
+      run.stopped ? el("p", { class: "note" }, `Ended after round ${run.rounds}: ${run.stopped}.`) : null);
+  };
+  const first = data.runs.filter((run) => run.seed === Math.min(...data.runs.filter((r) => r.series === run.series).map((r) => r.seed)));
+  const rest = data.runs.filter((run) => !first.includes(run));
+  return [el("div", { class: "claims" }, first.map(one)),
+    rest.length ? el("details", {}, el("summary", {}, `The statements of ${rest.length} further seeds`), el("div", { class: "claims" }, rest.map(one))) : null];
+}
+
+function comparisonSection(data) {
+  const columns = [{ name: "what ran" }, { name: "accuracy, mean", kind: "number" }, { name: "sd", kind: "number" },
+    { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }, { name: "what it may claim", kind: "wrap" }];
+  const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
+    s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon), s.claim])]);
+  return [el("p", { class: "note" }, "Rows under one heading promise every client the same: only those may be compared by accuracy alone."), table(columns, rows, "Runs compared"),
+    data.pairs && data.pairs.length ? el("details", {}, el("summary", {}, "Differences on the same seeds"), table(
+      [{ name: "difference" }, { name: "mean", kind: "number" }, { name: "95 % interval", kind: "number" }, { name: "p", kind: "number" }, { name: "seeds", kind: "number" }],
+      data.pairs.map((p) => [p.label, number(p.mean), known(p.low) ? `${number(p.low)} to ${number(p.high)}` : "-", number(p.p, 2), String(p.seeds)]), "Paired differences")) : null];
+}
+
+function accuracySection(data) {
+  const curves = (values, low, high) => data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve[values], low: s.runs.length > 1 ? s.curve[low] : null, high: s.runs.length > 1 ? s.curve[high] : null }));
+  const target = data.runs.map((r) => r.target).find(known);
+  return el("div", { class: "charts" },
+    lineChart({ title: "Test accuracy by round", note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
+      references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: true }),
+    data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds; logarithmic.", log: true, series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
+}
+
+const count = (length) => Array.from({ length }, (_, i) => i + 1);
+
+function ownSpend(run, client) {
+  const spend = run.spend;
+  if (!spend || !spend.charges) return null;
+  const { mu2, epsilon } = spend.curve;
+  let spent = 0;
+  const worth = (amount) => {
+    if (amount === 0) return 0;
+    let low = 0, high = mu2.length - 1;
+    while (low < high) { const middle = (low + high) >> 1; if (mu2[middle] >= amount * (1 - 1e-5)) high = middle; else low = middle + 1; }
+    return epsilon[low];
+  };
+  return rosterOf(run).map((members, r) => {
+    const place = members.indexOf(client), charge = spend.charges[r];
+    if (place >= 0) spent += Array.isArray(charge) ? charge[place] : charge;
+    return worth(spent);
+  });
+}
+
+function spendSection(run, client) {
+  const spend = run.spend;
+  if (!spend) return el("p", { class: "note" }, "This run keeps no ledger: no client's spend is bounded or counted.");
+  if (spend.missing) return el("p", { class: "note" }, spend.missing);
+  const x = count(spend.rounds.max.length);
+  const series = [
+    { name: "the client that spent most", color: "vermilion", x, y: spend.rounds.max },
+    { name: "median client (band: middle half)", color: "blue", x, y: spend.rounds.median, low: spend.rounds.low, high: spend.rounds.high }];
+  const own = client === null ? null : ownSpend(run, client);
+  if (own) series.push({ name: `client ${client}`, color: "green", dash: "7 3", x, y: own });
+  const references = [{ y: spend.budget, label: `budget of the run ${bound(spend.budget)}` }];
+  if (spend.allowance !== spend.budget) references.push({ y: spend.allowance, label: `lifetime allowance ${bound(spend.allowance)}` });
+  const parts = [lineChart({ title: "Spend against allowance, by round", note: `ε at δ = ${spend.delta}, ${spend.adjacency}; the ledger refuses what would pass the line.`, series, xLabel: "round", wholeX: true, yRange: [0], references, alwaysNamed: true })];
+  if (spend.epsilons) {
+    const cells = new Map();
+    spend.epsilons.forEach((e, i) => { if (known(e)) { const key = `${run.joins[i]}|${e.toPrecision(3)}`; cells.set(key, (cells.get(key) || 0) + 1); } });
+    const points = [...cells].map(([key, n]) => [...key.split("|").map(Number), n]).sort((a, b) => a[0] - b[0]);
+    parts.push(lineChart({ title: "Spend against joins", note: "A dot for each client; a larger one for several alike.", noTable: true, xName: "joins", xLabel: "joins", wholeX: true, yRange: [0], references,
+      series: [{ name: "clients", color: "blue", dots: true, x: points.map((p) => p[0]), y: points.map((p) => p[1]), size: points.map((p) => p[2]) }] }));
+  }
+  return [el("div", { class: "charts" }, parts),
+    spend.unbounded ? el("p", { class: "note" }, "The ledger counts whoever had a part in this run as unbounded: its noise can be reproduced.") : null,
+    run.roster_is === "available" ? el("p", { class: "note" }, "Under a secret coin the ledger counts the whole allowance from the first exposure; the claim above is what the noise is calibrated for.") : null];
+}
+
+function rosterSection(run) {
+  const x = count(run.cohort_sizes.length);
+  const series = [{ name: run.roster_is === "available" ? "clients available" : "clients in the round", color: "blue", x, y: run.cohort_sizes }];
+  const out = run.per_round.without_allowance;
+  if (out && out.some((n) => n > 0)) series.push({ name: "clients without allowance", color: "vermilion", dash: "7 3", x, y: out });
+  const top = Math.max(...run.joins, 1), width = Math.max(1, Math.ceil((top + 1) / 24));
+  const bars = Array.from({ length: Math.floor(top / width) + 1 }, (_, i) => ({ label: width === 1 ? String(i) : `${i * width}`, value: 0 }));
+  run.joins.forEach((n) => { bars[Math.floor(n / width)].value += 1; });
+  return el("div", { class: "charts" }, rosterChart(run), lineChart({ title: "Cohorts", series, xLabel: "round", wholeX: true, yRange: [0] }),
+    barChart({ title: "How often clients joined", xLabel: width === 1 ? "joins" : `joins (in steps of ${width})`, bars }));
+}
+
+function noiseSection(run) {
+  const x = count(run.rounds), p = run.per_round;
+  const line = (name, key, tint, dash) => (p[key] ? { name, color: tint, dash, x, y: p[key] } : null);
+  const drawn = (title, note, series) => (series.filter(Boolean).length ? lineChart({ title, note, series: series.filter(Boolean), xLabel: "round", wholeX: true, yRange: [0], alwaysNamed: true }) : null);
+  const charts = [
+    drawn("Clip and noise", "The clip bound of a typical client; the noise on each number of the mean update.", [line("clip bound", "clip", "blue"), line("noise (standard deviation)", "noise", "vermilion", "7 3")]),
+    run.noise_ratio ? drawn("Noise against signal", "Length of the noise over the longest mean update the clip allows; above 1 a single round is mostly noise.", [{ name: "noise to signal", color: "purple", x, y: run.noise_ratio }]) : null,
+    drawn("Measured lengths (private)", "Of the mean update and of the noise on it.", [line("signal", "signal_norm", "green"), line("noise", "noise_norm", "vermilion", "7 3")]),
+    drawn("Training loss (private)", "Mean of the clients that trained.", [line("training loss", "train_loss", "purple")]),
+    drawn("Share of clipped updates (private)", "", [line("clipped", "clipped", "orange")]),
+    drawn("Nominal ε of one round", "A figure of the published method; not a guarantee.", [line("nominal ε", "budget", "green")]),
+    drawn("Matching loss", "Of the synthetic images with what clients sent.", [line("matching loss", "matching_loss", "purple")]),
+    drawn("Traffic", "Bytes of a round.", [line("up", "bytes_up", "blue"), line("down", "bytes_down", "vermilion", "7 3")]),
+    drawn("Seconds of a round (private)", "", [line("seconds", "seconds", "grey")])].filter(Boolean);
+  return charts.length ? el("div", { class: "charts" }, charts) : el("p", { class: "note" }, "This mode neither clips nor adds noise.");
+}
+
+function tiersTable(run) {
+  if (!run.slices) return null;
+  const seen = (run.look && run.look.tiers) || {};
+  const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", "test accuracy"].map((name) => ({ name, kind: "number" }))];
+  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number(seen[String(t.width)] ?? null)]);
+  return [el("h3", {}, `Tiers (${run.slices.method})`), table(columns, rows, "Tiers")];
+}
+
+function groupTable(run) {
+  const order = run.joins.map((_, i) => i).sort((a, b) => run.joins[b] - run.joins[a] || a - b), size = Math.max(1, Math.round(order.length / 4));
+  const groups = [["most frequent quarter", order.slice(0, size)], ["middle half", order.slice(size, order.length - size)], ["least frequent quarter", order.slice(order.length - size)]].filter((g) => g[1].length);
+  const mean = (ids, of) => (ids.some((i) => !known(of[i])) ? null : ids.reduce((sum, i) => sum + of[i], 0) / ids.length);
+  const epsilons = run.spend && run.spend.epsilons;
+  const columns = [{ name: "clients" }, ...["how many", "joins, mean", "ε spent, mean", "ε spent, most"].map((name) => ({ name, kind: "number" }))];
+  return [el("h3", {}, "By how often clients joined"), table(columns, groups.map(([name, ids]) => [name, String(ids.length), number(mean(ids, run.joins), 3),
+    epsilons ? bound(mean(ids, epsilons)) : "-", epsilons ? bound(Math.max(...ids.map((i) => (epsilons[i] === "inf" ? Infinity : epsilons[i])))) : "-"]), "Groups by participation")];
+}
+
+function groupsSection(run) {
+  const look = run.look, parts = [groupTable(run), tiersTable(run)], charts = [];
+  if (look && look.classes) charts.push(barChart({ title: "Test accuracy by class", note: "Of the released model, on data that no client holds.", xLabel: "class", yRange: [0, 1], bars: look.classes.map((c) => ({ label: String(c.label), value: c.accuracy })) }));
+  if (run.holdings && run.holdings.counts) charts.push(holdingsChart(run.holdings));
+  if (run.holdings && run.holdings.missing) parts.push(el("p", { class: "note" }, `What clients hold: ${run.holdings.missing}`));
+  if (look && look.missing) parts.push(el("p", { class: "note" }, `No second look at the model: ${look.missing}`));
+  if (!run.private) parts.push(el("p", { class: "note" }, "What clients hold is not shown: it is covered by no statement. The owner sees it with --private."));
+  return [parts, charts.length ? el("div", { class: "charts" }, charts) : null];
+}
+
+function imagesSection(run, state) {
+  if (!run.images.length) return null;
+  const frames = run.images, at = Math.min(state.frame ?? frames.length - 1, frames.length - 1);
+  const picture = el("img", { alt: "" }), label = el("output", { for: "frame" });
+  const show = (i) => {
+    const frame = frames[i];
+    picture.src = `data:image/png;base64,${frame.png}`;
+    picture.alt = `Synthetic images after ${frame.round} rounds, a row for each of ${frame.classes.length} classes`;
+    label.textContent = frame.round ? `after round ${frame.round}` : "before the first round";
+  };
+  const slider = el("input", { type: "range", id: "frame", min: "0", max: String(frames.length - 1), step: "1", value: String(at),
+    oninput: () => { state.frame = Number(slider.value); show(state.frame); } });
+  show(at);
+  return [el("p", { class: "note" }, "What the server has grown from what clients sent. No image of a client is among them unless the statement says so."),
+    el("div", { class: "controls" }, el("label", { for: "frame" }, "Round", slider), label), el("div", { class: "frames" }, picture)];
+}
+
+function configSection(run) {
+  const rows = run.config.filter((c) => !c[2] && c[1] !== "(a path)");
+  const shown = (list) => table([{ name: "option" }, { name: "value", kind: "wrap" }], list.map((c) => [c[0], c[1]]), "Options");
+  return [el("p", {}, "Save the file below as ", el("code", {}, "run.toml"), " and run ", el("code", {}, run.repeat.command), ". Noise that protects is drawn afresh: figures of a private run differ from one to the next."),
+    el("details", {}, el("summary", {}, "run.toml"), el("pre", { tabindex: "0" }, run.repeat.toml)),
+    el("h3", {}, `${rows.length} options are not the default`), shown(rows),
+    el("details", {}, el("summary", {}, `All ${run.config.length} options`), shown(run.config)),
+    run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
+}

@@ -1,0 +1,23 @@
+"""Many runs of one experiment: every combination of some options, or random ones, and all seeds.
+
+A sweep is a folder: what was planned, one folder for each point, and one SQLite table of results.
+Whatever is in the table follows from the points' own folders, so a sweep that was killed goes on
+where it was, and ends with the table it would have had.
+"""
+
+from fedquilt.sweep.plan import Axis, Plan, Point, make_plan, parse_axis
+from fedquilt.sweep.run import run_sweep
+from fedquilt.sweep.summary import Summary, summarise
+from fedquilt.sweep.table import Table
+
+__all__ = [
+    "Axis",
+    "Plan",
+    "Point",
+    "Summary",
+    "Table",
+    "make_plan",
+    "parse_axis",
+    "run_sweep",
+    "summarise",
+]

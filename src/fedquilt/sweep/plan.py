@@ -1,0 +1,198 @@
+"""Which points a sweep has: a grid over options, or draws from ranges, times the seeds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.randomness import generator
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import read_json
+from fedquilt.config import RunConfig, build_config, option_fields
+
+SCHEMA_VERSION = 1
+SPEC_FILE = "sweep.json"
+RUNS = "points"
+_OWN = ("seed", "output_dir")
+_MOST_POINTS = 100_000
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An option and its values, or the range it is drawn from (`scale` linear, log or int)."""
+
+    key: str
+    values: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    scale: str = "linear"
+
+    @property
+    def is_range(self) -> bool:
+        """Whether values are drawn."""
+        return self.low is not None
+
+    def draw(self, source: np.random.Generator) -> Any:
+        """Return one value."""
+        if not self.is_range:
+            return self.values[int(source.integers(len(self.values)))]
+        assert self.low is not None
+        assert self.high is not None
+        if self.scale == "int":
+            return int(source.integers(int(self.low), int(self.high) + 1))
+        share = float(source.random())
+        if self.scale == "log":
+            return float(math.exp(math.log(self.low) + share * math.log(self.high / self.low)))
+        return self.low + share * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    number: int
+    settings: dict[str, Any]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder below the sweep's."""
+        return f"{RUNS}/{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before anything runs: the common configuration, the axes, the points."""
+
+    base: dict[str, Any]
+    axes: tuple[str, ...]
+    points: tuple[Point, ...]
+
+    def config(self, point: Point, folder: Path) -> RunConfig:
+        """Return the configuration of a point that runs below a sweep's folder."""
+        own = {"seed": point.seed, "output_dir": str(folder / point.name)}
+        return build_config({**self.base, **point.settings, **own})
+
+    def write(self, folder: Path) -> None:
+        """Write the plan into the sweep's folder."""
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "base": self.base,
+            "axes": list(self.axes),
+            "points": [[point.settings, point.seed] for point in self.points],
+        }
+        write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Read the plan of a sweep's folder."""
+        if not (folder / SPEC_FILE).is_file():
+            raise RunFolderError(f"sweep {str(folder)!r} must be a folder with a {SPEC_FILE}")
+        content = read_json(folder / SPEC_FILE, RunFolderError)
+        try:
+            if content["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema_version={content['schema_version']!r}")
+            points = tuple(
+                Point(number, dict(settings), int(seed))
+                for number, (settings, seed) in enumerate(content["points"])
+            )
+            return cls(dict(content["base"]), tuple(content["axes"]), points)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunFolderError(f"{folder / SPEC_FILE} is no plan of a sweep: {error}") from error
+
+
+def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
+    """Read `key=a,b,c`, or `key=low:high`, `key=low:high:log`, `key=low:high:int`.
+
+    >>> parse_axis("epsilon=1,2.5").values
+    (1.0, 2.5)
+    >>> parse_axis("learning_rate=0.01:1:log").scale
+    'log'
+    """
+    key, sign, rest = text.partition("=")
+    key = key.strip().replace("-", "_")
+    fields = option_fields(kind)
+    checks.choice("key of the sweep", key, [name for name in fields if name not in _OWN])
+    if not sign or not rest.strip():
+        raise InvalidValueError(f"{text!r} must be key=value,value or key=low:high")
+    declared = str(fields[key].type)
+    if ":" in rest and ("float" in declared or "int" in declared):
+        return _range(key, rest, whole="float" not in declared)
+    values = tuple(_value(key, part.strip(), declared) for part in rest.split(","))
+    if len(set(map(str, values))) != len(values):
+        raise InvalidValueError(f"{text!r} must not repeat a value")
+    return Axis(key, values)
+
+
+def _range(key: str, text: str, *, whole: bool) -> Axis:
+    low, _, rest = text.partition(":")
+    high, _, scale = rest.partition(":")
+    scale = checks.choice(f"scale of {key}", scale or ("int" if whole else "linear"), _SCALES)
+    try:
+        first, last = float(low), float(high)
+    except ValueError:
+        raise InvalidValueError(f"{key}={text!r} must be low:high") from None
+    if not first < last or (scale == "log" and first <= 0):
+        raise InvalidValueError(f"{key}={text!r} must rise, and a log scale begins above 0")
+    return Axis(key, low=first, high=last, scale=scale)
+
+
+_SCALES = ("linear", "log", "int")
+_TRUTH = {"true": True, "false": False}
+
+
+def _value(key: str, text: str, declared: str) -> Any:
+    """Read a value as the option's type wants it."""
+    if text.lower() == "none" and "None" in declared:
+        return None
+    if declared.startswith("bool"):
+        return _TRUTH[checks.choice(key, text.lower(), list(_TRUTH))]
+    try:
+        if "int" in declared and not ("float" in declared and "." in text):
+            return int(text)
+        return float(text) if "float" in declared else text
+    except ValueError:
+        raise InvalidValueError(f"{key}={text!r} must be a number") from None
+
+
+def make_plan(
+    base: Mapping[str, Any],
+    axes: Sequence[Axis],
+    seeds: Sequence[int],
+    *,
+    samples: int | None = None,
+    sweep_seed: int = 0,
+) -> Plan:
+    """Return the points of a grid or, with `samples`, of so many draws, each with every seed.
+
+    Every point's configuration is checked here, before anything runs.
+    """
+    keys = [axis.key for axis in axes]
+    if not axes or len(set(keys)) != len(keys):
+        raise InvalidValueError(f"axes={keys!r} must name at least one option, each once")
+    if samples is None:
+        drawn = [axis.key for axis in axes if axis.is_range]
+        if drawn:
+            raise InvalidValueError(f"{drawn[0]} is a range: say how many samples to draw")
+        combined = itertools.product(*(axis.values for axis in axes))
+        chosen = [dict(zip(keys, values, strict=True)) for values in combined]
+    else:
+        checks.integer("samples", samples, at_least=1)
+        source = generator(sweep_seed, "sweep")
+        chosen = [{axis.key: axis.draw(source) for axis in axes} for _ in range(samples)]
+    checks.integer("points", len(chosen) * len(seeds), at_least=1, at_most=_MOST_POINTS)
+    plain = {key: value for key, value in base.items() if key not in (*_OWN, *keys)}
+    pairs = [(settings, seed) for settings in chosen for seed in seeds]
+    points = [Point(i, settings, seed) for i, (settings, seed) in enumerate(pairs)]
+    for settings in chosen:
+        build_config({**plain, **settings, "seed": seeds[0]})
+    return Plan(plain, tuple(keys), tuple(points))

@@ -1,0 +1,138 @@
+"""What a sweep found: each setting over its seeds, differences on equal seeds, and the looks.
+
+Every finished run has looked at its clients' data once.  Picking the best of them by its results
+is tuning by looking, which no run's own statement covers: the summary says how often it was done
+and what all looks together may have cost a client.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
+from fedquilt.report.statistics import Paired, Spread, paired, spread
+from fedquilt.sweep.plan import Plan
+from fedquilt.sweep.table import DONE, REFUSED
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One combination of values over its seeds."""
+
+    label: str
+    values: dict[str, Any]
+    by_seed: dict[int, float | None]
+    spread: Spread
+    epsilon: float
+    refused: int
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How often clients' data were looked at, and what that may cost all together."""
+
+    runs: int
+    charged: int
+    refused: int
+    epsilon: float
+    delta: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Settings, best first; differences of the best to each other one; the looks."""
+
+    settings: tuple[Setting, ...]
+    differences: tuple[tuple[str, Paired], ...]
+    looks: Looks
+
+
+def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
+    """Summarise the rows of a sweep's table."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in plan.axes), []).append(row)
+    settings = [_setting(plan.axes, key, own) for key, own in groups.items()]
+    settings.sort(key=lambda one: -math.inf if one.spread.mean is None else -one.spread.mean)
+    known = [one for one in settings if one.spread.mean is not None]
+    others = [one for one in settings if one.spread.mean is None]
+    differences = [
+        (f"{known[0].label} minus {one.label}", paired(known[0].by_seed, one.by_seed))
+        for one in known[1:]
+    ]
+    return Summary((*known, *others), tuple(differences), _looks(rows, plan))
+
+
+def _setting(axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Setting:
+    by_seed = {int(row["seed"]): row["accuracy"] for row in rows if row["state"] == DONE}
+    claimed = [row["claimed_epsilon"] for row in rows if row["state"] == DONE]
+    label = ", ".join(f"{name}={_shown(value)}" for name, value in zip(axes, key, strict=True))
+    return Setting(
+        label,
+        dict(zip(axes, key, strict=True)),
+        by_seed,
+        spread(list(by_seed.values())),
+        max(claimed, default=math.inf),
+        sum(row["state"] == REFUSED for row in rows),
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _looks(rows: Sequence[Mapping[str, Any]], plan: Plan) -> Looks:
+    done = [row for row in rows if row["state"] == DONE]
+    charged = sum(bool(row["charged"]) for row in done)
+    refused = sum(row["state"] == REFUSED for row in rows)
+    epsilon, delta = _together(done, amplified=bool(plan.base.get("amplification")))
+    return Looks(
+        len(done), charged, refused, epsilon, delta, _in_words(len(done), charged, epsilon, delta)
+    )
+
+
+def _together(done: Sequence[Mapping[str, Any]], *, amplified: bool) -> tuple[float, float | None]:
+    """Return what a client that was in every run may have given away.
+
+    Squared GDP units add up over runs (`privacy.ledger.units`).  Where a run claims nothing
+    there is no bound, nor where the runs' deltas differ, nor under a secret coin, whose
+    releases are not described by one unit.
+    """
+    deltas = {row["claimed_delta"] for row in done}
+    if not done or len(deltas) != 1 or amplified:
+        return math.inf, None
+    delta = float(deltas.pop())
+    try:
+        total = sum(allowance_mu2(float(row["claimed_epsilon"]), delta) for row in done)
+    except (InvalidValueError, OverflowError, ValueError):
+        return math.inf, delta
+    return float(epsilon_spent(np.asarray([total]), delta)[0]), delta
+
+
+def _in_words(runs: int, charged: int, epsilon: float, delta: float | None) -> str:
+    looks = "1 look was" if runs == 1 else f"{runs} looks were"
+    head = f"{looks} taken at the clients' data, one for each finished run"
+    if charged == runs and runs:
+        return (
+            f"{head}; all of them are charged to the ledger, which bounds each client over all "
+            "runs. Choosing among results is covered by that bound."
+        )
+    bounded = math.isfinite(epsilon) and delta is not None
+    cost = (
+        f"a client that was in all of them has given away up to ε = {format_bound(epsilon)} "
+        f"at δ = {format_bound(delta or 0.0, 6)}"
+        if bounded
+        else "together they are bounded by nothing"
+    )
+    return (
+        f"{head}; {charged} of them are charged to a ledger. Each run's statement is about that "
+        f"run alone: {cost}. What is chosen by looking at results is not covered."
+    )

@@ -1,0 +1,101 @@
+"""The page as text: what is in it, what cannot get out of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from typing import Any
+
+from fedquilt.report.html_page import PRIVATE_WARNING, embedded, html_page
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}&\u2028'\""
+
+
+def view(name: str = "run", seed: int = 0, **changes: Any) -> dict[str, Any]:
+    """Return a run as `fedquilt.views` describes it."""
+    claim = {"bounded": True, "headline": "h", "text": name, "epsilon_max": 3.0, "delta": 1e-5}
+    return {
+        "name": name,
+        "mode": "certified",
+        "dataset": "digits",
+        "seed": seed,
+        "config": [["epsilon", "3.0", True]],
+        "accuracy": {"rounds": [1, 2], "values": [0.1, 0.2], "loss": [2.0, 1.0]},
+        "claim": {**claim, "adjacency": "zero-out"},
+        **changes,
+    }
+
+
+def page(*runs: dict[str, Any], **more: Any) -> str:
+    return html_page({"fedquilt": "0", "private": False, "runs": list(runs), **more})
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_data_stay_data() -> None:
+    text = page(view(EVIL))
+    assert data_of(text)["runs"][0]["name"] == EVIL
+    assert text.count("<script") == 2
+    assert "<img" not in text
+    assert "alert(1)" in text  # it is there, and it is text
+    titled = html_page({"fedquilt": "0", "runs": [view()]}, title=EVIL)
+    assert titled.count("<script") == 2
+
+
+def test_embedded_json_holds_no_sign_that_could_end_it() -> None:
+    text = embedded({"a": EVIL})
+    assert not re.search("[<>&\u2028\u2029]", text)
+    assert json.loads(text) == {"a": EVIL}
+
+
+def test_the_policy_names_the_one_script_and_the_one_style() -> None:
+    text = page(view())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    for tag in ("script", "style"):
+        inside = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(inside) == 1
+        digest = base64.b64encode(hashlib.sha256(inside[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy[1]
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert "connect-src" not in policy[1]
+    assert "connect-src 'self'" in html_page({"fedquilt": "0", "runs": [view()]}, live=True)
+
+
+def test_nothing_is_fetched_from_anywhere() -> None:
+    addresses = set(
+        re.findall(r"(?:https?:)?//[\w.-]+\.\w+", re.sub(r"//.*\n", "\n", page(view())))
+    )
+    assert addresses <= {"http://www.w3.org"}  # the name of SVG, not a place
+    assert not re.search(
+        r"<(?:link|script|iframe|object)[^>]*(?:src|href)=\"(?!data:)", page(view())
+    )
+
+
+def test_the_claim_is_there_without_scripts() -> None:
+    said = re.search(r"<noscript>(.*?)</noscript>", page(view("every client & more")), re.DOTALL)
+    assert said is not None
+    assert "every client &amp; more" in said[1]
+
+
+def test_private_is_said_first_and_only_then() -> None:
+    assert PRIVATE_WARNING in page(view(), private=True)
+    assert PRIVATE_WARNING not in page(view())
+
+
+def test_seeds_make_a_series() -> None:
+    data = data_of(page(view("a"), view("b", 1), view("c", mode="fedavg")))
+    assert [(one["label"], one["runs"]) for one in data["series"]] == [
+        ("fedavg", [2]),
+        ("certified", [0, 1]),
+    ]
+    assert [run["series"] for run in data["runs"]] == [1, 1, 0]
+    assert data["series"][1]["curve"]["mean"] == [0.1, 0.2]

@@ -1,0 +1,200 @@
+"""Sweeps: what is planned, what is in the table, what is said of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import Said
+from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.config import build_config
+from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
+from fedquilt.sweep.plan import Plan
+from fedquilt.views.page import find_runs
+from run_processes import environment
+from run_samples import TINY, flags
+
+BASE: dict[str, Any] = build_config({**TINY, "mode": "fedavg"}).as_dict()
+
+
+def planned(*axes: str, seeds: tuple[int, ...] = (0, 1), **more: Any) -> Plan:
+    base = {**BASE, **more.pop("base", {})}
+    return make_plan(base, [parse_axis(axis) for axis in axes], seeds, **more)
+
+
+def test_a_grid_has_every_combination_and_seed() -> None:
+    plan = planned("learning_rate=0.1,0.2", "server_optimizer=sgd,adam")
+    assert len(plan.points) == 8
+    assert plan.points[2].settings == {"learning_rate": 0.1, "server_optimizer": "adam"}
+    assert [point.seed for point in plan.points[:2]] == [0, 1]
+
+
+def test_draws_are_the_same_for_the_same_seed() -> None:
+    axes = ("learning_rate=0.01:1:log", "local_epochs=1:4", "server_optimizer=sgd,adam")
+    plan = planned(*axes, samples=20)
+    assert plan == planned(*axes, samples=20)
+    assert plan != planned(*axes, samples=20, sweep_seed=1)
+    rates = [point.settings["learning_rate"] for point in plan.points]
+    assert 0.01 <= min(rates) < 0.1 < max(rates) <= 1
+    assert {point.settings["local_epochs"] for point in plan.points} == {1, 2, 3, 4}
+
+
+def test_values_have_the_option_s_type() -> None:
+    assert parse_axis("clients-per-round=3,0.5").values == (3, 0.5)
+    assert parse_axis("normalise_updates=true,false").values == (True, False)
+    assert parse_axis("noise_seed=none,3").values == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat=1", "learning_rate"),
+        ("seed=1,2", "key of the sweep"),
+        ("learning_rate=", "must be key="),
+        ("learning_rate=fast", "must be a number"),
+        ("learning_rate=1:0.1", "must rise"),
+        ("learning_rate=0:1:log", "begins above 0"),
+        ("learning_rate=1,1", "repeat"),
+    ],
+)
+def test_a_mistake_is_said(text: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        parse_axis(text)
+
+
+def test_a_bad_value_is_found_before_anything_runs() -> None:
+    with pytest.raises(FedquiltError, match="local_epochs"):
+        planned("local_epochs=1,0")
+    with pytest.raises(InvalidValueError, match="samples"):
+        planned("learning_rate=0.1:1")
+
+
+def test_a_sweep_and_its_summary(tmp_path: Path) -> None:
+    plan = planned("local_epochs=1,4", base={"learning_rate": 0.1})
+    told: list[tuple[int, int]] = []
+    table = run_sweep(tmp_path / "s", plan, progress=lambda *n: told.append(n))
+    rows = table.rows()
+    assert [row["state"] for row in rows] == ["done"] * 4
+    assert told[-1] == (4, 4)
+    with sqlite3.connect(table.path) as opened:
+        (best,) = opened.execute(
+            "SELECT max(accuracy) FROM points WHERE local_epochs = 4"
+        ).fetchone()
+    assert best == max(row["accuracy"] for row in rows[2:])
+    found = summarise(plan, rows)
+    assert found.settings[0].label == "local_epochs=4"
+    assert found.settings[0].spread.count == 2
+    label, pair = found.differences[0]
+    assert label == "local_epochs=4 minus local_epochs=1"
+    assert pair.seeds == (0, 1)
+    assert found.looks.runs == 4
+    assert "bounded by nothing" in found.looks.text
+    assert run_sweep(tmp_path / "s").rows() == rows
+    with pytest.raises(FedquiltError, match="holds another sweep"):
+        run_sweep(tmp_path / "s", planned("local_epochs=1,2"))
+
+
+def test_runs_on_a_ledger_are_charged_and_refused_like_any_other(tmp_path: Path) -> None:
+    own = {"mode": "certified", "noise_seed": None, "epsilon": 2.0, "allowance": 3.2}
+    own |= {"ledger": str(tmp_path / "clients.sqlite"), "population": "people"}
+    plan = planned("clip_norm=0.1,0.2,0.4", seeds=(0,), base=own)
+    table = run_sweep(tmp_path / "s", plan, jobs=4)
+    rows = table.rows()
+    assert [row["state"] for row in rows] == ["done", "done", "refused"]
+    assert "asks more than" in rows[2]["message"]
+    looks = summarise(plan, rows).looks
+    assert (looks.runs, looks.charged, looks.refused) == (2, 2, 1)
+    assert looks.text.startswith("2 looks were taken")
+    assert "all of them are charged" in looks.text
+    assert run_sweep(tmp_path / "s").rows() == rows
+
+
+def test_without_a_ledger_all_looks_together_are_told(tmp_path: Path) -> None:
+    own = {"mode": "certified", "noise_seed": None, "epsilon": 2.0}
+    plan = planned("clip_norm=0.1,0.2", seeds=(0,), base=own)
+    looks = summarise(plan, run_sweep(tmp_path / "s", plan).rows()).looks
+    assert (looks.runs, looks.charged) == (2, 0)
+    assert 2.0 < looks.epsilon < 4.0
+    assert f"up to ε = {format_bound(looks.epsilon)} at" in looks.text
+
+
+def command(*arguments: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedquilt", "sweep", *map(str, arguments), "--quiet"],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def finished(folder: Path) -> int:
+    return len(list(folder.glob("points/*/*/result.json")))
+
+
+def killed_after(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
+    """Kill a sweep as soon as so many of its runs have ended and another has begun."""
+    deadline = time.monotonic() + 120
+    while finished(folder) < count or len(list(folder.glob("points/*/*/rounds.jsonl"))) <= count:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_killed_twice_it_ends_with_the_same_table(tmp_path: Path) -> None:
+    options = ["--over", "learning_rate=0.05,0.1", "--over", "local_epochs=1,2"]
+    options += ["--seeds", "0,1", *flags(mode="certified", num_rounds=25)]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert command(*options, "--jobs", 2, "--folder", whole).wait() == 0
+    killed_after(command(*options, "--jobs", 2, "--folder", broken), broken, 2)
+    killed_after(command("--resume", broken, "--jobs", 2), broken, 4)
+    assert finished(broken) < 8
+    assert command("--resume", broken, "--jobs", 1).wait() == 0
+    tables = []
+    for folder in (whole, broken):
+        with sqlite3.connect(folder / "sweep.sqlite") as opened:
+            tables.append(opened.execute("SELECT * FROM points ORDER BY point").fetchall())
+    assert len(tables[0]) == 8
+    assert tables[0] == tables[1]
+
+
+def test_two_processes_do_not_share_a_sweep(tmp_path: Path) -> None:
+    from fedquilt.common.storage import lock_file
+
+    place = tmp_path / "s"
+    place.mkdir()
+    with lock_file(place / ".lock"), pytest.raises(FedquiltError, match="another process"):
+        run_sweep(place, planned("local_epochs=1,2"))
+
+
+def test_the_command(cli: Callable[..., Said], here: Path) -> None:
+    options = flags(mode="fedavg", noise_seed=None, num_rounds=2)
+    options += ["--tracker", "tensorboard"]
+    said = cli(
+        "sweep", *options, "--over", "local_epochs=1,2", "--seeds", "0", "--folder", "s", "--json"
+    )
+    record = said.json()
+    runs = [path.parent for path in Path("s").glob("points/*/*/result.json")]
+    assert all((run / "tensorboard").is_dir() for run in runs)
+    assert sorted(find_runs(["s"])) == sorted(runs)
+    assert [one["values"] for one in record["settings"]]
+    assert record["looks"]["runs"] == 2
+    assert Path(record["figures"][0]).is_file()
+    shown = cli("sweep", "--resume", "s", "--quiet")
+    assert "2 looks were taken" in shown.out
+    assert cli("sweep", "--resume", "s", "--seed", 1).code == 2
+    assert "must be given" in cli("sweep", *options).err
+    assert "must be a folder" in cli("sweep", "--resume", "nowhere").err

@@ -1,0 +1,92 @@
+"""The documentation as a site: it builds without a warning, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import html.parser
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from fedquilt.config import CondenseConfig, option_fields
+from run_processes import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install '.[docs]'")
+pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
+
+
+class Links(html.parser.HTMLParser):
+    """Collects what a page refers to, and the names it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            if name in ("id", "name") and value:
+                self.names.add(value)
+
+
+def read(path: Path) -> Links:
+    links = Links()
+    links.feed(path.read_text())
+    return links
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+    paths = environment()
+    paths["PYTHONPATH"] = ":".join([paths["PYTHONPATH"], *(p for p in sys.path if p)])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=paths, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return place
+
+
+def test_every_link_leads_somewhere(site: Path) -> None:
+    pages = {path: read(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 15
+    lost = []
+    for path, links in pages.items():
+        for target in links.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            place = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            place = place / "index.html" if place.is_dir() else place
+            named = (
+                not parts.fragment
+                or place not in pages
+                or unquote(parts.fragment) in pages[place].names
+            )
+            if not place.exists() or not named:
+                lost.append(f"{path.relative_to(site)}: {target}")
+    assert lost == []
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    text = (site / "index.html").read_text()
+    assert "fonts.googleapis" not in text
+    assert "cdn" not in text
+
+
+def test_every_option_is_in_the_reference(site: Path) -> None:
+    page = (site / "reference" / "configuration" / "index.html").read_text()
+    assert not [
+        name for name in option_fields(CondenseConfig) if f"<code>{name}</code>" not in page
+    ]
+    commands = (site / "reference" / "commands" / "index.html").read_text()
+    for command in ("run", "report", "watch", "sweep", "ledger show"):
+        assert f"<code>fedquilt {command}</code>" in commands
+    python = (site / "reference" / "python" / "index.html").read_text()
+    assert "Train your own model on your own data." in python

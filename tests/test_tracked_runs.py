@@ -1,0 +1,80 @@
+"""Runs that are tracked, from Python: what every tracker is told, and what none is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedquilt
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.experiment import resume_run, run_config
+from run_samples import tiny
+
+SECRET = {"mode": "certified", "noise_seed": None}
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "tensorboard", "wandb"])
+def test_every_tracker_is_told_spend_and_noise_and_nothing_private(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is logged goes through `scalars_of`; look at it there, for the real run."""
+    pytest.importorskip(tracker)
+    from fedquilt.observe import mlflow as mlflow_tracker
+    from fedquilt.observe import trackers as others
+
+    told: list[dict[str, Any]] = []
+    for module in (mlflow_tracker, others):
+        real = module.scalars_of
+        monkeypatch.setattr(
+            module, "scalars_of", lambda line, real=real: told.append(real(line)) or told[-1]
+        )
+    done = run_config(tiny(**SECRET, output_dir=str(tmp_path)), tracker=tracker)
+    assert done.folder is not None
+    assert (done.folder / tracker).is_dir()
+    assert len(told) == 4
+    spent = [line["epsilon_spent/worst"] for line in told]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(done.statement.epsilon_max, rel=1e-6)
+    assert all(line["noise_to_signal"] > 0 and "without_allowance" in line for line in told)
+    private = {"time", "epoch_avg_loss", "noise_norm", "signal_norm", "clipped_fraction"}
+    assert not private & set().union(*told)
+    lines = (done.folder / "private.jsonl").read_text().splitlines()
+    values = {v for line in lines for v in json.loads(line).values() if isinstance(v, float)}
+    logged = {value for line in told for value in line.values()}
+    assert not (values - {0.0, 1.0}) & logged
+
+
+def test_python_runs_take_trackers_too(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    x = torch.randn(20, 4)
+    y = x[:, :2].argmax(dim=1)
+    model = torch.nn.Linear(4, 2)
+    settings: dict[str, Any] = {"mode": "fedavg", "num_rounds": 2, "availability": "always"}
+    given = (model, (x, y), (x, y), [range(10), range(10, 20)])
+    seen: list[int] = []
+    done = fedquilt.run(
+        *given,
+        output_dir=str(tmp_path),
+        tracker="mlflow,tensorboard",
+        observer=lambda _, line: seen.append(line["round"]),
+        **settings,
+    )
+    assert seen == [0, 1]
+    assert done.folder is not None
+    assert list((done.folder / "tensorboard").iterdir())
+    assert (done.folder / "mlflow" / "run-id.txt").is_file()
+    with pytest.raises(InvalidValueError, match="needs an output_dir"):
+        fedquilt.run(*given, output_dir=None, tracker="mlflow", **settings)
+    with pytest.raises(InvalidValueError, match="must be one of"):
+        fedquilt.run(*given, output_dir=str(tmp_path), tracker="excel", **settings)
+
+
+def test_a_finished_run_is_resumed_without_a_tracker(tmp_path: Path) -> None:
+    done = run_config(tiny(mode="fedavg", output_dir=str(tmp_path)))
+    assert done.folder is not None
+    again = resume_run(done.folder, tracker="tensorboard")
+    assert again.result["rounds"] == 4

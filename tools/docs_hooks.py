@@ -1,0 +1,77 @@
+"""What mkdocs does to the pages on the way: tables from the source, links that stay inside.
+
+`<!-- options -->` becomes the tables of all options, `<!-- commands -->` the list of commands.
+Links to files that are no pages (`../src/...`) become plain text: a site does not hold the source.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?!\w+\.md)[^)]*\)")
+
+
+def on_page_markdown(markdown: str, **given: Any) -> str:
+    """Fill the marks of a page."""
+    if given["page"].file.src_uri.count("/") == 0:
+        markdown = OUTSIDE.sub(r"\1", markdown)
+    if "<!-- options -->" in markdown:
+        markdown = markdown.replace("<!-- options -->", option_tables())
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", command_table())
+    return markdown
+
+
+def option_tables() -> str:
+    """Return a table for every panel of options, those of a condensation after the others."""
+    from fedquilt.config import CondenseConfig, RunConfig, option_fields
+
+    common = option_fields(RunConfig)
+    own = {k: v for k, v in option_fields(CondenseConfig).items() if k not in common}
+    return "\n".join([*_tables(common, ""), *_tables(own, " (condensation)")])
+
+
+def _tables(fields: dict[str, Any], suffix: str) -> list[str]:
+    panels: dict[str, list[Any]] = {}
+    for item in fields.values():
+        panels.setdefault(item.metadata["panel"], []).append(item)
+    lines = []
+    for panel, items in panels.items():
+        lines += [
+            "",
+            f"## {panel}{suffix}",
+            "",
+            "| option | default | what it is |",
+            "|---|---|---|",
+        ]
+        lines += [_row(item) for item in items]
+    return lines
+
+
+def _row(item: Any) -> str:
+    choices = item.metadata["rule"].get("choices")
+    said = item.metadata["help"] + (f" One of {', '.join(map(str, choices))}." if choices else "")
+    cells = (f"`{item.name}`", f"`{item.default}`", said)
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def command_table() -> str:
+    """Return every command with the first line of its help."""
+    import typer.main
+
+    from fedquilt.cli.app import app
+
+    lines = ["| command | what it does |", "|---|---|"]
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        named = {name: command} if inner is None else {f"{name} {k}": v for k, v in inner.items()}
+        for whole, one in named.items():
+            first = (one.help or "").strip().split("\n\n")[0].replace("\n", " ")
+            lines.append(f"| `fedquilt {whole}` | {first} |")
+    return "\n".join(lines)
