@@ -20,7 +20,10 @@ from fedquilt.experiment import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
 Cli = Callable[..., Any]
-KEYS = ["mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "statement", "output"]
+KEYS = [
+    *("mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "metrics"),
+    *("statement", "output"),
+]
 STATEMENT = ["unit", "adjacency", "delta", "epsilon_max", "epsilon_median"]
 STATEMENT += ["covered", "uncovered", "noise_source", "notes"]
 

@@ -22,7 +22,7 @@ LOSSES = (
 """What clients minimise; `auto` is cross_entropy for classes and mse for numbers."""
 METRICS = ("accuracy", "top<k>", "auroc", "f1", "mse", "mae", "perplexity")
 """What is measured on the test data, beside the loss."""
-CLIENT_OPTIMIZERS = ("sgd", "adam", "adamw", "nesterov")
+CLIENT_OPTIMIZERS = ("sgd", "adam", "nesterov", "adamw")
 LR_SCHEDULES = ("exponential", "constant", "cosine", "step")
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
