@@ -125,3 +125,20 @@ def test_tensors_are_known_before_they_are_loaded(tmp_path: Path) -> None:
         untrusted.opened_tensors(path, "is not a thing", RunFolderError),
     ):
         pass
+
+
+def test_a_pipe_is_read_when_somebody_writes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(untrusted, "PATIENCE_SECONDS", 0.1)
+    with pytest.raises(ValueError, match="nobody writes to"):
+        untrusted.read_named(pipe, 1000)
+    reader, writer = os.pipe()
+    os.write(writer, b"seed = 3")
+    os.close(writer)
+    assert untrusted.read_named(f"/dev/fd/{reader}", 1000) == b"seed = 3"
+    os.close(reader)
+    with pytest.raises(DataError, match="it is no file"), untrusted.opened_tensors(pipe, "x"):
+        pass

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ MOST_DEPTH = 32
 
 MOST_DIGITS = 300
 """How long a whole number may be: every such number is also a float."""
+
+PATIENCE_SECONDS = 5.0
+"""How long somebody may take before writing the first byte into a pipe."""
 
 MOST_TENSORS = 100_000
 LONGEST_NAME = 1_000
@@ -74,10 +79,15 @@ def read_bytes(path: Path, most: int, error: type[FedquiltError] = DataError) ->
 def read_named(path: str | os.PathLike[str], most: int) -> bytes:
     """Return what is at a path that the user has typed, at most `most` bytes of it.
 
-    Links and pipes are what the user means.  Raises `OSError` when it cannot be read, and
-    `ValueError` when it is larger or no path at all.
+    Links and pipes are what the user means, as long as somebody writes to the pipe.  Raises
+    `OSError` when it cannot be read, and `ValueError` when it is larger or no path at all.
     """
-    with open(path, "rb") as stream:
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as stream:
+        if stat.S_ISFIFO(os.fstat(handle).st_mode):
+            if not select.select([handle], [], [], PATIENCE_SECONDS)[0]:
+                raise ValueError("it is a pipe that nobody writes to")
+            os.set_blocking(handle, True)
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it is larger than {most} bytes")
@@ -195,6 +205,8 @@ def opened_tensors(
     """
     import safetensors
 
+    if not path.is_file():  # the library would wait for a pipe
+        raise error(f"{path} {wrong}: it is no file")
     try:
         with safetensors.safe_open(path, framework=framework) as stream:
             names = list(stream.keys())

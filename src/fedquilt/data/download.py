@@ -221,6 +221,8 @@ def _refusal(path: Path, item: FileSpec | ArchiveSpec) -> str | None:
 def _extract(path: Path, archive: ArchiveSpec, wanted: Sequence[FileSpec], scratch: Path) -> None:
     """Unpack the wanted members, and nothing else, next to the archive."""
     by_member = {f"{archive.prefix}/{file.name}": file for file in wanted}
+    if not path.is_file():
+        raise DataError(f"{archive.name} must be a file")
     try:
         # Read as a stream: a header that points backwards cannot lead around in a circle.
         with _Bounded(path) as content, tarfile.open(fileobj=content, mode="r|") as tar:
