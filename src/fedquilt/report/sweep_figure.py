@@ -115,6 +115,7 @@ def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str) -> None:
     if not np.isfinite(cells).any():
         in_words(axes, "nothing was measured")
         return
+    axes.grid(False)
     picture = axes.imshow(cells, aspect="auto", cmap="cividis", origin="lower")
     middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
     for i, j in zip(*np.nonzero(np.isfinite(cells)), strict=True):
