@@ -77,7 +77,12 @@ class MethodParts:
         # Under a secret coin the shape of a program must not tell how many it kept.
         rows = config.cohort_limit(len(self.task.clients)) if self.secret_cohort else None
         return LocalSettings(
-            config.local_epochs, config.batch_size, config.fedprox_mu, config.seed, rows
+            config.local_epochs,
+            config.batch_size,
+            config.fedprox_mu,
+            config.seed,
+            config.precision,
+            group_rows=rows,
         )
 
     def make_engine(self) -> Engine:

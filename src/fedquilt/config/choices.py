@@ -17,6 +17,7 @@ SERVER_LEARNING_RATES = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01
 SERVER_OPTIMIZERS = tuple(SERVER_LEARNING_RATES)
 ENGINES = ("auto", "sequential", "batched", "processes")
 DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bf16")
 
 # Slices
 METHODS = (

@@ -25,6 +25,7 @@ from fedquilt.config.choices import (
     ON_SHORT,
     PARTITIONS,
     POLICIES,
+    PRECISIONS,
     SELECTIONS,
     SERVER_OPTIMIZERS,
 )
@@ -256,6 +257,12 @@ class RunConfig:
     seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
     device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
     engine: str = declare("auto", _RUN, "How clients are trained.", choices=ENGINES, own=True)
+    precision: str = declare(
+        "float32",
+        _RUN,
+        "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
+        choices=PRECISIONS,
+    )
     output_dir: str = declare("./results", _RUN, "Folder that receives the run's folder.")
 
     def __post_init__(self) -> None:

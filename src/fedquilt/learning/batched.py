@@ -17,6 +17,7 @@ show in its update.  Its batches and its random layers follow from its own seed
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,11 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state, seeded_layers
+from fedquilt.learning.plan import NoPlanError, Tables
+from fedquilt.learning.planned import PlannedTraining
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
+
+_log = logging.getLogger(__name__)
 
 # A batch size up to this is a program's width whoever is in it; a larger one, which
 # stands for "all samples", is cut down to the next power of two of what a client holds.
@@ -86,6 +91,8 @@ class BatchedEngine:
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
         stack.reset()
+        self._planned = self._make_planned()
+        stack.reset()
         if max_clients_per_group is None:
             max_clients_per_group = group_size(self._stack, settings.batch_size)
         self.max_clients_per_group = checks.integer(
@@ -127,7 +134,7 @@ class BatchedEngine:
         widths = [program_width(size, self.settings.batch_size) for size in sizes]
         for width in sorted(set(widths)):
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            alike = self._shapes.rows_are_alike(rows, width)
+            alike = self._planned is not None or self._shapes.rows_are_alike(rows, width)
             # Under a secret coin a client's row would follow who else was kept: one by one.
             alone = self.settings.group_rows and not alike
             # Where a row's place matters, everybody keeps its own in programs of all widths.
@@ -154,6 +161,8 @@ class BatchedEngine:
         learning_rate: float,
     ) -> tuple[torch.Tensor, list[float]]:
         """Run all steps of a group; nothing waits for the device until the end."""
+        if self._planned is not None:
+            return self._planned.train(start, table, learning_rate)
         with seeded_layers(start.device, self.settings.seed):
             return self._train_rows(start, table, rows, width, learning_rate)
 
@@ -192,6 +201,14 @@ class BatchedEngine:
             loss_sum[: step.active] += seen
         deltas = stack.gather([tensor[:count] for tensor in weights], start)
         return deltas, (loss_sum / table.seen.to(start.device)).tolist()
+
+    def _make_planned(self) -> PlannedTraining | None:
+        """Return the fast way of a network of standard layers; None: it takes the general one."""
+        try:
+            return PlannedTraining(self._stack.flat, self.task, self.settings, self._stack.draws)
+        except NoPlanError as error:
+            _log.info("the model takes the general way, torch.func.vmap: %s", error)
+            return None
 
     def _program(self, table: BatchTable, rows: int, width: int) -> list[tuple[int, int]]:
         """Return the shape of each step's program, at most rows x width."""
@@ -352,6 +369,12 @@ class BatchTable:
                 [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )
+
+    def tables(self, draws: int) -> Tables:
+        """Return the whole table, for a program that reads it on the device."""
+        number = np.arange(len(self._sizes))[:, None]
+        keys = [draw_keys(self._seeds, number, draw) for draw in range(draws)]
+        return Tables(self._begins, self._sizes, self._shuffled, keys)
 
     def _hidden(self, rows: int) -> torch.Tensor | None:
         """Return the clients' rows of the class mask; rows that fill up hide nothing."""

@@ -27,6 +27,8 @@ class LocalSettings:
     batch_size: int
     fedprox_mu: float
     seed: int
+    precision: str = "float32"
+    """What the batched engine computes in on a GPU: `float32` (products in TF32) or `bf16`."""
     group_rows: int | None = None
     """How many clients a program of the batched engine is made for; None: those it is given.
 

@@ -1,0 +1,402 @@
+"""A network of standard layers as a list that can be run without autograd.
+
+`torch.fx` follows the forward pass; convolutions and dense layers take the rectifier and
+the 2 x 2 maximum that follow them along.  A network with anything else has no plan, and the
+reason is said: it runs as it is, through `torch.func.vmap`.
+
+In a plan activations have their channels last, [batch, height, width, channels], so the
+rows of a weight matrix are ordered by (row, column, channel) of the window or image it
+reads: `Weights` carries tensors there and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx, nn
+from torch.nn import functional
+
+
+class NoPlanError(Exception):
+    """Why a network has no plan."""
+
+
+@dataclass(frozen=True)
+class Conv:
+    """pool(relu(convolution)), of stride 1."""
+
+    weight: str
+    bias: str | None
+    height: int
+    width: int
+    inputs: int
+    outputs: int
+    kernel: tuple[int, int]
+    padding: int
+    relu: bool = False
+    pool: bool = False
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width before the pool."""
+        (high, wide), pad = self.kernel, 2 * self.padding
+        return self.height + pad - high + 1, self.width + pad - wide + 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample that comes out."""
+        high, wide = self.out_size
+        return (high // 2, wide // 2, self.outputs) if self.pool else (high, wide, self.outputs)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """relu(linear layer)."""
+
+    weight: str
+    bias: str | None
+    inputs: int
+    outputs: int
+    relu: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample that comes out."""
+        return (self.outputs,)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Zero a share of the values, or of the channels."""
+
+    share: float
+    draw: int
+    by_channel: bool
+    shape: tuple[int, ...]
+    image: tuple[int, ...]
+    """The image of which `shape` is the flattened form, or the shape itself."""
+
+
+Layer = Conv | Dense | Dropout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How a tensor of the model lies in the plan."""
+
+    name: str
+    to_plan: Callable[[torch.Tensor], torch.Tensor]
+    """[clients, shape in torch] -> [clients, rows, columns]"""
+    to_model: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layers in order, and how their weights lie."""
+
+    layers: tuple[Layer, ...]
+    weights: tuple[Weights, ...]
+    input_shape: tuple[int, ...]
+    """Of a sample, channels last."""
+
+    @property
+    def classes(self) -> int:
+        """How many scores come out."""
+        return self.layers[-1].shape[0]
+
+    @property
+    def num_draws(self) -> int:
+        """How many random draws a step makes."""
+        return sum(isinstance(layer, Dropout) for layer in self.layers)
+
+    def lay_out(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return samples with their channels last."""
+        return inputs.movedim(1, -1) if inputs.dim() == 4 else inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """All steps of a group: rows are clients, those with most steps first.
+
+    `begins` and `sizes` are [steps, clients]: where a batch begins in `shuffled`, and how
+    many samples it has; `keys` are those of each random draw, [steps, clients, 2].
+    """
+
+    begins: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    shuffled: NDArray[np.int64]
+    keys: list[NDArray[np.int32]]
+
+    def of(self, rows: list[int]) -> Tables:
+        """Return the table of some of the clients."""
+        keys = [part[:, rows] for part in self.keys]
+        return Tables(self.begins[:, rows], self.sizes[:, rows], self.shuffled, keys)
+
+
+def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
+    """Return the plan of a network in training mode; `sample` is a batch of public inputs.
+
+    Raises
+    ------
+    NoPlanError
+        The network has a layer or a shape that no plan has; the message says which.
+    """
+    try:
+        traced = fx.symbolic_trace(module)
+    except Exception as error:  # whatever a forward pass may do with a placeholder
+        raise NoPlanError(f"torch.fx cannot follow its forward pass ({error})") from error
+    maker = _Maker(traced, tuple(sample.shape[1:]))
+    for node in traced.graph.nodes:
+        maker.add(node)
+    return maker.plan()
+
+
+class _Maker:
+    """Follows the nodes of a traced network, one after the other."""
+
+    def __init__(self, traced: fx.GraphModule, shape: tuple[int, ...]) -> None:
+        self._modules = dict(traced.named_modules())
+        self._layers: list[Layer] = []
+        self._weights: list[Weights] = []
+        self._draws = 0
+        self._last: fx.Node | None = None
+        if len(shape) not in (1, 3):
+            raise NoPlanError(f"its inputs have the shape {shape}")
+        self._input_shape = self._shape = shape if len(shape) == 1 else (*shape[1:], shape[0])
+        self._image = self._shape
+        self._closed = False
+
+    def plan(self) -> Plan:
+        last = self._layers[-1] if self._layers else None
+        if not isinstance(last, Dense) or last.relu:
+            raise NoPlanError("it does not end in a linear layer")
+        return Plan(tuple(self._layers), tuple(self._weights), self._input_shape)
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            if self._last is not None:
+                raise NoPlanError("it has more than one input")
+            self._last = node
+            return
+        if len(node.all_input_nodes) != 1 or node.all_input_nodes[0] is not self._last:
+            raise NoPlanError(f"{node.name} does not follow the layer before it")
+        self._last = node
+        if node.op == "output":
+            if not isinstance(node.args[0], fx.Node):
+                raise NoPlanError("it returns more than scores")
+            return
+        if self._closed:
+            raise NoPlanError(f"{node.name} follows the log-probabilities")
+        if node.op == "call_module":
+            self._module(str(node.target), self._modules[str(node.target)])
+        elif node.op == "call_function":
+            self._function(node)
+        elif node.op == "call_method":
+            self._method(node)
+        else:
+            raise NoPlanError(f"{node.name} ({node.op}) is not a standard layer")
+
+    def _module(self, name: str, module: Any) -> None:
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or nn.utils.parametrize.is_parametrized(module)
+        ):
+            raise NoPlanError(f"{name} has hooks")
+        kind = type(module)
+        if kind is nn.Linear:
+            self._linear(name, module)
+        elif kind is nn.Conv2d:
+            self._conv(name, module)
+        elif kind is nn.ReLU:
+            self._relu()
+        elif kind is nn.MaxPool2d:
+            self._pool(
+                module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
+            )
+        elif kind is nn.Flatten:
+            self._flatten(module.start_dim, module.end_dim)
+        elif kind in (nn.Dropout, nn.Dropout2d):
+            self._dropout(float(module.p), kind is nn.Dropout2d)
+        elif kind is nn.LogSoftmax:
+            self._log_softmax(module.dim)
+        elif kind is not nn.Identity:
+            raise NoPlanError(f"{name} is {kind.__name__}")
+
+    def _function(self, node: fx.Node) -> None:
+        f, a, k = node.target, list(node.args[1:]), dict(node.kwargs)
+
+        def get(place: int, name: str, default: Any) -> Any:
+            return a[place] if len(a) > place else k.get(name, default)
+
+        if f in (functional.relu, torch.relu):
+            self._relu()
+        elif f is functional.max_pool2d:
+            size = get(0, "kernel_size", None)
+            self._pool(
+                size,
+                get(1, "stride", None),
+                get(2, "padding", 0),
+                get(3, "dilation", 1),
+                get(4, "ceil_mode", False),
+            )
+        elif f is torch.flatten:
+            self._flatten(get(0, "start_dim", 0), get(1, "end_dim", -1))
+        elif f in (functional.dropout, functional.dropout2d):
+            if get(1, "training", True):
+                self._dropout(float(get(0, "p", 0.5)), f is functional.dropout2d)
+        elif f in (functional.log_softmax, torch.log_softmax):
+            self._log_softmax(get(0, "dim", None))
+        else:
+            raise NoPlanError(f"{node.name} is not a standard layer")
+
+    def _method(self, node: fx.Node) -> None:
+        a: list[Any] = list(node.args[1:])
+        k: dict[str, Any] = dict(node.kwargs)
+        if node.target == "relu":
+            self._relu()
+        elif node.target == "flatten":
+            start = a[0] if a else k.get("start_dim", 0)
+            self._flatten(start, a[1] if len(a) > 1 else k.get("end_dim", -1))
+        else:
+            raise NoPlanError(f"{node.name} (.{node.target}) is not a standard layer")
+
+    def _linear(self, name: str, module: nn.Linear) -> None:
+        if len(self._shape) != 1 or module.in_features != self._shape[0]:
+            raise NoPlanError(f"{name} reads something else than one vector a sample")
+        image = self._image
+        self._own(
+            name, module, lambda w: _rows_of_dense(w, image), lambda w: _dense_of_rows(w, image)
+        )
+        bias = None if module.bias is None else f"{name}.bias"
+        self._append(Dense(f"{name}.weight", bias, module.in_features, module.out_features))
+
+    def _conv(self, name: str, module: nn.Conv2d) -> None:
+        plain = module.stride == (1, 1) and module.dilation == (1, 1) and module.groups == 1
+        pad = module.padding
+        if not plain or len(self._shape) != 3 or isinstance(pad, str) or pad[0] != pad[1]:
+            raise NoPlanError(f"{name} is not a convolution of stride 1 with equal padding")
+        if module.padding_mode != "zeros":
+            raise NoPlanError(f"{name} pads with {module.padding_mode}")
+        size = module.kernel_size
+        assert len(size) == 2
+        if size[0] != size[1] or pad[0] >= size[0]:
+            raise NoPlanError(f"{name} has a window that is not square, or padding as wide as it")
+        before = self._layers[-1] if self._layers else None
+        if isinstance(before, Dropout) or (
+            isinstance(before, Conv) and self._shape != before.shape
+        ):
+            raise NoPlanError(f"{name} follows a dropout")
+        self._own(name, module, _rows_of_conv, lambda w: _conv_of_rows(w, module.weight.shape))
+        bias = None if module.bias is None else f"{name}.bias"
+        high, wide, channels = self._shape
+        self._append(
+            Conv(
+                f"{name}.weight",
+                bias,
+                high,
+                wide,
+                channels,
+                module.out_channels,
+                (size[0], size[1]),
+                int(pad[0]),
+            )
+        )
+
+    def _own(
+        self,
+        name: str,
+        module: nn.Linear | nn.Conv2d,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        if any(weights.name == f"{name}.weight" for weights in self._weights):
+            raise NoPlanError(f"{name} is used twice")
+        self._weights.append(Weights(f"{name}.weight", there, back))
+        if module.bias is not None:
+            self._weights.append(Weights(f"{name}.bias", lambda b: b, lambda b: b))
+
+    def _append(self, layer: Layer) -> None:
+        self._layers.append(layer)
+        self._shape = self._image = layer.shape
+
+    def _relu(self) -> None:
+        last = self._layers[-1] if self._layers else None
+        if not isinstance(last, Conv | Dense) or last.relu or self._shape != last.shape:
+            raise NoPlanError(
+                "a rectifier follows something else than a dense layer or convolution"
+            )
+        self._layers[-1] = replace(last, relu=True)
+
+    def _pool(self, size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any) -> None:
+        last = self._layers[-1] if self._layers else None
+        standard = _both(size) == (2, 2) and _both(stride or size) == (2, 2)
+        standard = standard and _both(padding) == (0, 0) and _both(dilation) == (1, 1)
+        if (
+            not standard
+            or ceil_mode
+            or not isinstance(last, Conv)
+            or last.pool
+            or self._shape != last.shape
+            or min(last.out_size) < 2
+        ):
+            raise NoPlanError("a pool is not a maximum of 2 x 2 behind a convolution")
+        self._layers[-1] = replace(last, pool=True)
+        self._shape = self._image = self._layers[-1].shape
+
+    def _flatten(self, start: int, end: int) -> None:
+        if start != 1 or end not in (-1, len(self._shape)):
+            raise NoPlanError("it flattens something else than each sample")
+        self._shape = (math.prod(self._shape),)
+
+    def _dropout(self, share: float, by_channel: bool) -> None:
+        if share == 0.0:
+            return
+        if not 0.0 < share < 1.0 or (by_channel and len(self._shape) != 3) or not self._layers:
+            raise NoPlanError(
+                f"dropout of {share} of something else than values or channels of an image"
+            )
+        self._layers.append(Dropout(share, self._draws, by_channel, self._shape, self._image))
+        self._draws += 1
+
+    def _log_softmax(self, dim: Any) -> None:
+        """Leave it out: the cross-entropy of log-probabilities is that of the scores."""
+        if dim not in (1, -1) or len(self._shape) != 1:
+            raise NoPlanError("it takes log-probabilities over something else than classes")
+        self._closed = True
+
+
+def _both(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _rows_of_conv(w: torch.Tensor) -> torch.Tensor:
+    """[clients, out, in, high, wide] -> [clients, high * wide * in, out]."""
+    return w.permute(0, 3, 4, 2, 1).reshape(len(w), -1, w.shape[1]).contiguous()
+
+
+def _conv_of_rows(w: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    out, inputs, high, wide = shape
+    return w.view(len(w), high, wide, inputs, out).permute(0, 4, 3, 1, 2)
+
+
+def _rows_of_dense(w: torch.Tensor, image: tuple[int, ...]) -> torch.Tensor:
+    """[clients, out, in] -> [clients, in, out], `in` reordered from channels first to last."""
+    if len(image) == 3:
+        high, wide, channels = image
+        w = w.view(*w.shape[:2], channels, high, wide).permute(0, 1, 3, 4, 2).flatten(2)
+    return w.transpose(1, 2).contiguous()
+
+
+def _dense_of_rows(w: torch.Tensor, image: tuple[int, ...]) -> torch.Tensor:
+    w = w.transpose(1, 2)
+    if len(image) == 3:
+        high, wide, channels = image
+        w = w.reshape(*w.shape[:2], high, wide, channels).permute(0, 1, 4, 2, 3).flatten(2)
+    return w

@@ -1,0 +1,181 @@
+"""The batched engine's fast way: networks of standard layers on a GPU (`plan`, `program`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, own_draws
+from fedquilt.learning.engine import LocalSettings, Task, public_inputs
+from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.plan import NoPlanError, Plan, Tables, make_plan
+
+if TYPE_CHECKING:
+    from fedquilt.learning.program import Program
+
+TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+# How far two steps by hand may be from autograd's, relative to their length.  Another network
+# would be more than its whole length away; rounding to TF32 or bfloat16 flips some rectifiers.
+_AGREES = 0.4
+_WIDEST = 256
+_TRIAL_CLIENTS, _TRIAL_STEPS, _TRIAL_RATE = 5, 2, 0.1
+_REPEATS = 4
+
+
+class Group(Protocol):
+    """All local steps of a group of clients: see `batched.BatchTable`."""
+
+    clients: list[int]
+    seen: torch.Tensor
+
+    def tables(self, draws: int) -> Tables:
+        """Return the whole table."""
+
+
+class PlannedTraining:
+    """Trains groups of clients with the plan of their network.
+
+    What a client gets depends on its own row alone: kernels work for one client at a time
+    (`kernels`), and a trial on this device looks whether it is so.
+
+    Raises
+    ------
+    NoPlanError
+        It cannot be used here; the message says why.
+    """
+
+    def __init__(
+        self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
+    ) -> None:
+        reason = _unsuited(flat, task, settings)
+        if reason:
+            raise NoPlanError(reason)
+        self._flat, self._task, self._width = flat, task, settings.batch_size
+        flat.module.train()
+        self.plan: Plan = make_plan(flat.module, task.public().inputs)
+        if {weights.name for weights in self.plan.weights} != set(flat.names):
+            raise NoPlanError("it has parameters outside its layers, or frozen ones")
+        self._type = TYPES[settings.precision]
+        self._inputs = self._laid_out(task.inputs)
+        self._program: Program | None = None
+        self._try(draws)
+
+    def train(
+        self, start: torch.Tensor, group: Group, learning_rate: float
+    ) -> tuple[torch.Tensor, list[float]]:
+        """Return each client's update, one row each, and its mean loss."""
+        count = len(group.clients)
+        if self._program is None or self._program.rows < count:
+            self._program = None  # its memory first
+            self._program = self._make_program(self._inputs, self._task.targets, count)
+        tables = group.tables(self.plan.num_draws)
+        sums = self._run(self._program, start, tables, learning_rate)
+        losses = (sums / group.seen.to(sums.device)).tolist()
+        return self._updates(self._program, start, count), losses
+
+    def _laid_out(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.plan.lay_out(inputs).to(self._type).contiguous()
+
+    def _make_program(self, inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> Program:
+        from fedquilt.learning.program import Program
+
+        return Program(self.plan, inputs, targets, rows, self._width)
+
+    def _run(
+        self, program: Program, start: torch.Tensor, tables: Tables, learning_rate: float
+    ) -> torch.Tensor:
+        segments = self._flat.segments
+        program.load({s.name: start[s.start : s.stop].view(1, *s.shape) for s in segments})
+        return program.train(tables, learning_rate)
+
+    def _updates(self, program: Program, start: torch.Tensor, count: int) -> torch.Tensor:
+        """Return weights minus `start`, as the flat model lays them out."""
+        rows = start.new_empty(count, len(start))
+        ways = {weights.name: weights.to_model for weights in self.plan.weights}
+        for segment in self._flat.segments:
+            part = slice(segment.start, segment.stop)
+            tensor = ways[segment.name](program.weight(segment.name, count))
+            torch.sub(tensor.reshape(count, -1), start[part], out=rows[:, part])
+        return rows
+
+    def _try(self, draws: ClientDraws | None) -> None:
+        """Refuse a plan whose rows mix, or that does not compute what the network does."""
+        like, width = self._task.public(), self._width
+        inputs = public_inputs(like.inputs, 4 * width)
+        targets = torch.arange(len(inputs), device=inputs.device) % self.plan.classes
+        targets = targets.to(like.targets.dtype)
+        start = self._flat.read().clone()
+        tables = _trial_tables(width, self.plan.num_draws)
+        program = self._make_program(self._laid_out(inputs), targets, _TRIAL_CLIENTS)
+
+        def updates(rows: list[int]) -> torch.Tensor:
+            self._run(program, start, tables.of(rows), _TRIAL_RATE)
+            return self._updates(program, start, len(rows))
+
+        everybody, turned = [0, 1, 2, 3, 4], [1, 0, 3, 2, 4]
+        first = updates(everybody)
+        for rows in [turned, [2], *([everybody] * _REPEATS)]:
+            if not torch.equal(first[rows], updates(rows)):
+                raise NoPlanError("its rows do not compute alike on this device")
+        wanted = self._by_autograd(start, inputs, targets, tables, draws)
+        far = float((first[0] - wanted).norm() / wanted.norm().clamp(min=1e-12))
+        if not far <= _AGREES:
+            raise NoPlanError(f"its step by hand is {far:.3g} away from autograd's")
+
+    def _by_autograd(
+        self,
+        start: torch.Tensor,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        tables: Tables,
+        draws: ClientDraws | None,
+    ) -> torch.Tensor:
+        """Return the update of the first row of a trial."""
+        flat = self._flat
+        flat.restore()
+        flat.write(start)
+        flat.module.train()
+        with own_draws(draws):
+            for step, begin in enumerate(tables.begins[:, 0].tolist()):
+                if draws is not None:
+                    draws.begin(bits_of(0, step))
+                some = slice(begin, begin + self._width)
+                loss = functional.cross_entropy(flat.module(inputs[some]), targets[some])
+                gradients = torch.autograd.grad(loss, flat.parameters)
+                with torch.no_grad():
+                    torch._foreach_add_(flat.parameters, gradients, alpha=-_TRIAL_RATE)
+        update = flat.read() - start
+        flat.restore()
+        flat.write(start)
+        return update
+
+
+def _trial_tables(width: int, draws: int) -> Tables:
+    """Return two steps of clients with full, part and no batches in the second."""
+    sizes = np.full((_TRIAL_STEPS, _TRIAL_CLIENTS), width)
+    sizes[1] = [width, width, max(1, width // 2), 1, 0]
+    begins = (np.arange(sizes.size) * 7 % (3 * width)).reshape(sizes.shape)
+    seeds, steps = np.arange(_TRIAL_CLIENTS, dtype=np.uint64), np.arange(_TRIAL_STEPS)[:, None]
+    keys = [draw_keys(seeds, steps, draw) for draw in range(draws)]
+    return Tables(begins, sizes, np.arange(4 * width), keys)
+
+
+def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:
+    """Return why no plan is tried here, None where one is."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if flat.vector.device.type != "cuda" and not interpreted:
+        return "plans run on a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if task.targets.dim() != 1 or task.targets.is_floating_point() or task.class_mask is not None:
+        return "its targets are not one class a sample"
+    if settings.fedprox_mu or settings.batch_size > _WIDEST:
+        return f"FedProx and batches above {_WIDEST} take the general way"
+    if flat.buffer_names or flat.vector.dtype != torch.float32 or flat.is_lossy:
+        return "it has buffers that move, or other types than float32"
+    return None

@@ -1,0 +1,493 @@
+"""A plan on a GPU: all local steps of a group of clients as one recorded step, replayed.
+
+Everything a step reads lies on the device: the clients' weights, the tables of the round, a
+counter of steps.  A step is recorded once for each number of clients still training (a CUDA
+graph), and a round replays it; the host has nothing to do in between.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedquilt.learning import kernels
+from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables
+
+_IGNORED_LABEL = -100
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(eq=False)
+class _Saved:
+    """What a layer keeps for its way back."""
+
+    layer: Layer
+    x: torch.Tensor
+    out: torch.Tensor
+    which: torch.Tensor
+    d: torch.Tensor
+    """The gradient with respect to `out`."""
+    dz: torch.Tensor
+    """`d` before the pool."""
+    border: int
+    """How many zeros stand around `dz`, so that no window of it has to be cut."""
+    out_border: int
+    """How many around `out`: the padding of a convolution after this layer."""
+    relu_before: bool
+    """Whether `x` came out of a rectifier, so that a gradient for it goes through that."""
+    parts: torch.Tensor | None = None
+    bias_parts: torch.Tensor | None = None
+
+
+class Program:
+    """Buffers and kernels for up to `rows` clients with batches of `width`.
+
+    Parameters
+    ----------
+    plan : Plan
+        The network.
+    inputs, targets : tensor
+        All samples, channels last and contiguous; the type of `inputs` is that of the
+        activations: float32 (products in TF32) or bfloat16.
+    rows, width : int
+        The most clients, and the batch size.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        rows: int,
+        width: int,
+        precision: str = "tf32",
+    ) -> None:
+        self.plan = plan
+        self.rows, self.width = rows, width
+        self._inputs, self._targets = inputs, targets
+        self._device, self._type = inputs.device, inputs.dtype
+        self._low = inputs.dtype != torch.float32
+        self._precision = precision
+        self._graphs: dict[int, Any] = {}
+        self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._rate = torch.zeros(1, device=self._device)
+        self._loss_sum = torch.zeros(rows, device=self._device)
+        self._nowhere = 0
+        self._weights: dict[str, torch.Tensor] = {}
+        self._used: dict[str, torch.Tensor] = {}
+        self._grow(1, 1)
+        self._saved = self._allocate()
+
+    def _grow(self, steps: int, samples: int) -> None:
+        """Make room for the tables; what was recorded points at the old ones."""
+        draws = self.plan.num_draws
+        self._begins = torch.zeros(steps, self.rows, dtype=torch.int64, device=self._device)
+        self._sizes = torch.zeros(steps, self.rows, dtype=torch.int32, device=self._device)
+        self._shuffled = torch.zeros(samples, dtype=torch.int64, device=self._device)
+        self._keys = [
+            torch.zeros(steps, self.rows, 2, dtype=torch.int32, device=self._device)
+            for _ in range(draws)
+        ]
+        self._graphs.clear()
+
+    def _allocate(self) -> list[_Saved]:
+        layers = self.plan.layers
+        paddings = [layer.padding if isinstance(layer, Conv) else 0 for layer in layers] + [0]
+        self._input_border = paddings[0]
+        x = self._x = self._empty(_bordered(self.plan.input_shape, paddings[0]))
+        self._y = torch.zeros(self.rows, self.width, dtype=self._targets.dtype, device=self._device)
+        saved, relu = [], False
+        for place, layer in enumerate(layers):
+            out = self._empty(_bordered(layer.shape, paddings[place + 1]))
+            pooled = isinstance(layer, Conv) and layer.pool
+            # The first layer has no inputs to give a gradient to.
+            border = layer.kernel[0] - 1 - layer.padding if isinstance(layer, Conv) and place else 0
+            d = self._empty(_bordered(layer.shape, 0 if pooled else border))
+            dz = d
+            if isinstance(layer, Conv) and layer.pool:
+                dz = self._empty(_bordered((*layer.out_size, layer.outputs), border))
+            which = self._empty(layer.shape, torch.uint8) if pooled else out
+            kept = _Saved(layer, x, out, which, d, dz, border, paddings[place + 1], relu)
+            self._make_parts(kept)
+            saved.append(kept)
+            x = out
+            # A dropped value is zero or a multiple of what the rectifier let through.
+            relu = relu if isinstance(layer, Dropout) else layer.relu
+        return saved
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros(
+            self.rows, self.width, *shape, dtype=dtype or self._type, device=self._device
+        )
+
+    def _make_parts(self, kept: _Saved) -> None:
+        layer = kept.layer
+
+        def parts(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, device=self._device)
+
+        if isinstance(layer, Conv):
+            length = layer.kernel[0] * layer.kernel[1] * layer.inputs
+            kept.parts = parts(_conv_split(layer), self.rows, length, layer.outputs)
+            kept.bias_parts = parts(_conv_split(layer), self.rows, layer.outputs)
+        elif isinstance(layer, Dense):
+            kept.parts = parts(_dense_split(layer.inputs), self.rows, self.width, layer.outputs)
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Give every row these weights, [1, shape in the model] each."""
+        for weights in self.plan.weights:
+            laid_out = weights.to_plan(tensors[weights.name])
+            if weights.name not in self._weights:
+                shape = (self.rows, *laid_out.shape[1:])
+                self._weights[weights.name] = torch.empty(shape, device=self._device)
+                self._used[weights.name] = (
+                    torch.empty(shape, dtype=self._type, device=self._device)
+                    if self._low
+                    else self._weights[weights.name]
+                )
+            self._weights[weights.name].copy_(laid_out.expand_as(self._weights[weights.name]))
+            if self._low:
+                self._used[weights.name].copy_(self._weights[weights.name])
+
+    def train(self, tables: Tables, learning_rate: float) -> torch.Tensor:
+        """Run all steps; return each client's loss, summed over the samples it saw.
+
+        The weights are then in `weight`.
+        """
+        steps, count = tables.sizes.shape
+        self._write(tables)
+        self._rate.fill_(learning_rate)
+        self._loss_sum.zero_()
+        self._step.zero_()
+        active = (tables.sizes > 0).sum(axis=1)
+        for t in range(steps):
+            self._run(_row_step(int(active[t]), self.rows))
+        return self._loss_sum[:count]
+
+    def weight(self, name: str, count: int) -> torch.Tensor:
+        """Return the first rows of a tensor, as the plan has it."""
+        return self._weights[name][:count]
+
+    def _write(self, tables: Tables) -> None:
+        steps, count = tables.sizes.shape
+        if steps > len(self._sizes) or len(tables.shuffled) > len(self._shuffled):
+            wanted = max(steps, len(self._sizes)), max(len(tables.shuffled), len(self._shuffled))
+            self._grow(*(1 << (size - 1).bit_length() for size in wanted))
+        self._nowhere = len(self._shuffled) - 1
+        self._sizes.zero_()
+        self._sizes[:steps, :count] = torch.from_numpy(tables.sizes.astype(np.int32)).to(
+            self._device
+        )
+        self._begins[:steps, :count] = torch.from_numpy(tables.begins).to(self._device)
+        self._shuffled[: len(tables.shuffled)] = torch.from_numpy(tables.shuffled).to(self._device)
+        # Rows without samples read a sample that is nobody's choice: the first one.
+        self._shuffled[-1] = 0
+        for here, keys in zip(self._keys, tables.keys, strict=True):
+            here[:steps, :count] = torch.from_numpy(keys).to(self._device)
+
+    def _run(self, count: int) -> None:
+        if self._device.type != "cuda":
+            self._kernels(count)
+            return
+        if count not in self._graphs:
+            self._graphs[count] = self._record(count)
+        self._graphs[count].replay()
+
+    def _record(self, count: int) -> Any:
+        """Record a step of so many clients; the trial before it compiles the kernels."""
+        kept = [tensor.clone() for tensor in (*self._weights.values(), self._loss_sum, self._step)]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._kernels(count)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._kernels(count)
+        for tensor, before in zip(
+            (*self._weights.values(), self._loss_sum, self._step), kept, strict=True
+        ):
+            tensor.copy_(before)
+        for name, tensor in self._weights.items():
+            if self._low:
+                self._used[name].copy_(tensor)
+        return graph
+
+    def _kernels(self, count: int) -> None:
+        """Launch one step of the first `count` rows."""
+        sample = math.prod(self.plan.input_shape)
+        kernels.gather_kernel[(self.width, count)](
+            self._step, self._begins, self._sizes, self._shuffled, self._nowhere,
+            self._inputs, self._targets, self._x, self._y, self.rows, self.width,
+            *_image(self.plan.input_shape), self._input_border, BLOCK=min(1024, _power(sample)),
+        )  # fmt: skip
+        for kept in self._saved:
+            _FORWARD[type(kept.layer)](self, kept, count)
+        last = self._saved[-1]
+        kernels.loss_kernel[(count,)](
+            self._step, self._sizes, last.out, self._y, last.d, self._loss_sum, self.rows,
+            _IGNORED_LABEL, self.width, self.plan.classes,
+            BM=_power(self.width), BN=_power(self.plan.classes),
+        )  # fmt: skip
+        for place in range(len(self._saved) - 1, -1, -1):
+            kept = self._saved[place]
+            before = self._saved[place - 1] if place else None
+            _BACKWARD[type(kept.layer)](self, kept, before, count)
+        kernels.advance_kernel[(1,)](self._step)
+
+    def _conv(self, kept: _Saved, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Conv)
+        high, wide = layer.shape[:2]
+        pixels = self.width * high * wide * (4 if layer.pool else 1)
+        small, _ = _window_block(layer)
+        how = _forward_blocks(layer, self._type)
+        bias = kept.out if layer.bias is None else self._used[layer.bias]
+        grid = (_cdiv(pixels, how["BM"]), _cdiv(layer.outputs, how["BN"]), count)
+        kernels.conv_kernel[grid](
+            kept.x, self._used[layer.weight], bias, kept.out, kept.which, self.width,
+            *_geometry(layer), kept.out_border, layer.bias is not None, layer.relu, layer.pool,
+            small,
+            PRECISION=self._precision, **how,
+        )  # fmt: skip
+
+    def _conv_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Conv)
+        assert kept.parts is not None
+        assert kept.bias_parts is not None
+        if layer.pool:
+            high, wide = layer.out_size
+            columns = min(64, max(16, _power(layer.outputs)))
+            grid = (_cdiv(self.width * high * wide, 64), _cdiv(layer.outputs, columns), count)
+            kernels.unpool_kernel[grid](
+                kept.d, kept.which, kept.dz, self.width, layer.outputs, high, wide,
+                kept.border, BM=64, BN=columns,
+            )  # fmt: skip
+        small, _ = _window_block(layer)
+        window = layer.kernel[1] * layer.inputs
+        how = _weights_blocks(layer, self._type)
+        blocks = 1 if small else layer.kernel[0] * _cdiv(window, how["BC"])
+        split = len(kept.parts)
+        grid = (blocks, _cdiv(layer.outputs, how["BN"]), count * split)
+        kernels.conv_weights_kernel[grid](
+            kept.x, kept.dz, kept.parts, self.rows, self.width,
+            *_geometry(layer), kept.border, small, split, PRECISION=self._precision, **how,
+        )  # fmt: skip
+        if before is not None:
+            pooled = isinstance(before.layer, Conv) and before.layer.pool
+            how = _inputs_blocks(layer, self._type)
+            pixels = self.width * layer.height * layer.width
+            grid = (_cdiv(pixels, how["BM"]), _cdiv(layer.inputs, how["BN"]), count)
+            kernels.conv_inputs_kernel[grid](
+                kept.dz, self._used[layer.weight], kept.x, before.d, self.width,
+                *_geometry(layer), kept.border, 0 if pooled else before.border, kept.relu_before,
+                PRECISION=self._precision, **how,
+            )  # fmt: skip
+        self._apply(layer.weight, kept.parts, count)
+        if layer.bias is not None:
+            columns = min(64, max(16, _power(layer.outputs)))
+            kernels.channel_sums_kernel[(_cdiv(layer.outputs, columns), split, count)](
+                kept.d, kept.bias_parts, self.rows, self.width, *layer.shape,
+                0 if layer.pool else kept.border, split, BM=64, BN=columns, num_warps=4,
+            )  # fmt: skip
+            self._apply(layer.bias, kept.bias_parts, count)
+
+    def _apply(self, name: str, parts: torch.Tensor, count: int) -> None:
+        length = math.prod(parts.shape[2:])
+        kernels.apply_kernel[(_cdiv(length, 1024), count)](
+            self._step, self._sizes, self._rate, parts, self._weights[name], self._used[name],
+            self.rows, length, len(parts), self._low, BLOCK=1024,
+        )  # fmt: skip
+
+    def _dense(self, kept: _Saved, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Dense)
+        assert kept.parts is not None
+        split = len(kept.parts)
+        rows, columns = _dense_blocks(self.width, layer.outputs)
+        grid = (_cdiv(self.width, rows) * _cdiv(layer.outputs, columns), split, count)
+        kernels.dense_kernel[grid](
+            kept.x, self._used[layer.weight], kept.parts, self.rows,
+            self.width, layer.inputs, layer.outputs, split,
+            BM=rows, BN=columns, BK=64, PRECISION=self._precision, num_warps=4,
+        )  # fmt: skip
+        bias = kept.out if layer.bias is None else self._used[layer.bias]
+        kernels.dense_sum_kernel[(_cdiv(self.width * layer.outputs, 512), count)](
+            kept.parts, bias, kept.out, self.rows, self.width, layer.outputs, split,
+            layer.bias is not None, layer.relu, BLOCK=512,
+        )  # fmt: skip
+
+    def _dense_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Dense)
+        if before is not None:
+            rows = max(16, min(64, _power(self.width)))
+            grid = (_cdiv(layer.inputs, 64), _cdiv(self.width, rows), count)
+            kernels.dense_inputs_kernel[grid](
+                kept.d, self._used[layer.weight], kept.x, before.d,
+                self.width, layer.inputs, layer.outputs, kept.relu_before,
+                BM=rows, BN=64, BK=min(128, max(16, _power(layer.outputs))),
+                PRECISION=self._precision, num_warps=4,
+            )  # fmt: skip
+        columns = min(128, max(16, _power(layer.outputs)))
+        bias = layer.weight if layer.bias is None else layer.bias
+        grid = (_cdiv(layer.inputs, 64), _cdiv(layer.outputs, columns), count)
+        kernels.dense_update_kernel[grid](
+            self._step, self._sizes, self._rate, kept.x, kept.d,
+            self._weights[layer.weight], self._weights[bias],
+            self._used[layer.weight], self._used[bias], self.rows,
+            self.width, layer.inputs, layer.outputs, layer.bias is not None, self._low,
+            BF=64, BN=columns, BM=max(16, min(64, _power(self.width))),
+            PRECISION=self._precision, num_warps=4,
+        )  # fmt: skip
+
+    def _drop(self, kept: _Saved, count: int) -> None:
+        self._dropped(kept, kept.x, kept.out, False, count)
+
+    def _drop_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        assert before is not None
+        # The layer after has masked by what came out of here: zero where a value was dropped
+        # or negative.  Where it has not, the rectifier before still has to be gone through.
+        self._dropped(kept, kept.d, before.d, kept.relu_before, count)
+
+    def _dropped(
+        self, kept: _Saved, x: torch.Tensor, out: torch.Tensor, mask: bool, count: int
+    ) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Dropout)
+        sample = math.prod(layer.shape)
+        channels = layer.image[-1]
+        places = math.prod(layer.image[:-1])
+        drawn = channels if layer.by_channel else sample
+        kernels.dropout_kernel[(_cdiv(self.width * sample, 1024), count)](
+            self._step, self._keys[layer.draw], x, kept.x, out, self.rows,
+            int(layer.share * 2**32) - 2**31, 1.0 / (1.0 - layer.share),
+            self.width, sample, drawn, channels,
+            1 if layer.by_channel else places, 0 if layer.by_channel else 1,
+            mask, BLOCK=1024,
+        )  # fmt: skip
+
+
+_FORWARD: dict[type, Callable[..., None]] = {
+    Conv: Program._conv,
+    Dense: Program._dense,
+    Dropout: Program._drop,
+}
+_BACKWARD: dict[type, Callable[..., None]] = {
+    Conv: Program._conv_back,
+    Dense: Program._dense_back,
+    Dropout: Program._drop_back,
+}
+
+
+def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Height, width and channels; a vector is an image of one row and column."""
+    return (1, 1, shape[0]) if len(shape) == 1 else (shape[0], shape[1], shape[2])
+
+
+def _bordered(shape: tuple[int, ...], border: int) -> tuple[int, ...]:
+    if not border:
+        return shape
+    high, wide, channels = shape
+    return high + 2 * border, wide + 2 * border, channels
+
+
+def _geometry(layer: Conv) -> tuple[int, ...]:
+    return (
+        layer.height,
+        layer.width,
+        layer.inputs,
+        layer.outputs,
+        *layer.out_size,
+        *layer.kernel,
+        layer.padding,
+    )
+
+
+def _window_block(layer: Conv) -> tuple[bool, int]:
+    """Whether a whole window is one block of the product, and how long a block is."""
+    window = layer.kernel[1] * layer.inputs
+    whole = layer.kernel[0] * window
+    if window < 16 and whole <= 128:
+        return True, max(16, _power(whole))
+    return False, 32 if window % 64 else 64
+
+
+def _forward_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes of the convolution, warps and stages, as they were fastest on an H200."""
+    small, block = _window_block(layer)
+    columns = min(128, max(16, _power(layer.outputs)))
+    if small:
+        return {"BM": 128, "BN": columns, "BK": block, "num_warps": 4}
+    wide, single = columns == 128, dtype == torch.float32
+    warps = 8 if wide or single else 4
+    return {"BM": 256, "BN": columns, "BK": 32, "num_warps": warps, "num_stages": 4 if wide else 3}
+
+
+def _weights_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
+    """The same for the gradient of its weights."""
+    small, block = _window_block(layer)
+    window = layer.kernel[1] * layer.inputs
+    columns = min(64, max(16, _power(layer.outputs)))
+    if small:
+        return {"BM": 128, "BC": block, "BN": columns, "THREE": False, "num_warps": 4}
+    if dtype == torch.float32:
+        columns = min(128, max(16, _power(layer.outputs)))
+        wide = window >= 384 and columns == 128
+        rows = 128 if wide else min(64, max(16, _power(window)))
+        how = {"BM": 64, "num_warps": 8 if wide else 4, "num_stages": 3}
+        if columns < 128:
+            how = {"BM": 32, "num_warps": 4, "num_stages": 4}
+        return {"BC": rows, "BN": columns, "THREE": not _INTERPRETED, **how}
+    wide = window >= 384
+    rows = 128 if wide else min(64, max(16, _power(window)))
+    how = {"BM": 64 if wide else 128, "num_warps": 4, "num_stages": 3}
+    return {"BC": rows, "BN": columns, "THREE": False, **how}
+
+
+def _inputs_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
+    """The same for the gradient of its inputs."""
+    columns = min(128, max(16, _power(layer.inputs)))
+    wide, single = columns == 128, dtype == torch.float32
+    block = min(32 if single else 64, max(16, _power(layer.outputs)))
+    pixels = 256 if wide and single else 128
+    how = {"num_warps": 8 if wide else 4, "num_stages": 4 if single and not wide else 3}
+    return {"BM": pixels, "BN": columns, "BK": block, **how}
+
+
+def _conv_split(layer: Conv) -> int:
+    """How many stretches of pixels the gradient of the weights is added up in."""
+    return 4
+
+
+def _dense_split(inputs: int) -> int:
+    """How many stretches the sum over the features is cut into: more programs for long ones."""
+    return max(1, min(8, inputs // 512))
+
+
+def _dense_blocks(width: int, outputs: int) -> tuple[int, int]:
+    return max(16, min(64, _power(width))), max(16, min(128, _power(outputs)))
+
+
+def _row_step(active: int, rows: int) -> int:
+    """Return how many rows run where `active` are training: few numbers, little waste."""
+    if active <= 8:
+        return min(rows, max(1, active))
+    step = 2 ** (active.bit_length() - 3)
+    return min(rows, -(-active // step) * step)
+
+
+def _power(value: int) -> int:
+    """The next power of two."""
+    return int(1 << max(0, value - 1).bit_length())
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,234 @@
+"""Plans of networks: what has one, and whether its kernels compute what autograd does.
+
+Kernels run in Triton's interpreter here, which computes what a GPU would, slowly.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+pytest.importorskip("triton")
+
+from fedquilt.learning import LocalSettings, Task, planned
+from fedquilt.learning.batched import BatchedEngine
+from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.local import SequentialEngine
+from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, make_plan
+from fedquilt.learning.planned import PlannedTraining
+from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
+
+
+def small_cnn() -> nn.Module:
+    """Two convolutions without padding, dropout of channels, of an image and of a vector."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Dropout2d(0.25), nn.Flatten(), nn.Dropout(0.3), nn.Linear(32, 12), nn.ReLU()),
+        *(nn.Dropout(0.5), nn.Linear(12, 5)),
+    )
+
+
+def padded_cnn() -> nn.Module:
+    """Padding, images of odd size, and a bias that is missing."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 5), nn.LogSoftmax(1)),
+    )
+
+
+NETWORKS = {
+    "small": (small_cnn, (1, 8, 8)),
+    "padded": (padded_cnn, (3, 5, 5)),
+    "mlp": (lambda: MLP((1, 4, 4), 5, hidden=6), (1, 4, 4)),
+    "vector": (lambda: nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5)), (7,)),
+}
+SIZES = [3, 7, 0, 1, 9]
+
+
+@pytest.fixture(autouse=True)
+def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes alike each time: a trial need not be repeated."""
+    monkeypatch.setattr(planned, "_REPEATS", 0)
+
+
+def make_task(shape: tuple[int, ...], sizes: list[int] = SIZES, seed: int = 0) -> Task:
+    random = np.random.default_rng(seed)
+    count = sum(sizes)
+    inputs = torch.from_numpy(random.standard_normal((count, *shape), dtype=np.float32))
+    targets = torch.from_numpy(random.integers(0, 5, count))
+    parts = np.split(np.arange(count), np.cumsum(sizes)[:-1])
+    return Task(inputs, targets, parts)
+
+
+def how(**changes: Any) -> LocalSettings:
+    return LocalSettings(**{"epochs": 1, "batch_size": 4, "fedprox_mu": 0.0, "seed": 1} | changes)
+
+
+def updates(engine: Any, model: nn.Module, cohort: list[int]) -> dict[int, torch.Tensor]:
+    start = FlatModel(model).read().clone()
+    return {u.client: u.delta.clone() for u in engine.train(start, cohort, 3, 0.1)}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    model, task = make(), make_task(shape)
+    engine = BatchedEngine(model, task, how())
+    assert engine._planned is not None
+    wanted = updates(SequentialEngine(model, task, how()), model, [4, 1, 2, 0, 3])
+    got = updates(engine, model, [4, 1, 2, 0, 3])
+    for client, delta in wanted.items():
+        assert torch.allclose(got[client], delta, rtol=1e-4, atol=1e-6), client
+
+
+def test_losses_are_those_of_the_sequential_engine() -> None:
+    model, task = small_cnn(), make_task((1, 8, 8))
+    start = FlatModel(model).read().clone()
+    ones, others = (
+        {u.client: u.loss for u in engine.train(start, range(5), 0, 0.1)}
+        for engine in (SequentialEngine(model, task, how()), BatchedEngine(model, task, how()))
+    )
+    assert np.allclose(list(ones.values()), list(others.values()), rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["small", "padded"])
+def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
+    make, shape = NETWORKS[name]
+    model = make()
+    alone = updates(BatchedEngine(model, make_task(shape), how()), model, [1])[1]
+    # Another world: the others hold other numbers of other samples.
+    sizes = [5, 7, 2, 10, 0]
+    task, other = make_task(shape), make_task(shape, sizes, seed=1)
+    inputs, targets = other.inputs.clone(), other.targets.clone()
+    inputs[other.clients[1]], targets[other.clients[1]] = (
+        task.inputs[task.clients[1]],
+        task.targets[task.clients[1]],
+    )
+    world = Task(inputs, targets, other.clients)
+    engine = BatchedEngine(model, world, how())
+    assert engine._planned is not None
+    for cohort in ([1, 0, 2, 3, 4], [3, 1]):
+        assert torch.equal(updates(engine, model, cohort)[1], alone), cohort
+
+
+def test_a_finished_client_does_not_move_when_its_outputs_overflow() -> None:
+    """Its row only fills the program up while others train on: nothing of it may change."""
+    model = MLP((1, 2, 2), 5, hidden=4)
+    task = make_task((1, 2, 2), [4, 12])
+    inputs = task.inputs.clone()
+    inputs[task.clients[0]] *= 1e30
+    world = Task(inputs, task.targets, task.clients)
+    engine = BatchedEngine(model, world, how(epochs=1))
+    alone, beside = updates(engine, model, [0])[0], updates(engine, model, [0, 1])[0]
+    assert torch.equal(alone.view(torch.int32), beside.view(torch.int32))
+
+
+def test_ignored_labels_do_not_count() -> None:
+    model, task = NETWORKS["vector"][0](), make_task((7,), [6, 4])
+    task.targets[[1, 2, 7]] = -100
+    wanted = updates(SequentialEngine(model, task, how()), model, [0, 1])
+    engine = BatchedEngine(model, task, how())
+    assert engine._planned is not None
+    got = updates(engine, model, [0, 1])
+    for client in (0, 1):
+        assert torch.allclose(got[client], wanted[client], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "kinds"),
+    [
+        (MNISTModel(), (1, 28, 28), [Conv, Conv, Dropout, Dense, Dropout, Dense]),
+        (CIFAR10Model(), (3, 32, 32), [Conv, Conv, Conv, Dense, Dropout, Dense, Dense]),
+        (DigitsModel(), (1, 8, 8), [Conv, Dense, Dense]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_papers_networks_have_plans(
+    model: nn.Module, shape: tuple[int, ...], kinds: list[type]
+) -> None:
+    plan = make_plan(model.train(), torch.zeros(2, *shape))
+    assert [type(layer) for layer in plan.layers] == kinds
+    assert {weights.name for weights in plan.weights} == set(dict(model.named_parameters()))
+    for weights in plan.weights:
+        tensor = dict(model.named_parameters())[weights.name].detach()[None]
+        assert torch.equal(weights.to_model(weights.to_plan(tensor)).reshape(tensor.shape), tensor)
+
+
+def image_net(*layers: nn.Module) -> nn.Module:
+    """These layers and a head; only looked at, so the head's size does not matter."""
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 5))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(7, 7)
+        self.out = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(x + self.fc(x))
+        return scores
+
+
+class Hooked(nn.Linear):
+    """A layer of somebody's own is no standard layer, whatever it inherits."""
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "reason"),
+    [
+        (Residual(), (7,), "does not follow"),
+        (nn.Sequential(Hooked(7, 5)), (7,), "standard layer|does not follow"),
+        (nn.Sequential(nn.Linear(7, 5), nn.Softmax(1)), (7,), "Softmax"),
+        (nn.Sequential(nn.Linear(7, 5), nn.ReLU()), (7,), "does not end in a linear layer"),
+        (image_net(nn.Conv2d(1, 4, 3, stride=2)), (1, 8, 8), "stride 1"),
+        (image_net(nn.Conv2d(1, 4, 3), nn.MaxPool2d(3)), (1, 8, 8), "2 x 2"),
+        (image_net(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)), (1, 8, 8), "GroupNorm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(NoPlanError, match=reason):
+        make_plan(model.train(), torch.zeros(2, *shape))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"fedprox_mu": 0.1}, "FedProx"), ({"batch_size": 512}, "batches above 256")],
+    ids=["fedprox", "width"],
+)
+def test_settings_without_a_plan_say_why(changes: dict[str, Any], reason: str) -> None:
+    model, task = NETWORKS["vector"][0](), make_task((7,))
+    flat = FlatModel(model, task.public().inputs)
+    flat.remember()
+    with pytest.raises(NoPlanError, match=reason):
+        PlannedTraining(flat, task, how(**changes), None)
+
+
+def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial beside autograd: here a layer that the plan forgets."""
+
+    def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:
+        plan = make_plan(module, sample)
+        return type(plan)(tuple(_without_relu(x) for x in plan.layers), plan.weights, (7,))
+
+    monkeypatch.setattr(planned, "make_plan", forgetful)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
+    task = make_task((7,))
+    flat = FlatModel(model, task.public().inputs)
+    flat.remember()
+    with pytest.raises(NoPlanError, match="away from autograd"):
+        PlannedTraining(flat, task, how(), None)
+
+
+def _without_relu(layer: Any) -> Any:
+    return Dense(layer.weight, layer.bias, layer.inputs, layer.outputs)
