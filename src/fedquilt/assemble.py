@@ -67,6 +67,7 @@ from fedquilt.learning import (
     measure,
     public_inputs,
 )
+from fedquilt.learning.local import SequentialEngine
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
@@ -76,6 +77,7 @@ from fedquilt.models.features import precompute
 from fedquilt.population import Availability, CohortSelector, ParticipationTracker, propensities
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import check_ids, roster_name
+from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
 from fedquilt.slices.method import Slices, Smallest
@@ -398,15 +400,29 @@ def build_federation(
     """Build the federation of the configured mode, as it is before round 0."""
     method = build_method(config, problem) if method is None else method
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
+    mechanism = make_mechanism(parts, problem.own.mechanism)
+    _lend_updates(problem, method, mechanism)
     return Federation(
         select=problem.selector.select,
         tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
         method=method,
-        mechanism=make_mechanism(parts, problem.own.mechanism),
+        mechanism=mechanism,
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
     )
+
+
+def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> None:
+    """Let updates lie in the working model's memory where the round is sure to keep none.
+
+    A mechanism or a method of somebody's own may keep them.
+    """
+    known = problem.own.mechanism is None and type(method) is WholeModel
+    if not (problem.lends_memory and known) or mechanism.needs_whole_cohort:
+        return
+    if type(method.engine) is SequentialEngine:
+        method.engine.lends_updates = True
 
 
 def pick_device(name: str) -> torch.device:

@@ -179,3 +179,22 @@ def test_runs_of_older_versions_are_shown(name: str) -> None:
     view = page_view([WRITTEN_BEFORE / name], look=False)
     assert view["runs"][0]["rounds"] > 0
     assert view["runs"][0]["claim"]["headline"]
+
+
+def test_every_tier_has_its_accuracy(tmp_path: Path) -> None:
+    run = small_run(tmp_path, mode="fedavg", method="heterofl", model="mlp", tiers="1,1/2")
+    (view,) = page_view([run])["runs"]
+    assert list(view["look"]["tiers"]) == ["1", "1/2"]
+    assert view["look"]["tiers"]["1"] == pytest.approx(view["accuracy"]["values"][-1], abs=1e-3)
+    assert len(view["look"]["classes"]) == 10
+    assert sum(one["samples"] for one in view["look"]["classes"]) == 355
+
+
+def test_under_a_secret_coin_the_roster_is_who_was_available(tmp_path: Path) -> None:
+    coin = {"selection": "poisson", "amplification": True, "policy": "worst_case"}
+    run = small_run(tmp_path, mode="certified", **coin)
+    view = run_view(run)
+    assert view["roster_is"] == "available"
+    result = json.loads((run / "result.json").read_text())
+    assert view["joins"] == result["joins"]
+    assert "time" not in json.dumps(view["spend"])

@@ -26,6 +26,7 @@ class Fixed:
     """A source without files."""
 
     title = "Fixed"
+    cost = 0.0
 
     def __init__(self) -> None:
         self.count = 0
@@ -176,6 +177,7 @@ def test_runs_that_begin_later_are_followed(tmp_path: Path) -> None:
     run_config(tiny(mode="fedavg", seed=1, output_dir=str(tmp_path)))
     assert len(source.data()["runs"]) == 2
     assert source.data() is source.data()
+    assert source.cost > 0
 
 
 def test_the_command_ends_when_it_is_told(cli: Callable[..., Said], tmp_path: Path) -> None:

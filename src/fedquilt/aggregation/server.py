@@ -33,7 +33,10 @@ class ServerStep(Protocol):
     """What a server makes of a release."""
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Return the weights after the release `update`, in the type of the old ones."""
+        """Return the weights after the release `update`, in the type of the old ones.
+
+        It may have moved the old ones themselves.
+        """
 
     def report(self) -> dict[str, float]:
         """Return what there is to say of the newest step, computed from releases alone."""
@@ -56,16 +59,15 @@ class ServerOptimizer:
         self._second: torch.Tensor | None = None
 
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Return the new weights, in the type of the old ones."""
+        """Move the weights, in place: a second model would be a large one's peak of memory."""
         if self.name != "sgd" and self._first is None:
             self._first = torch.zeros_like(update, dtype=torch.float64)
         if self.name in ("adam", "yogi") and self._second is None:
             self._second = torch.full_like(update, TAU**2, dtype=torch.float64)
-        moved = torch.empty_like(weights)
         for piece in pieces(len(weights)):
             direction = self._direction(update[piece].to(torch.float64), piece)
-            moved[piece] = weights[piece].to(torch.float64) + self.lr * direction
-        return moved
+            weights[piece] = weights[piece].to(torch.float64) + self.lr * direction
+        return weights
 
     def _direction(self, update: torch.Tensor, piece: slice) -> torch.Tensor:
         """Move the moments of a piece, in place, and return where its weights go."""

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
 _TRIAL_STEPS = 3
 _OTHER_STEPS = (5, 7, 3, 2)
 _WIDEST = 64
+_LARGE = 1 << 22  # parameters; below it one call for all of them is faster than one each
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
@@ -87,16 +89,47 @@ def train_client(
     loss_sum = torch.zeros((), device=device)
     seen = 0
     steps = settings.optimizer.begin(parameters, anchors, learning_rate, settings.fedprox_mu)
+    plain = settings.optimizer.is_plain and anchors is None
+    in_backward = plain and flat.vector.numel() > _LARGE
     with seeded_layers(device, seed), own_draws(draws):
         for step, batch in enumerate(_batches(index, settings, seed, flat)):
             if draws is not None:
                 draws.begin(bits_of(seed, step))
             samples = trees.take(inputs, batch)
             loss = loss_of_batch(flat.module, samples, trees.take(targets, batch))
-            steps.step(torch.autograd.grad(loss, parameters, allow_unused=True))
+            if in_backward:
+                step_in_backward(loss, parameters, learning_rate)
+            else:
+                steps.step(torch.autograd.grad(loss, parameters, allow_unused=True))
             loss_sum += loss.detach() * len(batch)
             seen += len(batch)
     return float(loss_sum) / seen if seen else math.nan
+
+
+def step_in_backward(
+    loss: torch.Tensor, parameters: list[torch.Tensor], learning_rate: float
+) -> None:
+    """Take a step of plain SGD, each tensor as soon as its gradient is there, which then goes.
+
+    The same numbers as after the whole backward pass, without a second model of gradients: when
+    a tensor's gradient is complete, everything that needed its value has been computed.
+    """
+
+    def move(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-learning_rate)
+        parameter.grad = None
+
+    hooks: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+    ]
+    try:
+        loss.backward(inputs=parameters)  # type: ignore[no-untyped-call]
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _batches(
@@ -272,6 +305,8 @@ class SequentialEngine:
     ) -> None:
         self.task = task
         self.settings = settings
+        self.lends_updates = False
+        """Whether an update lies in the working model's memory, until the next client trains."""
         self._loss_of = loss_of or self._default_loss
         public = task.public()
         if isinstance(model, FlatModel):
@@ -315,7 +350,9 @@ class SequentialEngine:
             if not self.settings.silent or isinstance(error, NEVER_SILENT):
                 raise
             return ClientUpdate(client, torch.full_like(start, math.nan), len(index), math.nan)
-        return ClientUpdate(client, self._flat.read() - start, len(index), loss)
+        trained = self._flat.read()
+        delta = trained.sub_(start) if self.lends_updates else trained - start
+        return ClientUpdate(client, delta, len(index), loss)
 
     def _default_loss(self, client: int, round_index: int) -> Loss:
         """Return the objective, with the client's hidden classes where there are any."""

@@ -82,6 +82,8 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str]) -> None:
         )
     _label_x(axes, rows, first, numeric, places)
     axes.set_ylabel("test accuracy")
+    low, high = axes.get_ylim()  # few seeds have intervals beyond what an accuracy can be
+    axes.set_ylim(max(-0.02, low), min(1.02, high))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
     notes = ["points: mean of the seeds; bars: 95 % interval of the mean"]
@@ -113,6 +115,7 @@ def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str) -> None:
     if not np.isfinite(cells).any():
         in_words(axes, "nothing was measured")
         return
+    axes.grid(False)
     picture = axes.imshow(cells, aspect="auto", cmap="cividis", origin="lower")
     middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
     for i, j in zip(*np.nonzero(np.isfinite(cells)), strict=True):

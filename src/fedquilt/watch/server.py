@@ -28,6 +28,7 @@ from fedquilt.watch.source import Source, Stamp
 
 LOOPBACK = "127.0.0.1"
 _EVERY = 0.3  # seconds between two looks at the files
+_REST = 5.0  # times as long as a reading took: who reads a ledger keeps a run from writing to it
 _HEARTBEAT = 15.0
 _MOST_LISTENERS = 24
 _HEADERS = {
@@ -184,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _listen(self, seen: Stamp) -> None:
         spoke = time.monotonic()
-        while not self.watch.closing.wait(_EVERY):
+        while not self.watch.closing.wait(max(_EVERY, _REST * self.watch.source.cost)):
             now = self.watch.source.stamp()
             if now != seen:
                 seen, spoke = now, time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +20,10 @@ Stamp = tuple[Any, ...]
 
 
 class Source(Protocol):
-    """Something to watch."""
+    """Something to watch; `cost` is how many seconds the last reading took."""
 
     title: str
+    cost: float
 
     def stamp(self) -> Stamp:
         """Return what differs as soon as there is something new."""
@@ -44,6 +46,7 @@ class RunsSource:
         self.paths = [Path(path) for path in paths]
         self.private = private
         self.title = f"Watching {', '.join(path.name or str(path) for path in self.paths)}"
+        self.cost = 0.0
         self._lock = threading.Lock()
         self._last: tuple[Stamp, dict[str, Any]] | None = None
 
@@ -61,7 +64,7 @@ class RunsSource:
     def data(self) -> dict[str, Any]:
         """Return the runs as they stand, read once for all who look."""
         with self._lock:
-            now = self.stamp()
+            now, began = self.stamp(), time.monotonic()
             if self._last is not None and self._last[0] == now:
                 return self._last[1]
             try:
@@ -72,7 +75,7 @@ class RunsSource:
                 if self._last is None:
                     return with_comparison(empty_view(private=self.private))
                 return self._last[1]
-            self._last = (now, data)
+            self._last, self.cost = (now, data), time.monotonic() - began
             return data
 
     def questions(self) -> Mapping[str, Callable[[Mapping[str, str]], dict[str, Any]]]:
@@ -86,16 +89,22 @@ class LedgerSource:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.title = f"Ledger {self.path.name}"
+        self.cost = 0.0
         self._lock = threading.Lock()
+        self._last: tuple[Stamp, dict[str, Any]] | None = None
 
     def stamp(self) -> Stamp:
         """Return size and time of the file and of the journal beside it."""
         return _stamp(self.path), _stamp(self.path.with_name(f"{self.path.name}-journal"))
 
     def data(self) -> dict[str, Any]:
-        """Return the populations as they stand."""
+        """Return the populations as they stand, read once for all who look."""
         with self._lock:
-            return ledger_view(self.path)
+            now, began = self.stamp(), time.monotonic()
+            if self._last is None or self._last[0] != now:
+                self._last = now, ledger_view(self.path)
+                self.cost = time.monotonic() - began
+            return self._last[1]
 
     def questions(self) -> Mapping[str, Callable[[Mapping[str, str]], dict[str, Any]]]:
         """A client's history, and what a planned run would cost."""

@@ -110,7 +110,8 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
       if (now === run) return;
       run = now;
       rows = rowsOf(run);
-      columns = all.filter((c) => rows.some((row) => row[c.key] !== null));
+      columns = all.filter((c) => rows.some((row) => row[c.key] !== null))
+        .map((c) => (c.key === "joins" && run.roster_is === "available" ? { ...c, name: "rounds available" } : c));
       if (!columns.some((c) => c.key === state.sort)) { state.sort = "client"; state.down = false; }
       input.value = state.filter;
       refresh();

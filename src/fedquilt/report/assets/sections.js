@@ -91,7 +91,7 @@ function rosterSection(run) {
   const bars = Array.from({ length: Math.floor(top / width) + 1 }, (_, i) => ({ label: width === 1 ? String(i) : `${i * width}`, value: 0 }));
   run.joins.forEach((n) => { bars[Math.floor(n / width)].value += 1; });
   return el("div", { class: "charts" }, rosterChart(run), lineChart({ title: "Cohorts", series, xLabel: "round", wholeX: true, yRange: [0] }),
-    barChart({ title: "How often clients joined", xLabel: width === 1 ? "joins" : `joins (in steps of ${width})`, bars }));
+    barChart({ title: `How often clients ${did(run)}`, xLabel: width === 1 ? "rounds" : `rounds (in steps of ${width})`, bars }));
 }
 
 function noiseSection(run) {
@@ -111,6 +111,9 @@ function noiseSection(run) {
   return charts.length ? el("div", { class: "charts" }, charts) : el("p", { class: "note" }, "This mode neither clips nor adds noise.");
 }
 
+// Under a secret coin a roster says who was there, not who was picked.
+const did = (run) => (run.roster_is === "available" ? "were available" : "joined");
+
 function tiersTable(run) {
   if (!run.slices) return null;
   const seen = (run.look && run.look.tiers) || {};
@@ -125,7 +128,7 @@ function groupTable(run) {
   const mean = (ids, of) => (ids.some((i) => !known(of[i])) ? null : ids.reduce((sum, i) => sum + of[i], 0) / ids.length);
   const epsilons = run.spend && run.spend.epsilons;
   const columns = [{ name: "clients" }, ...["how many", "joins, mean", "ε spent, mean", "ε spent, most"].map((name) => ({ name, kind: "number" }))];
-  return [el("h3", {}, "By how often clients joined"), table(columns, groups.map(([name, ids]) => [name, String(ids.length), number(mean(ids, run.joins), 3),
+  return [el("h3", {}, `By how often clients ${did(run)}`), table(columns, groups.map(([name, ids]) => [name, String(ids.length), number(mean(ids, run.joins), 3),
     epsilons ? bound(mean(ids, epsilons)) : "-", epsilons ? bound(Math.max(...ids.map((i) => (epsilons[i] === "inf" ? Infinity : epsilons[i])))) : "-"]), "Groups by participation")];
 }
 
