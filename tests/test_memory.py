@@ -79,13 +79,14 @@ def measured(program: str, **case: Any) -> float:
     return float(json.loads(ended.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("mode", ["fedavg", "certified"])
-def test_a_large_model_is_held_few_times(mode: str) -> None:
-    """The caller's own, the global one, the one in training, gradients, a sum in float64.
+@pytest.mark.parametrize(("mode", "limit"), [("fedavg", 5.8), ("certified", 6.6)])
+def test_a_large_model_is_held_few_times(mode: str, limit: float) -> None:
+    """The caller's own, the global one, the one in training and a sum in float64: that is five.
 
-    That is six; pieces of long vectors and what torch keeps come on top.
+    A layer's gradients come on top, and what drawing a piece of the noise takes: one of this
+    model, a tenth of one ten times as large.
     """
-    assert measured(MODEL, mode=mode) < 7
+    assert measured(MODEL, mode=mode) < limit
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("fedavg", 25), ("certified", 30)])
