@@ -42,7 +42,7 @@ from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset, as_dataset, check_data_dir, load_dataset, split_clients
 from fedquilt.learning import Engine, FlatModel, Task, evaluate, freeze_others, public_inputs
-from fedquilt.method import Method, MethodParts, WholeModel
+from fedquilt.method import Method, MethodParts, RemoteEngine, WholeModel
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
 from fedquilt.population import Availability, CohortSelector, ParticipationTracker, propensities
@@ -140,6 +140,7 @@ class Own:
     method: BuildMethod | None = None
     mechanism: Build | type[Certified] | None = None
     engine: Engine | BuildEngine | None = None
+    remote: RemoteEngine | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +275,12 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 def build_method(config: RunConfig, problem: Problem) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
+    if own.remote is not None:
+        # The same method as of a run on one machine; only step 3 is elsewhere.
+        here = dataclasses.replace(problem, own=dataclasses.replace(own, remote=None, engine=None))
+        method = build_method(config.replace(engine="sequential"), here)
+        method.move_to(own.remote)
+        return method
     parts = MethodParts(config, problem.flat, task, problem.num_classes, problem.selector.secret)
     if own.engine is not None:
         engine = own.engine(parts) if callable(own.engine) else own.engine

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from fedquilt.common.errors import InvalidValueError, RunFolderError, RunInterru
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.learning import Engine, FlatModel
-from fedquilt.method import Method
+from fedquilt.method import Method, RemoteEngine
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
@@ -359,7 +359,7 @@ def run(
     observer: Watching | None = None,
     method: str | BuildMethod | None = None,
     mechanism: Build | type[Certified] | None = None,
-    engine: str | Engine | BuildEngine | None = None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None = None,
     **settings: Any,
 ) -> RunResult:
     """Train your own model on your own data.
@@ -404,19 +404,31 @@ def run(
     return _run(config, problem, folder, output_dir, observer)
 
 
-def run_config(config: RunConfig, observer: Watching | None = None) -> RunResult:
+Prepare = Callable[[RunConfig, Problem], Problem]
+"""Exchanges parts of a problem before its run: who trains its clients, and where."""
+
+
+def run_config(
+    config: RunConfig, observer: Watching | None = None, prepare: Prepare | None = None
+) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
     config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
     return _run(config, problem, None, config.output_dir, observer)
 
 
-def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunResult:
+def run_in_memory(
+    config: RunConfig, observer: Watching | None = None, prepare: Prepare | None = None
+) -> RunResult:
     """Run what a configuration describes and write nothing."""
     config, problem = build_problem(config)
+    problem = problem if prepare is None else prepare(config, problem)
     return _run(config, problem, None, None, observer)
 
 
-def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
+def resume_run(
+    path: str | Path, observer: Watching | None = None, prepare: Prepare | None = None
+) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
     if folder.read_result() is not None:
@@ -428,6 +440,7 @@ def resume_run(path: str | Path, observer: Watching | None = None) -> RunResult:
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
     config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
     return _run(config, problem, folder, None, observer)
 
 
@@ -464,7 +477,7 @@ def _run(
 def _own_parts(
     method: str | BuildMethod | None,
     mechanism: Build | type[Certified] | None,
-    engine: str | Engine | BuildEngine | None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None,
 ) -> tuple[Own, dict[str, str]]:
     """Part what a user brought from what was named; the configuration says `custom`."""
     given = {"method": method, "engine": engine}
@@ -473,10 +486,12 @@ def _own_parts(
         for key, value in given.items()
         if value is not None
     }
+    elsewhere = hasattr(engine, "serve")
     own = Own(
         method=None if isinstance(method, str) else method,
         mechanism=mechanism,
-        engine=None if isinstance(engine, str) else engine,
+        engine=None if isinstance(engine, str) or elsewhere else cast(Engine, engine),
+        remote=cast(RemoteEngine, engine) if elsewhere else None,
     )
     return own, names
 

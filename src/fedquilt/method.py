@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, make_server_optimizer
 from fedquilt.config import RunConfig
 from fedquilt.data import ImageDataset
-from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
+from fedquilt.learning import (
+    ClientUpdate,
+    Engine,
+    FlatModel,
+    LocalSettings,
+    Task,
+    make_engine,
+)
 
 Progress = Callable[[str, float], None]
 """Called with the step of a round that is running, and with the share of it that is done."""
@@ -40,6 +47,20 @@ class Files(Protocol):
 
     def room_for_synthetic(self, rounds: int | None = None) -> Path:
         """Return the file of the synthetic set after so many rounds; None: the final one."""
+
+
+class RemoteEngine(Engine, Protocol):
+    """An engine whose clients are elsewhere: it asks the method what each of them is sent."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a statement must say because clients are elsewhere."""
+
+    def serve(self, method: Method) -> None:
+        """Learn the method whose clients these are, before the first round."""
+
+    def present(self) -> NDArray[np.bool_] | None:
+        """Tell who can be asked now; None: everybody.  Participation is public."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +153,35 @@ class Method(ABC):
         self.released = tuple(released)
         self.frozen = tuple(frozen)
         self.notes = tuple(notes)
+        self.remote: RemoteEngine | None = None
+
+    def move_to(self, remote: RemoteEngine) -> None:
+        """Let clients elsewhere do step 3 from now on; what this engine did stays with them."""
+        remote.serve(self)
+        self.engine, self.remote = remote, remote
+        self.notes = (*self.notes, *remote.notes)
+
+    def present(self) -> NDArray[np.bool_] | None:
+        """Tell who can be asked now; None: everybody."""
+        return None if self.remote is None else self.remote.present()
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return what a client elsewhere is sent: as much as its part of the round needs."""
+        return weights
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Do a client's part of a round where its data are, given what it was sent."""
+        (update,) = self.engine.train(sent, [client], round_index, learning_rate)
+        return update
+
+    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
+        """Return why a vector from elsewhere cannot be a client's; None: it can be."""
+        return None
+
+    def count_traffic(self, up: int, down: int) -> None:  # noqa: B027 (most report none)
+        """Take the bytes that clients elsewhere sent and received in the round."""
 
     @abstractmethod
     def new_sum(self) -> Accumulator:
@@ -189,3 +239,14 @@ class WholeModel(Method):
     def new_sum(self) -> Accumulator:
         """Return a sum as long as the model."""
         return RunningMean(self._size, self._device)
+
+    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
+        """Refuse a vector that is not as long as what the client trains."""
+        return wrong_size(vector, self._size)
+
+
+def wrong_size(vector: torch.Tensor, size: int) -> str | None:
+    """Return why a vector is not one of `size` numbers, None when it is."""
+    if tuple(vector.shape) == (size,):
+        return None
+    return f"shape {tuple(vector.shape)} must be ({size},)"

@@ -53,6 +53,7 @@ ROUND_PUBLIC: dict[str, str] = {
     "schema_version": _OUTSIDE,
     "round": _OUTSIDE,
     "cohort": _JOINS,
+    "absent": "who was asked and did not answer in time: " + _JOINS,
     "participation_stats": _JOINS,
     "clip_value": "fixed in advance, or a private quantile whose cost is charged",
     "epsilon": _OPTIONS,
@@ -180,6 +181,7 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
         "clipped_fraction": record.noise.clipped_fraction,
         "non_finite": record.non_finite,
         "without_allowance": record.without_allowance,
+        **({"absent": record.absent} if record.absent else {}),
         "seconds": round(seconds, 6),
         **record.server,
     }

@@ -32,7 +32,7 @@ from fedquilt.condense.server import load_like
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer
 from fedquilt.learning import ClientUpdate, Task
-from fedquilt.method import Progress
+from fedquilt.method import Progress, wrong_size
 from fedquilt.models.features import draw, precompute
 
 _FLOAT_BYTES = 4
@@ -121,6 +121,19 @@ class CertifiedEngine:
             table = self._table(self._features[index], index, round_index)
             yield ClientUpdate(client, table.flatten(), len(index), math.nan)
         self._report_progress(1.0)
+
+    def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the head: residuals are about it, and nothing else changes between rounds."""
+        return self.released.head.flatten()
+
+    def incoming(self, sent: torch.Tensor) -> torch.Tensor:
+        """Take the head; the model's weights decide nothing."""
+        self.released.head = sent.view_as(self.released.head).to(self.released.head)
+        return sent
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Refuse a vector of another length than a table's."""
+        return wrong_size(vector, self.released.means_total.numel())
 
     def _report_progress(self, share: float) -> None:
         if self.progress is not None:

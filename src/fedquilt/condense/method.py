@@ -25,7 +25,7 @@ from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
-from fedquilt.learning import Engine, Task
+from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
@@ -56,6 +56,15 @@ class StatisticsSource(Engine, Protocol):
     bytes_down: int
     progress: Progress | None
 
+    def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return what clients elsewhere must be sent for a round."""
+
+    def incoming(self, sent: torch.Tensor) -> torch.Tensor:
+        """Take in what was sent; return the weights to begin with."""
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Return why a vector from elsewhere is no table of the round; None: it is one."""
+
 
 class Condensation(Method):
     """Clients send class statistics; the server grows images and trains the model on them."""
@@ -82,6 +91,25 @@ class Condensation(Method):
         self._new_sum = new_sum
         self._channels, self._num_classes = channels, num_classes
         self._trains_late = trains_late
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return what the statistics of the round depend on."""
+        return self.source.outgoing(weights)
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Compute the statistics of a client where its data are."""
+        start = self.source.incoming(sent)
+        return super().work(start, client, round_index, learning_rate)
+
+    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
+        """Refuse what is no table of this round."""
+        return self.source.objection(vector)
+
+    def count_traffic(self, up: int, down: int) -> None:
+        """Report what really travelled."""
+        self.source.bytes_up, self.source.bytes_down = up, down
 
     def new_sum(self) -> Accumulator:
         """Return tables laid end to end, or a sum of bounded ones."""
@@ -166,7 +194,9 @@ def _make_grouped(
     config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer, num_classes: int
 ) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
-    classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
+    held = np.unique(task.targets.cpu().numpy()[_held(task)])
+    # Where clients' data are elsewhere, every class of the model may be somebody's.
+    classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -323,6 +353,10 @@ def first_images(config: CondenseConfig, task: Task, classes: tuple[int, ...]) -
     shape, device = task.inputs.shape[1:], task.inputs.device
     synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device)
     if config.init_method == "real_sample":
+        if task.elsewhere:
+            raise InvalidValueError(
+                "init_method='real_sample' must be 'random' where clients' data are elsewhere"
+            )
         held = _held(task)
         labels = task.targets.cpu().numpy()[held]
         chosen = np.concatenate(

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.method import MethodParts, WholeModel
+from fedquilt.learning import ClientUpdate
+from fedquilt.method import MethodParts, WholeModel, wrong_size
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
 
@@ -36,6 +37,23 @@ class Slices(WholeModel):
     def place(self, client: int, round_index: int) -> Place:
         """Return where a client's slice lies in the whole vector."""
         return self.slicing.place(client, round_index)
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return the client's slice of the model."""
+        return self.slicing.place(client, round_index).gather(weights)
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Train the slice that was sent; the rest of the model is nowhere used."""
+        place = self.slicing.place(client, round_index)
+        whole = sent.new_zeros(place.whole_size)
+        place.scatter_(whole, sent)
+        return super().work(whole, client, round_index, learning_rate)
+
+    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
+        """Refuse a vector that is not as long as the client's slice."""
+        return wrong_size(vector, self.slicing.place(client, round_index).size)
 
     def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
         """Return the share of clients that hold each coordinate."""
