@@ -444,6 +444,19 @@ def resume_run(
     return _run(config, problem, folder, None, observer)
 
 
+def run_problem(
+    config: RunConfig,
+    problem: Problem,
+    *,
+    output_dir: str | None,
+    resume: str | Path | None = None,
+    observer: Watching | None = None,
+) -> RunResult:
+    """Run a problem that was put together elsewhere, in a new folder or in one to continue."""
+    folder = None if resume is None else RunFolder.open(resume)
+    return _run(config, problem, folder, output_dir, observer)
+
+
 def _run(
     config: RunConfig,
     problem: Problem,

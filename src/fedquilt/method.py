@@ -176,8 +176,12 @@ class Method(ABC):
         (update,) = self.engine.train(sent, [client], round_index, learning_rate)
         return update
 
-    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
-        """Return why a vector from elsewhere cannot be a client's; None: it can be."""
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return how many numbers a client sends in a round; None: as many as it has."""
+        return None
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Return why a vector of the right size from elsewhere can be no client's, if so."""
         return None
 
     def count_traffic(self, up: int, down: int) -> None:  # noqa: B027 (most report none)
@@ -240,13 +244,6 @@ class WholeModel(Method):
         """Return a sum as long as the model."""
         return RunningMean(self._size, self._device)
 
-    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
-        """Refuse a vector that is not as long as what the client trains."""
-        return wrong_size(vector, self._size)
-
-
-def wrong_size(vector: torch.Tensor, size: int) -> str | None:
-    """Return why a vector is not one of `size` numbers, None when it is."""
-    if tuple(vector.shape) == (size,):
-        return None
-    return f"shape {tuple(vector.shape)} must be ({size},)"
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of the model."""
+        return self._size

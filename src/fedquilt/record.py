@@ -162,6 +162,7 @@ CHECKPOINT_PUBLIC: dict[str, str] = {
 # Files of a bounded run for its owner only, mode 0600.
 OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
+    "nodes.jsonl": "when each Flower node answered, what was refused of it, what it used",
     "ledger.json": "a digest of what clients hold",
     "baselines.json": "computed from raw data",
 }

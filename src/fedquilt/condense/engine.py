@@ -104,6 +104,7 @@ class TableSource:
     """What a round's tables follow from, and which vectors are tables of it."""
 
     round_models: RoundModels
+    table_size: int | None = None
 
     def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the weights, or nothing where the feature models follow from a seed alone."""
@@ -163,7 +164,8 @@ class StatisticsEngine(TableSource):
         self._clients_done, self._cohort_size = 0.0, 1
         self._seed = seed
         self._labels = task.targets.cpu().numpy()
-        row_of = np.full(int(self._labels.max(initial=-1)) + 1, -1)
+        largest = max(int(self._labels.max(initial=-1)), *round_models.classes)
+        row_of = np.full(largest + 1, -1)
         row_of[list(round_models.classes)] = np.arange(len(round_models.classes))
         self._rows = torch.from_numpy(row_of).to(task.inputs.device)[task.targets]
 

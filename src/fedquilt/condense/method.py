@@ -56,6 +56,10 @@ class StatisticsSource(Engine, Protocol):
     bytes_down: int
     progress: Progress | None
 
+    @property
+    def table_size(self) -> int | None:
+        """How many numbers a client sends in a round; None: as many as its rows need."""
+
     def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
         """Return what clients elsewhere must be sent for a round."""
 
@@ -103,7 +107,11 @@ class Condensation(Method):
         start = self.source.incoming(sent)
         return super().work(start, client, round_index, learning_rate)
 
-    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of a table that is summed; others have as many rows as they need."""
+        return self.source.table_size
+
+    def objection(self, vector: torch.Tensor) -> str | None:
         """Refuse what is no table of this round."""
         return self.source.objection(vector)
 

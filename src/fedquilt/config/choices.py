@@ -15,7 +15,9 @@ SELECTIONS = ("uniform", "weighted", "poisson")
 SERVER_LEARNING_RATES = {"sgd": 1.0, "momentum": 1.0, "adam": 0.01, "yogi": 0.01}
 """The server's optimisers, each with its usual learning rate."""
 SERVER_OPTIMIZERS = tuple(SERVER_LEARNING_RATES)
-ENGINES = ("auto", "sequential", "batched", "processes")
+ENGINES = ("auto", "sequential", "batched", "processes", "flower", "flower-ray")
+FLOWER_ENGINES = ("flower", "flower-ray")
+"""Engines whose clients are Flower nodes, in this process or in Ray's (`fedquilt.flower`)."""
 DEVICES = ("auto", "cpu", "cuda")
 
 # Slices

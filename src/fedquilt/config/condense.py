@@ -34,7 +34,7 @@ NOT_FOR_CONDENSE = (
     *("trainable", "local_epochs", "learning_rate", "lr_decay", "fedprox_mu"),
     *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
     *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
-    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),
+    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers"),
 )
 
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
@@ -160,6 +160,11 @@ class CondenseConfig(RunConfig):
 
     def _check_method(self) -> None:
         self._check_foreign()
+        if self.engine in ("batched", "processes"):
+            raise InvalidValueError(
+                f"engine={self.engine!r} must be left out of a condensation, whose clients do not "
+                "train, or be one of those whose clients are elsewhere"
+            )
         self.pixels(None)
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(

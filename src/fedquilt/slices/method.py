@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning import ClientUpdate
-from fedquilt.method import MethodParts, WholeModel, wrong_size
+from fedquilt.method import MethodParts, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
 
@@ -51,9 +51,9 @@ class Slices(WholeModel):
         place.scatter_(whole, sent)
         return super().work(whole, client, round_index, learning_rate)
 
-    def objection(self, vector: torch.Tensor, client: int, round_index: int) -> str | None:
-        """Refuse a vector that is not as long as the client's slice."""
-        return wrong_size(vector, self.slicing.place(client, round_index).size)
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of the client's slice."""
+        return self.slicing.place(client, round_index).size
 
     def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
         """Return the share of clients that hold each coordinate."""
