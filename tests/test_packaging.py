@@ -23,7 +23,7 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
 }
 REQUIRE = re.compile(r"optional\.load")
-EXTRAS = ("flower", "monitor", "gpu", "trackers")
+EXTRAS = ("flower", "flower-sim", "monitor", "gpu", "trackers")
 
 
 def imported(source: str) -> set[str]:

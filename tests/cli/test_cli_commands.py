@@ -72,7 +72,8 @@ def test_the_help_of_run_lists_every_option_with_default_and_choices(cli: Cli) -
 def test_commands_and_options_that_are_not_there(cli: Cli, here: Path) -> None:
     for arguments, words in (
         (["runn"], "No such command 'runn'"),
-        (["run", "--epsilom", "3"], "No such option: --epsilom"),
+        (["run", "--epsilom", "3"], "No such option"),  # then it is quoted, in some versions
+        (["run", "--epsilom", "3"], "--epsilom"),
         (["run", "extra"], "extra"),
         (["run", "--epsilon"], "--epsilon"),
     ):
