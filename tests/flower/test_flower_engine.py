@@ -273,7 +273,8 @@ def test_no_text_of_an_error_leaves_a_node(tmp_path: Path) -> None:
     result = run_federation(InProcessGrid(client_app(make_model, failing), COUNT), tmp_path)
     assert refusals(result) == ["the node failed"] * 2
     assert "patient" not in "".join(
-        path.read_text(errors="replace") for path in result.folder.iterdir()  # type: ignore[union-attr]
+        path.read_text(errors="replace")
+        for path in result.folder.iterdir()  # type: ignore[union-attr]
     )
     assert np.allclose(spent(result), spent(result)[0])
 
@@ -300,8 +301,13 @@ def test_an_order_tells_a_node_nothing_of_the_servers_disk_account_or_noise(
     run_federation(grid, tmp_path, noise_seed=7)
     told = json.loads(grid.orders[0].content["config"]["settings"])
     assert told == {
-        **{"mode": "certified", "method": "full", "epsilon": 8.0, "num_rounds": 2},
-        **{"local_epochs": 1, "clients_per_round": 1.0, "policy": "worst_case"},
+        "mode": "certified",
+        "method": "full",
+        "epsilon": 8.0,
+        "num_rounds": 2,
+        "local_epochs": 1,
+        "clients_per_round": 1.0,
+        "policy": "worst_case",
     }
     assert len({order.content["config"]["token"] for order in grid.orders}) == len(grid.orders)
 

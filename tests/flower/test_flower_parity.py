@@ -27,7 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "fedavg": {"mode": "fedavg", **TRAINED},
     "certified": {"mode": "certified", "epsilon": 60.0, "noise_seed": 3, **TRAINED},
     "certified quantile": {
-        **{"mode": "certified", "noise_seed": 3, "clipping": "quantile"},
+        "mode": "certified",
+        "noise_seed": 3,
+        "clipping": "quantile",
         **TRAINED,
     },
     "fixed_dp": {"mode": "fixed_dp", "noise_seed": 3, "noise_layers": "all", **TRAINED},
@@ -35,7 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
     "quap_fl_client": {"mode": "quap_fl_client", "noise_seed": 3, **TRAINED},
     "heterofl": {"method": "heterofl", **TRAINED},
     "fedrolex, certified": {
-        **{"method": "fedrolex", "mode": "certified", "noise_seed": 3},
+        "method": "fedrolex",
+        "mode": "certified",
+        "noise_seed": 3,
         **TRAINED,
     },
     "fjord": {"method": "fjord", **TRAINED},
@@ -44,12 +48,19 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen front": {"mode": "certified", "model": "hog-linear", "noise_seed": 3, **TRAINED},
     "condensation": {**TABLES, "dc_iterations": 5, "model_epochs": 2},
     "condensation, global": {
-        **{**TABLES, "feature_model": "global", "model_n": 1, "dc_iterations": 3},
+        **TABLES,
+        "feature_model": "global",
+        "model_n": 1,
+        "dc_iterations": 3,
         "model_epochs": 2,
     },
     "condensation, certified": {
-        **{**TABLES, "mode": "certified", "noise_seed": 3, "mean_rounds": 1},
-        **{"model_epochs": 2, "drawings": 20},
+        **TABLES,
+        "mode": "certified",
+        "noise_seed": 3,
+        "mean_rounds": 1,
+        "model_epochs": 2,
+        "drawings": 20,
     },
 }
 # Images are matched to tables that agree; a few steps of it stay near.

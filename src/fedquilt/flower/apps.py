@@ -14,7 +14,9 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
-| `FEDQUILT_FLOWER_RESUME` | a run's folder to continue, or `last` |
+
+A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
+operator's folder that is not finished.
 """
 
 from __future__ import annotations
@@ -135,16 +137,13 @@ def run_from(
         settings,
         client_ids=client_ids,
         output_dir=output_dir,
-        resume=_to_resume(output_dir),
+        resume=_to_resume(output_dir) if settings.resume else None,
         observer=_print_round,
     )
 
 
-def _to_resume(output_dir: str) -> str | Path | None:
-    """Return the folder that the operator wants continued."""
-    wanted = os.environ.get(_PREFIX + "RESUME")
-    if not wanted or wanted != "last":
-        return wanted or None
+def _to_resume(output_dir: str) -> Path:
+    """Return the last run of the operator's folder that is not finished."""
     unfinished = [
         folder
         for folder in Path(output_dir).glob("*/")

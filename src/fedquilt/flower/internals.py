@@ -4,6 +4,7 @@
 |---|---|
 | `TaskIdentity` | a `Message` asks it for the run's number, which only Flower's processes have |
 | `Metadata._message_id` | a Grid gives messages their numbers |
+| `exit_handler.registered_exit_handlers` | a fork must not close what is its parent's |
 | `run_superexec.get_executor` | the parent that forks is an executor of its own |
 """
 
@@ -48,6 +49,12 @@ def acting_as_server(grid: Any) -> Iterator[None]:
 def name_message(message: Any, message_id: str) -> None:
     """Give a message its number."""
     message.metadata.__dict__["_message_id"] = message_id
+
+
+def forget_exit_handlers() -> None:
+    """Drop what a parent wanted done at its own end; for a child that was forked."""
+    exits: Any = importlib.import_module("flwr.supercore.exit.exit_handler")
+    exits.registered_exit_handlers.clear()
 
 
 def run_superexec_with(executor: Any, **arguments: Any) -> None:

@@ -39,6 +39,8 @@ class FlowerSettings:
     monitor : bool
         Let nodes report processor, memory, network and power to the server.  How long a
         client computes tells how much it holds: the file is the owner's alone.
+    resume : bool
+        Continue the last run in the operator's folder that is not finished.
     """
 
     deadline: float = 600.0
@@ -48,6 +50,7 @@ class FlowerSettings:
     compression: str = "none"
     topk: float = 0.1
     monitor: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("deadline", "wait", "poll"):
