@@ -13,6 +13,7 @@ from fedquilt.cli.audit import audit
 from fedquilt.cli.compare import compare
 from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
+from fedquilt.cli.flower import flower
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.run import run
@@ -35,6 +36,7 @@ app.command()(statement)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)
+app.add_typer(flower)
 
 
 @app.command()

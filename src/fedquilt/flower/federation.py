@@ -222,6 +222,16 @@ class Federation:
 
     # -- members and keys
 
+    def trust(self, value: str | None) -> str | None:
+        """Let nodes run the app of this hash and no other (None: any); restart what they run."""
+        config = self.config()
+        nodes = config["nodes"]
+        self._write_config({**config, "trusted": value, "nodes": {}} if self.is_up() else config)
+        for name in nodes if self.is_up() else ():
+            self._wait_for_processes(without=f"{name}.app")
+        self._write_config({**config, "trusted": value, "nodes": nodes})
+        return value
+
     def join(self, name: str, node_config: str) -> None:
         """Let a node join: a key, a line of the roster, processes.
 
