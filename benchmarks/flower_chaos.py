@@ -4,7 +4,8 @@
 
 First a calm run, then one in which nodes are killed, delayed past the deadline, given new
 keys (and so new ids), send garbage, NaN and forged replies and raise, a stranger knocks, and
-the SuperLink and the ServerApp are killed twice each.  Prints what happened and the checks;
+the SuperLink and the ServerApp are killed twice each.  The mode is certified, with an epsilon
+so large that five clients learn: it is the ledger that is tried here.  Prints what happened and the checks;
 ends with 1 if one does not hold.
 """
 
@@ -188,14 +189,14 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in path.read_text().split()]
 
 
-def plan_of(chaos: Chaos, rounds: int) -> dict[int, list[Any]]:
+def plan_of(chaos: Chaos, rounds: int, deadline: float) -> dict[int, list[Any]]:
     """Return what is done after how many rounds, for twenty of them."""
 
     def kill_serverapp() -> None:
         chaos.kill("the ServerApp")
 
     at = {
-        1: [lambda: chaos.tell(1, "sleep 60")],
+        1: [lambda: chaos.tell(1, f"sleep {deadline + 20:g}")],
         2: [lambda: chaos.tell(1, ""), lambda: chaos.tell(2, "garbage")],
         3: [lambda: chaos.tell(2, "forge"), lambda: chaos.kill("superlink")],
         4: [lambda: chaos.tell(2, "raise"), lambda: chaos.tell(3, "nan")],
@@ -228,7 +229,7 @@ def main() -> None:
     parser.add_argument("--folder", help="kept; a temporary one by default")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--deadline", type=float, default=25.0)
-    parser.add_argument("--epsilon", type=float, default=100.0)
+    parser.add_argument("--epsilon", type=float, default=20000.0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(given.folder or temporary)
@@ -245,6 +246,9 @@ def main() -> None:
             "mode": "certified",
             "epsilon": given.epsilon,
             "policy": "worst_case",
+            "learning_rate": 0.3,
+            "local_epochs": 5,
+            "clip_norm": 3.0,
             "num_rounds": given.rounds,
             "flower_deadline": given.deadline,
             "flower_min_nodes": 3,
@@ -265,7 +269,7 @@ def _measure(
     calm, calm_seconds = fedquilt.load(calm_folder), time.monotonic() - began
     print(f"calm: accuracy {calm.final_accuracy:.4f} in {calm_seconds:.0f} s", flush=True)
     began = time.monotonic()
-    folder = chaos.run(plan_of(chaos, given.rounds), given.rounds, overrides)
+    folder = chaos.run(plan_of(chaos, given.rounds, given.deadline), given.rounds, overrides)
     result, seconds = fedquilt.load(folder), time.monotonic() - began
     print(f"chaos: accuracy {result.final_accuracy:.4f} in {seconds:.0f} s", flush=True)
     nodes = [json.loads(line) for line in (folder / "nodes.jsonl").read_text().splitlines()]
