@@ -5,7 +5,8 @@
 First a calm run, then one in which nodes are killed, delayed past the deadline, given new
 keys (and so new ids), send garbage, NaN and forged replies and raise, a stranger knocks, and
 the SuperLink and the ServerApp are killed twice each.  The mode is certified, with an epsilon
-so large that five clients learn: it is the ledger that is tried here.  Prints what happened and the checks;
+so large that five clients learn: it is the ledger that is tried here.  Prints what happened
+and the checks;
 ends with 1 if one does not hold.
 """
 

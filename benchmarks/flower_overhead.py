@@ -1,6 +1,6 @@
 """What a round costs on Flower nodes: in this process, on Ray, in a deployment, warm and cold.
 
-    python benchmarks/flower_overhead.py [--rounds 8] [--only in-process,ray,warm,cold]
+    python benchmarks/flower_overhead.py [--rounds 8] [--only in-process,mnist,ray,warm,cold]
 
 In one process the figure is processor seconds a round (the median, without the first), which
 other load on the machine does not change; Ray and deployments are wall-clock seconds.  MNIST
@@ -93,13 +93,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="in-process,ray,warm,cold")
+    parser.add_argument("--only", default="in-process,mnist,ray,warm,cold")
     given = parser.parse_args()
     torch.set_num_threads(1)
     wanted = given.only.split(",")
     rows: list[list[object]] = []
-    if "in-process" in wanted:
-        for name, options in (("digits", DIGITS), ("MNIST CNN", MNIST)):
+    for key, name, options in (("in-process", "digits", DIGITS), ("mnist", "MNIST CNN", MNIST)):
+        if key in wanted:
             try:
                 seconds = in_one_process(options, given.rounds, given.repeats)
             except DataError as error:
