@@ -19,6 +19,14 @@ from fedquilt.privacy.ledger import Ledger
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 4, generator=GENERATOR)
 Y = (X[:, 0] > 0).long()
+USUAL: dict[str, Any] = {
+    "mode": "certified",
+    "num_rounds": 2,
+    "clients_per_round": 1.0,
+    "availability": "always",
+    "policy": "worst_case",
+    "epsilon": 8.0,
+}
 PARTS = [range(i * 10, i * 10 + 10) for i in range(4)]
 
 
@@ -53,11 +61,7 @@ def run(folder: Path, answers: dict[int, Sequence[int]], **options: Any) -> Any:
         PARTS,
         output_dir=str(folder),
         engine=Unreliable(answers),
-        **{
-            **{"mode": "certified", "num_rounds": 2, "clients_per_round": 1.0},
-            **{"availability": "always", "policy": "worst_case", "epsilon": 8.0},
-            **options,
-        },
+        **{**USUAL, **options},
     )
 
 
