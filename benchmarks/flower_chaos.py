@@ -30,6 +30,7 @@ import numpy as np
 import fedquilt
 from fedquilt.flower import keys
 from fedquilt.flower.federation import Federation
+from fedquilt.flower.processes import began_at, is_running
 from fedquilt.flower.simulate import OFFLINE
 from fedquilt.flower.template import write_app
 from fedquilt.privacy.ledger import Ledger
@@ -138,47 +139,48 @@ class Chaos:
         """Run to the end; resume whenever the ServerApp was killed."""
         watcher = threading.Thread(target=self.watch_control, daemon=True)
         watcher.start()
-        submitted = self._submit(overrides)
         begun = time.time()
-        folder, done, last_change = None, 0, time.monotonic()
+        self._submit(overrides)
+        done, last_change, alive_at = 0, time.monotonic(), time.monotonic()
         while True:
             time.sleep(0.3)
+            if self._server_app():
+                alive_at = time.monotonic()
             folder = self.federation.last_run()
             if folder is None or (folder / "config.toml").stat().st_mtime < begun - 5:
-                if submitted.poll() is not None:
-                    raise SystemExit("the run did not begin; see logs/flwr-run.log")
+                if time.monotonic() - last_change > 120:
+                    raise SystemExit("the run did not begin; see the logs")
                 continue
             if (folder / "result.json").exists():
                 break
             lines = folder / "rounds.jsonl"
             now = lines.read_text().count("\n") if lines.exists() else 0
-            if now != done:
-                last_change = time.monotonic()
+            last_change = time.monotonic() if now != done else last_change
+            done = now
             for number in [n for n in plan if n <= now]:
                 for action in plan.pop(number):
                     action()
-                    if action.__name__ == "kill_serverapp":
-                        submitted.wait()
-                        submitted = self._submit({**overrides, "flower_resume": True})
-            done = now
-            ended = submitted.poll() is not None
-            if ended and not (folder / "result.json").exists():
-                self._note(f"the run ended in round {done}; resuming")
-                submitted = self._submit({**overrides, "flower_resume": True})
+            if time.monotonic() - alive_at > 3:
+                self._note(f"no ServerApp after round {done}: resuming")
+                self._submit({**overrides, "flower_resume": True})
+                alive_at = time.monotonic() + 30
             if time.monotonic() - last_change > 400:
                 raise SystemExit(f"nothing happened for 400 s after round {done}")
         self._over.set()
-        submitted.wait()
         return folder
 
-    def _submit(self, overrides: dict[str, Any]) -> subprocess.Popen[bytes]:
-        code = (
-            "import sys, json; from fedquilt.flower.federation import Federation; "
-            "sys.exit(Federation(sys.argv[1]).run(json.loads(sys.argv[2])))"
-        )
-        log = open(self.federation.folder / "logs" / "flwr-run.log", "ab")  # noqa: SIM115
-        arguments = [str(self.federation.folder), json.dumps(overrides)]
-        return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=log)
+    def _submit(self, overrides: dict[str, Any]) -> None:
+        """Start a run; it goes on whether anybody follows it or not."""
+        for _ in range(10):
+            if self.federation.run(overrides, stream=False) == 0:
+                return
+            time.sleep(3)  # the SuperLink is just coming back
+        raise SystemExit("no run could be started")
+
+    def _server_app(self) -> list[int]:
+        """Return the process of the ServerApp."""
+        job = (self.federation.status() or {"processes": {}})["processes"].get("serverapp")
+        return children(job["pid"]) if job and job["pid"] else []
 
     def _note(self, text: str) -> None:
         self.events.append(text)
@@ -188,7 +190,11 @@ class Chaos:
 def children(pid: int) -> list[int]:
     """Return the children of a process."""
     path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()]
+    try:
+        found = [int(child) for child in path.read_text().split()]
+    except OSError:
+        return []
+    return [child for child in found if is_running(child, began_at(child))]
 
 
 def plan_of(chaos: Chaos, rounds: int, deadline: float) -> dict[int, list[Any]]:
