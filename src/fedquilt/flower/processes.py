@@ -57,7 +57,8 @@ class Supervisor:
         self.folder = folder.resolve()
         self.config = read_json(self.folder / CONFIG)
         self._jobs: dict[str, Job] = {}
-        self._read_at = 0.0
+        self._read_at = 0
+        self._registered: set[str] = set()
         self._ended = False
 
     def run(self) -> None:
@@ -181,13 +182,15 @@ class Supervisor:
         changed = path.stat().st_mtime_ns
         if changed == self._read_at:
             return
-        first, self._read_at = self._read_at == 0, changed
+        self._read_at = changed
         self.config = read_json(path)
-        if not first:
-            self._register()
         nodes = set(self.config["nodes"])
         running = {name.removesuffix(".app") for name in self._jobs} - _SHARED
-        self._stop([job for name in running - nodes for job in (name, f"{name}.app")])
+        left = running - nodes
+        if left:
+            self._stop([job for name in left for job in (name, f"{name}.app")])
+            self._tell("running")
+        self._register()
         for name in sorted(nodes - running):
             self._add(name, lambda name=name: self._node(name))  # type: ignore[misc]
             self._add(f"{name}.app", lambda name=name: self._node_apps(name))  # type: ignore[misc]
@@ -231,18 +234,23 @@ class Supervisor:
                 time.sleep(0.05)
 
     def _register(self) -> None:
-        """Let the SuperLink know the key of every node."""
+        """Let the SuperLink know the keys of nodes that it has not been told yet."""
+        keys = {options.get("key", name): name for name, options in self.config["nodes"].items()}
+        new = {key: name for key, name in keys.items() if key not in self._registered}
+        if not new:
+            return
 
         def work() -> None:
             from flwr.cli.app import app
 
-            for name, options in self.config["nodes"].items():
-                key = f"nodes/{options.get('key', name)}.pub"
-                with contextlib.suppress(SystemExit):  # one that is known is refused
-                    app(["supernode", "register", key, "fedquilt", "--name", name])
+            for key, name in new.items():
+                with contextlib.suppress(SystemExit):  # one that it knows is refused
+                    path = f"nodes/{key}.pub"
+                    app(["supernode", "register", path, "fedquilt", "--name", name])
 
         child = warm.fork(work, self._log("register"))
         os.waitpid(child, 0)
+        self._registered |= set(new)
 
     # -- small things
 
