@@ -24,7 +24,7 @@ import fedquilt
 from fedquilt.flower import keys
 from fedquilt.flower.federation import Federation
 from fedquilt.flower.node import new_model
-from fedquilt.flower.processes import is_running
+from fedquilt.flower.processes import free_ports, is_running
 from fedquilt.flower.simulate import OFFLINE
 from fedquilt.flower.template import write_app
 from run_processes import environment
@@ -206,7 +206,8 @@ def test_a_node_with_an_unknown_key_is_refused(federation: Federation, tmp_path:
     node = subprocess.run(
         [
             *(str(Path(sys.executable).parent / "flower-supernode"), "--max-retries", "0"),
-            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--port", "0"),
+            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
+            *("--port", str(free_ports(1)[0])),
             *("--root-certificates", str(federation.folder / "ca.crt")),
             *("--auth-supernode-private-key", str(tmp_path / "stranger")),
         ],
@@ -216,7 +217,8 @@ def test_a_node_with_an_unknown_key_is_refused(federation: Federation, tmp_path:
         timeout=90,
         check=False,
     )
-    assert node.returncode != 0
+    assert node.returncode == 1, node.stderr
+    assert "Exit Code: 305" in node.stderr + node.stdout
     assert len(federation.online()) == NODES
 
 
