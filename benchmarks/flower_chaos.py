@@ -112,6 +112,7 @@ class Chaos:
             [
                 *(str(Path(sys.executable).parent / "flower-supernode"), "--max-retries", "0"),
                 *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
+                *("--isolation", "process"),
                 *("--port", str(free_ports(1)[0])),
                 *("--root-certificates", str(self.federation.folder / "ca.crt")),
                 *("--auth-supernode-private-key", str(path)),

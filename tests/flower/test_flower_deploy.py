@@ -193,7 +193,7 @@ def test_a_node_without_a_key_is_not_served_and_a_huge_request_not_read(
     node = int(json.loads(first)["node"])
     with outside(federation) as client:
         asked = PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
-        kind = {"content-type": "application/x-protobuf"}
+        kind = {"content-type": "application/protobuf"}
         said = client.post("/v1/fleet/pull-messages", content=asked, headers=kind)
         assert said.status_code == 401
         said = client.post("/v1/fleet/push-object", headers={"content-length": str(2**40)})
@@ -207,6 +207,7 @@ def test_a_node_with_an_unknown_key_is_refused(federation: Federation, tmp_path:
         [
             *(str(Path(sys.executable).parent / "flower-supernode"), "--max-retries", "0"),
             *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
+            *("--isolation", "process"),
             *("--port", str(free_ports(1)[0])),
             *("--root-certificates", str(federation.folder / "ca.crt")),
             *("--auth-supernode-private-key", str(tmp_path / "stranger")),

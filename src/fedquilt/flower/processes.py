@@ -267,6 +267,8 @@ class Supervisor:
         wanted = {
             **OFFLINE,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Flower's commands call one another by name.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "FLWR_HOME": str(self.folder / "flwr"),
             warm.POLL: str(self.config.get("poll", 0.2)),
             "FEDQUILT_FLOWER_ROSTER": str(self.folder / ROSTER),
