@@ -1,6 +1,7 @@
 # make demo   sets up .venv and compares the modes on the embedded digits
 # make test   sets up .venv and runs the tests, JOBS at a time (JOBS=0: in one process)
 # make docs   sets up .venv and builds the documentation as a site, links checked, in site/
+# make test-deploy   starts a federation on loopback, with TLS and keys, and tests it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,20 +9,23 @@ JOBS ?= 2
 # Small models train faster on one thread than on many.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check docs install clean
+.PHONY: demo test test-deploy check docs install clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,flower,flower-sim]"
 	touch $@
 
 demo: install
 	$(BIN)/fedquilt compare --config demo.toml $(DEMO)
 
 test: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not deploy" $(TESTS)
+
+test-deploy: install
+	$(BIN)/python -m pytest -m deploy $(TESTS)
 
 check: install
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
 }
 REQUIRE = re.compile(r"optional\.load")
-EXTRAS = ("flower", "monitor", "gpu", "trackers")
+EXTRAS = ("flower", "flower-sim", "monitor", "gpu", "trackers")
 TOOLS = ("dev", "docs")
 """Extras that the package itself does not import."""
 

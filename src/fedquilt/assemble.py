@@ -71,7 +71,7 @@ from fedquilt.learning.local import SequentialEngine
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
-from fedquilt.method import Method, MethodParts, WholeModel
+from fedquilt.method import Method, MethodParts, RemoteEngine, WholeModel
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
 from fedquilt.population import Availability, CohortSelector, ParticipationTracker, propensities
@@ -176,6 +176,7 @@ class Own:
     loss: OwnLoss | None = None
     optimizer: Factory | None = None
     metrics: Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric] | OwnMetric | None = None
+    remote: RemoteEngine | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +360,12 @@ def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
 def build_method(config: RunConfig, problem: Problem) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
+    if own.remote is not None:
+        # The same method as of a run on one machine; only step 3 is elsewhere.
+        here = dataclasses.replace(problem, own=dataclasses.replace(own, remote=None, engine=None))
+        method = build_method(config.replace(engine="sequential"), here)
+        method.move_to(own.remote)
+        return method
     parts = MethodParts(
         config,
         problem.flat,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ from fedquilt.learning import Engine, FlatModel
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
-from fedquilt.method import Method
+from fedquilt.method import Method, RemoteEngine
 from fedquilt.observe.progress import Expectations, Progress
 from fedquilt.outlook import expectations
 from fedquilt.privacy.certified import Certified
@@ -440,7 +440,7 @@ def run(
     observer: Watching | None = None,
     method: str | BuildMethod | None = None,
     mechanism: Build | type[Certified] | None = None,
-    engine: str | Engine | BuildEngine | None = None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None = None,
     loss: str | OwnLoss | None = None,
     optimizer: str | Factory | None = None,
     metrics: Metrics | None = None,
@@ -574,23 +574,39 @@ def _tracked(names: str, observer: Watching | None) -> Iterator[Watching | None]
         yield Observers(as_observer(observer), tracked)
 
 
+Prepare = Callable[[RunConfig, Problem], Problem]
+"""Exchanges parts of a problem before its run: who trains its clients, and where."""
+
+
 def run_config(
-    config: RunConfig, observer: Watching | None = None, *, tracker: str = "none"
+    config: RunConfig,
+    observer: Watching | None = None,
+    prepare: Prepare | None = None,
+    *,
+    tracker: str = "none",
 ) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
     config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
         return _run(config, problem, None, config.output_dir, watching)
 
 
-def run_in_memory(config: RunConfig, observer: Watching | None = None) -> RunResult:
+def run_in_memory(
+    config: RunConfig, observer: Watching | None = None, prepare: Prepare | None = None
+) -> RunResult:
     """Run what a configuration describes and write nothing."""
     config, problem = build_problem(config)
+    problem = problem if prepare is None else prepare(config, problem)
     return _run(config, problem, None, None, observer)
 
 
 def resume_run(
-    path: str | Path, observer: Watching | None = None, *, tracker: str = "none"
+    path: str | Path,
+    observer: Watching | None = None,
+    prepare: Prepare | None = None,
+    *,
+    tracker: str = "none",
 ) -> RunResult:
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
@@ -604,8 +620,22 @@ def resume_run(
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
     config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
         return _run(config, problem, folder, None, watching)
+
+
+def run_problem(
+    config: RunConfig,
+    problem: Problem,
+    *,
+    output_dir: str | None,
+    resume: str | Path | None = None,
+    observer: Watching | None = None,
+) -> RunResult:
+    """Run a problem that was put together elsewhere, in a new folder or in one to continue."""
+    folder = None if resume is None else RunFolder.open(resume)
+    return _run(config, problem, folder, output_dir, observer)
 
 
 def _run(
@@ -663,7 +693,7 @@ def _run(
 def _own_parts(
     method: str | BuildMethod | None,
     mechanism: Build | type[Certified] | None,
-    engine: str | Engine | BuildEngine | None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None,
     loss: str | OwnLoss | None = None,
     optimizer: str | Factory | None = None,
     metrics: Metrics | None = None,
@@ -683,10 +713,12 @@ def _own_parts(
         for key, value in given.items()
         if value is not None
     }
+    elsewhere = hasattr(engine, "serve")
     own = Own(
         method=None if isinstance(method, str) else method,
         mechanism=mechanism,
-        engine=None if isinstance(engine, str) else engine,
+        engine=None if isinstance(engine, str) or elsewhere else cast(Engine, engine),
+        remote=cast(RemoteEngine, engine) if elsewhere else None,
         loss=None if isinstance(loss, str) else loss,
         optimizer=None if isinstance(optimizer, str) else optimizer,
         metrics=None if isinstance(metrics, str) else metrics,

@@ -31,6 +31,7 @@ from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset
 from fedquilt.learning import (
+    ClientUpdate,
     Engine,
     FlatModel,
     LocalSettings,
@@ -48,6 +49,20 @@ class Files(Protocol):
 
     def room_for_synthetic(self, rounds: int | None = None) -> Path:
         """Return the file of the synthetic set after so many rounds; None: the final one."""
+
+
+class RemoteEngine(Engine, Protocol):
+    """An engine whose clients are elsewhere: it asks the method what each of them is sent."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a statement must say because clients are elsewhere."""
+
+    def serve(self, method: Method) -> None:
+        """Learn the method whose clients these are, before the first round."""
+
+    def present(self) -> NDArray[np.bool_] | None:
+        """Tell who can be asked now; None: everybody.  Participation is public."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +176,39 @@ class Method(ABC):
         self.released = tuple(released)
         self.frozen = tuple(frozen)
         self.notes = tuple(notes)
+        self.remote: RemoteEngine | None = None
+
+    def move_to(self, remote: RemoteEngine) -> None:
+        """Let clients elsewhere do step 3 from now on; what this engine did stays with them."""
+        remote.serve(self)
+        self.engine, self.remote = remote, remote
+        self.notes = (*self.notes, *remote.notes)
+
+    def present(self) -> NDArray[np.bool_] | None:
+        """Tell who can be asked now; None: everybody."""
+        return None if self.remote is None else self.remote.present()
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return what a client elsewhere is sent: as much as its part of the round needs."""
+        return weights
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Do a client's part of a round where its data are, given what it was sent."""
+        (update,) = self.engine.train(sent, [client], round_index, learning_rate)
+        return update
+
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return how many numbers a client sends in a round; None: as many as it has."""
+        return None
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Return why a vector of the right size from elsewhere can be no client's, if so."""
+        return None
+
+    def count_traffic(self, up: int, down: int) -> None:  # noqa: B027 (most report none)
+        """Take the bytes that clients elsewhere sent and received in the round."""
 
     @abstractmethod
     def new_sum(self) -> Accumulator:
@@ -218,3 +266,7 @@ class WholeModel(Method):
     def new_sum(self) -> Accumulator:
         """Return a sum as long as the model."""
         return RunningMean(self._size, self._device)
+
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of the model."""
+        return self._size

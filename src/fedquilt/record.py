@@ -61,6 +61,7 @@ ROUND_PUBLIC: dict[str, str] = {
     "schema_version": _OUTSIDE,
     "round": _OUTSIDE,
     "cohort": _JOINS,
+    "absent": "who was asked and did not answer in time: " + _JOINS,
     "participation_stats": _JOINS,
     "clip_value": "fixed in advance, or a private quantile whose cost is charged",
     "epsilon": _OPTIONS,
@@ -185,6 +186,7 @@ CHECKPOINT_PUBLIC: dict[str, str] = {
 # Files of a bounded run for its owner only, mode 0600.
 OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
+    "nodes.jsonl": "when each Flower node answered, what was refused of it, what it used",
     "ledger.json": "a digest of what clients hold",
     "clients.json": "digests of what clients hold",
     "client_metrics.jsonl": "what each client measures on its own samples",
@@ -206,6 +208,7 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
         "clipped_fraction": record.noise.clipped_fraction,
         "non_finite": record.non_finite,
         "without_allowance": record.without_allowance,
+        **({"absent": record.absent} if record.absent else {}),
         "seconds": round(seconds, 6),
         **record.server,
     }

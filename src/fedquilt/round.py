@@ -82,6 +82,7 @@ class RoundRecord:
     noise: NoiseReport = field(default_factory=NoiseReport)
     non_finite: list[int] = field(default_factory=list)
     without_allowance: int = 0
+    absent: list[int] = field(default_factory=list)
     server: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,7 +90,7 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     """Run steps 1 to 8 and move `federation` on; the caller evaluates (step 9)."""
     # 1 select: who is there, who has allowance left; the spend is reserved
     record = RoundRecord(round_index, [])
-    cohort = _select_and_reserve(federation, record)
+    cohort, granted = _select_and_reserve(federation, record)
     record.cohort = [int(client) for client in cohort.exposed]
 
     # 2 participation: the history counts the cohort before any noise depends on it
@@ -116,13 +117,18 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
 
     # 5 clip, 6 noise (where a mode noises each client), 7 sum
     total = method.new_sum()
+    came: list[int] = []
     for contribution in received:
+        came.append(contribution.client)
         if not contribution.finite:
             record.non_finite.append(contribution.client)
         noised = mechanism.noise_client(mechanism.clip(contribution))
         if noised.weight:
             _add(total, noised, method.place(noised.client, round_index))
         del contribution, noised
+
+    if not _charge_who_came(federation, record, cohort, came, granted):
+        return record  # nobody sent anything: nothing is released
 
     # 6, 7 noise on the sum, division by the number of clients, or of those who hold a coordinate
     update, record.noise = mechanism.release(total.total, total.weight, total.held)
@@ -137,24 +143,31 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     return record
 
 
-def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
-    """Pick the cohort among those who can pay, and reserve what it will cost.
+def _select_and_reserve(
+    federation: Federation, record: RoundRecord
+) -> tuple[Cohort, NDArray[np.float64] | None]:
+    """Pick the cohort among those who are there and can pay, and reserve what it will cost.
 
     Another run may spend a client's allowance after it was read and before the
     reservation; the ledger then refuses as a whole, and the round is planned anew.
+
+    Returns the cohort, and what the ledger granted each of those exposed.
     """
     account, mechanism, tracker = federation.account, federation.mechanism, federation.tracker
+    present = federation.method.present()
     if account is None:
-        return federation.select(record.round, None)
+        return federation.select(record.round, present), None
     for attempt in range(_ATTEMPTS):
         remaining = account.remaining(record.round)
         allowed = mechanism.eligible(record.round, remaining)
         if allowed is not None:
             record.without_allowance = int(np.sum(~mechanism.has_allowance(remaining)))
+        if present is not None:
+            allowed = present if allowed is None else allowed & present
         cohort = federation.select(record.round, allowed)
         who = cohort.exposed
         if len(who) == 0:
-            return cohort
+            return cohort, None
         joins = tracker.participation_count[who]
         charges = mechanism.plan_round(
             record.round, who, remaining[who], joins, tracker.total_rounds
@@ -166,8 +179,32 @@ def _select_and_reserve(federation: Federation, record: RoundRecord) -> Cohort:
                 raise
         else:
             mechanism.shrink_to(who, granted)
-            return cohort
+            return cohort, granted
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _charge_who_came(
+    federation: Federation,
+    record: RoundRecord,
+    cohort: Cohort,
+    came: list[int],
+    granted: NDArray[np.float64] | None,
+) -> bool:
+    """Take back the charge of those of whom nothing arrived; tell whether to release.
+
+    Their part of the sum is zero whatever they hold.  That they did not answer is
+    participation, which is public; of a secret coin nothing may tell whom it asked, so
+    there everybody exposed pays, and the round is released whoever came.
+    """
+    if cohort.is_secret or len(came) == len(cohort.clients):
+        return True
+    here = np.isin(cohort.clients, came)
+    record.absent = [int(client) for client in cohort.clients[~here]]
+    account = federation.account
+    if account is not None:
+        charges = None if granted is None else granted[here]
+        account.reserve_again(record.round, cohort.clients[here], charges)
+    return bool(here.any())
 
 
 def _receive(mechanism: Mechanism, losses: list[float], update: ClientUpdate) -> Contribution:

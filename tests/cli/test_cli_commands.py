@@ -109,7 +109,8 @@ def test_every_command_of_runs_has_the_long_help(cli: Cli, command: str) -> None
 def test_commands_and_options_that_are_not_there(cli: Cli, here: Path) -> None:
     for arguments, words in (
         (["runn"], "No such command 'runn'"),
-        (["run", "--epsilom", "3"], "No such option: --epsilom"),
+        (["run", "--epsilom", "3"], "No such option"),  # then it is quoted, in some versions
+        (["run", "--epsilom", "3"], "--epsilom"),
         (["run", "extra"], "extra"),
         (["run", "--epsilon"], "--epsilon"),
     ):

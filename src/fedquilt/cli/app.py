@@ -15,6 +15,7 @@ from fedquilt.cli.clients import clients
 from fedquilt.cli.compare import compare
 from fedquilt.cli.condense import condense
 from fedquilt.cli.data import data
+from fedquilt.cli.flower import flower
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.report import report
@@ -45,6 +46,7 @@ app.command()(watch)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)
+app.add_typer(flower)
 
 
 @app.command()

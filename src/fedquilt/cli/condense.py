@@ -11,7 +11,16 @@ import typer
 
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, QUIET, RESUME, TRACKER, say, stands_alone
+from fedquilt.cli.run import (
+    CONFIG,
+    JSON,
+    QUIET,
+    RESUME,
+    TRACKER,
+    run_or_resume,
+    say,
+    stands_alone,
+)
 from fedquilt.cli.screen import screen_width
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
@@ -44,7 +53,6 @@ def condense(
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Grow a synthetic data set on the server from class statistics of the clients."""
-    from fedquilt.experiment import resume_run, run_config
     from fedquilt.fednum.baselines import baseline_row, condensation_row
     from fedquilt.run_folder import RunFolder, finite
 
@@ -67,9 +75,7 @@ def condense(
 
     with interruptible("condense") as kept:
         with watch(_label(wanted), shown, tracker, _draw_on_the_way, remember) as observer:
-            finished = (
-                run_config(wanted, observer) if resume is None else resume_run(resume, observer)
-            )
+            finished = run_or_resume(wanted, resume, observer)
         kept.folder = finished.folder
         pictures: list[Path] = []
         with drawing("the pictures"):

@@ -12,9 +12,12 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.screen import screen_width
+from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observer
 from fedquilt.common.printable import printable_lines
-from fedquilt.config import build_config
+from fedquilt.config import RunConfig, build_config
+from fedquilt.config.choices import FLOWER_ENGINES
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
@@ -72,15 +75,27 @@ def _run(
     shown: bool,
     tracker: str,
 ) -> RunResult:
-    from fedquilt.experiment import resume_run, run_config
+    from fedquilt.run_folder import RunFolder
 
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
         with watch(f"{merged.dataset} {merged.mode}", shown, tracker) as observer:
-            return run_config(merged, observer)
+            return run_or_resume(merged, None, observer)
     stands_alone(resume, settings, config, preset)
     with watch(Path(resume).name, shown, tracker) as observer:
-        return resume_run(resume, observer)
+        return run_or_resume(RunFolder.open(resume).read_config(), resume, observer)
+
+
+def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | None) -> RunResult:
+    """Run what a configuration describes, or continue a folder, with the engine that it names."""
+    from fedquilt.experiment import resume_run, run_config
+
+    if config.engine in FLOWER_ENGINES:
+        optional.load("flwr", f"engine={config.engine!r}")
+        from fedquilt.flower.simulate import simulate
+
+        return simulate(config, observer, resume=resume)
+    return run_config(config, observer) if resume is None else resume_run(resume, observer)
 
 
 def say(text: object) -> None:

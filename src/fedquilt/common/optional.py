@@ -21,6 +21,7 @@ _PACKAGES = {
     "pooch": ("pooch", "pooch"),
     "prometheus_client": ("prometheus-client", "fedquilt[monitor]"),
     "psutil": ("psutil", "fedquilt[monitor]"),
+    "ray": ("ray", "fedquilt[flower-sim]"),
     "pynvml": ("nvidia-ml-py", "nvidia-ml-py"),
     "requests": ("requests", "requests"),
     "tensorboard": ("tensorboard", "fedquilt[trackers]"),

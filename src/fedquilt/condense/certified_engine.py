@@ -122,6 +122,24 @@ class CertifiedEngine:
             yield ClientUpdate(client, table.flatten(), len(index), math.nan)
         self._report_progress(1.0)
 
+    def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the head: residuals are about it, and nothing else changes between rounds."""
+        return self.released.head.flatten()
+
+    def incoming(self, sent: torch.Tensor) -> torch.Tensor:
+        """Take the head; the model's weights decide nothing."""
+        self.released.head = sent.view_as(self.released.head).to(self.released.head)
+        return sent
+
+    @property
+    def table_size(self) -> int | None:
+        """How many numbers a table has, the same for everybody."""
+        return self.released.means_total.numel()
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Refuse nothing: any table of the right size is bounded by its clip."""
+        return None
+
     def _report_progress(self, share: float) -> None:
         if self.progress is not None:
             self.progress("looking", share)

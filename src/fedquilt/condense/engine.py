@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation, Transform
 from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
@@ -78,6 +79,15 @@ class RoundModels:
             for number in numbers
         ]
 
+    @property
+    def need_weights(self) -> bool:
+        """Whether the feature models depend on the global model, and not on a seed alone."""
+        return self._features.kind != "random_pool"
+
+    def weights(self) -> torch.Tensor:
+        """Return the weights that were written last."""
+        return self._flat.read()
+
     def bytes_down(self) -> int:
         """Return what one client receives in a round."""
         return self._features.bytes_down(self._flat.module)
@@ -90,7 +100,33 @@ class RoundModels:
 _MAX_SAMPLES_TOGETHER = 65536
 
 
-class StatisticsEngine:
+class TableSource:
+    """What a round's tables follow from, and which vectors are tables of it."""
+
+    round_models: RoundModels
+    table_size: int | None = None
+
+    def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights, or nothing where the feature models follow from a seed alone."""
+        return weights if self.round_models.need_weights else weights[:0]
+
+    def incoming(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return the weights to build feature models from."""
+        return sent if self.round_models.need_weights else self.round_models.weights()
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Refuse what is no table of this round's models and classes, with finite means."""
+        models = self.round_models
+        try:
+            table = StatisticsTable.unpack(vector, models.num_features, models.num_logits)
+        except InvalidValueError as error:
+            return str(error)
+        known = torch.isin(table.classes, torch.tensor(models.classes, device=vector.device))
+        counted = (table.counts >= 1) & (table.models >= 0) & (table.models < len(models.models))
+        return None if bool((known & counted).all()) else "rows must be of the round's models"
+
+
+class StatisticsEngine(TableSource):
     """Send means over groups of samples, as one table a client.
 
     Several clients go through a feature model in one stream of batches; each client's
@@ -128,7 +164,8 @@ class StatisticsEngine:
         self._clients_done, self._cohort_size = 0.0, 1
         self._seed = seed
         self._labels = task.targets.cpu().numpy()
-        row_of = np.full(int(self._labels.max(initial=-1)) + 1, -1)
+        largest = max(int(self._labels.max(initial=-1)), *round_models.classes)
+        row_of = np.full(largest + 1, -1)
         row_of[list(round_models.classes)] = np.arange(len(round_models.classes))
         self._rows = torch.from_numpy(row_of).to(task.inputs.device)[task.targets]
 

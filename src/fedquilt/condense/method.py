@@ -26,7 +26,7 @@ from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
-from fedquilt.learning import Engine, Task
+from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
@@ -57,6 +57,19 @@ class StatisticsSource(Engine, Protocol):
     bytes_down: int
     progress: Progress | None
 
+    @property
+    def table_size(self) -> int | None:
+        """How many numbers a client sends in a round; None: as many as its rows need."""
+
+    def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return what clients elsewhere must be sent for a round."""
+
+    def incoming(self, sent: torch.Tensor) -> torch.Tensor:
+        """Take in what was sent; return the weights to begin with."""
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Return why a vector from elsewhere is no table of the round; None: it is one."""
+
 
 class Condensation(Method):
     """Clients send class statistics; the server grows images and trains the model on them."""
@@ -83,6 +96,29 @@ class Condensation(Method):
         self._new_sum = new_sum
         self._channels, self._num_classes = channels, num_classes
         self._trains_late = trains_late
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return what the statistics of the round depend on."""
+        return self.source.outgoing(weights)
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Compute the statistics of a client where its data are."""
+        start = self.source.incoming(sent)
+        return super().work(start, client, round_index, learning_rate)
+
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of a table that is summed; others have as many rows as they need."""
+        return self.source.table_size
+
+    def objection(self, vector: torch.Tensor) -> str | None:
+        """Refuse what is no table of this round."""
+        return self.source.objection(vector)
+
+    def count_traffic(self, up: int, down: int) -> None:
+        """Report what really travelled."""
+        self.source.bytes_up, self.source.bytes_down = up, down
 
     def new_sum(self) -> Accumulator:
         """Return tables laid end to end, or a sum of bounded ones."""
@@ -172,7 +208,9 @@ def _make_grouped(
     config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer, num_classes: int
 ) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
-    classes = tuple(int(label) for label in np.unique(task.targets.cpu().numpy()[_held(task)]))
+    held = np.unique(task.targets.cpu().numpy()[_held(task)])
+    # Where clients' data are elsewhere, every class of the model may be somebody's.
+    classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -329,6 +367,10 @@ def first_images(config: CondenseConfig, task: Task, classes: tuple[int, ...]) -
     shape, device = task.inputs.shape[1:], task.inputs.device
     synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device)
     if config.init_method == "real_sample":
+        if task.elsewhere:
+            raise InvalidValueError(
+                "init_method='real_sample' must be 'random' where clients' data are elsewhere"
+            )
         held = _held(task)
         labels = task.targets.cpu().numpy()[held]
         chosen = np.concatenate(

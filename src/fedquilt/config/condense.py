@@ -36,7 +36,7 @@ NOT_FOR_CONDENSE = (
     *("momentum", "weight_decay", "gradient_clip"),
     *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
     *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
-    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers", "engine"),
+    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers"),
 )
 
 COMMON_OF_CONDENSE = (
@@ -170,6 +170,11 @@ class CondenseConfig(RunConfig):
 
     def _check_method(self) -> None:
         self._check_foreign()
+        if self.engine in ("batched", "processes"):
+            raise InvalidValueError(
+                f"engine={self.engine!r} must be left out of a condensation, whose clients do not "
+                "train, or be one of those whose clients are elsewhere"
+            )
         self.pixels(None)
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(

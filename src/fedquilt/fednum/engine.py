@@ -14,7 +14,7 @@ from fedquilt.aggregation import Concatenation
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.engine import RoundModels, joined
+from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
     Condensation,
     groups_per_step,
@@ -36,7 +36,7 @@ from fedquilt.method import Progress
 from fedquilt.population import Cohort
 
 
-class ClientEngine:
+class ClientEngine(TableSource):
     """Send the models of the round to the client objects, collect what they return.
 
     Parameters
@@ -59,7 +59,7 @@ class ClientEngine:
         device: torch.device,
     ) -> None:
         self._clients = clients
-        self._round_models = round_models
+        self.round_models = round_models
         self._augmented = augmentation.families != ("none",)
         self._device = device
         self.bytes_up = 0
@@ -76,9 +76,9 @@ class ClientEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
-        self._round_models.open(start, round_index)
-        self.bytes_up, self.bytes_down = 0, len(cohort) * self._round_models.bytes_down()
-        models = range(len(self._round_models.models))
+        self.round_models.open(start, round_index)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self.round_models.bytes_down()
+        models = range(len(self.round_models.models))
         for place in map(int, cohort):
             client = self._clients[place]
             table = joined([self._ask(client, round_index, number) for number in models])
@@ -87,7 +87,7 @@ class ClientEngine:
             yield ClientUpdate(place, table.pack().to(self._device), size, math.nan)
 
     def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
-        round_models = self._round_models
+        round_models = self.round_models
         if isinstance(client, FedNumClient):
             # Not how often it was asked, but the round decides: a resumed run goes on alike.
             client.open_round(round_index * len(round_models.models) + number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import ENGINES
+from fedquilt.config.choices import ENGINES, FLOWER_ENGINES
 from fedquilt.learning import fit
 from fedquilt.learning.engine import (
     ClassMask,
@@ -88,5 +88,9 @@ def make_engine(
         from fedquilt.learning.processes import ProcessEngine
 
         return ProcessEngine(module, task, settings)
+    if name in FLOWER_ENGINES:
+        raise InvalidValueError(
+            f"engine={name!r} must be used with `fedquilt run` or fedquilt.flower.simulate"
+        )
     # Whoever comes here has named none of these.
     raise InvalidValueError(f"engine={name!r} must be one of {', '.join(map(repr, ENGINES))}")

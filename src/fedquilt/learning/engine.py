@@ -81,6 +81,8 @@ class Task:
     clients: Sequence[NDArray[np.int64]] = field(repr=False)
     class_mask: ClassMask | None = None
     objective: Objective = CROSS_ENTROPY
+    elsewhere: bool = False
+    """Whether the data of some clients, or of all, are on other machines."""
 
     def public(self) -> Task:
         """Return two made-up samples in the shape of the real ones, held by one client.
@@ -167,7 +169,12 @@ class Engine(Protocol):
         round_index: int,
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
-        """Yield the update of each client of the cohort, in its order."""
+        """Yield the update of each client of the cohort, in its order.
+
+        A client of whom nothing arrived may be left out: it is not in the sum, and it is not
+        charged.  Whatever arrived is yielded, unusable or not (then as NaN): who is charged
+        must not depend on what is in it.
+        """
 
     def close(self) -> None:
         """Release the resources of the engine: processes, memory."""

@@ -57,6 +57,11 @@ class Cohort:
     clients: NDArray[np.int64]
     exposed: NDArray[np.int64]
 
+    @property
+    def is_secret(self) -> bool:
+        """Whether who trains is nobody's business; by the arrays, never by what is in them."""
+        return self.clients is not self.exposed
+
 
 class CohortSelector:
     """Step 1 of a round: availability, then selection, from the run's seed.

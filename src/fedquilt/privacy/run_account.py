@@ -183,6 +183,28 @@ class RunAccount:
         self._open = (round_index, clients, reservation)
         return charges if reservation is None else reservation.charges_mu2 / self._per_charge
 
+    def reserve_again(
+        self, round_index: int, clients: NDArray[np.int64], charges: NDArray[np.float64] | None
+    ) -> None:
+        """Put a smaller reservation in the place of the round's: some sent nothing.
+
+        `charges` are those that were granted before.  Nobody left: it is dropped.
+        """
+        if self._open is None:
+            raise RuntimeError("a reservation is made smaller before its release")
+        reservation = self._open[2]
+        if len(clients) == 0:
+            self._open = None
+            if reservation is not None:
+                self.run.release(reservation)
+            return
+        granted = self.reserve(round_index, clients, charges)
+        if granted is not None and charges is not None and np.any(granted < charges):
+            raise LedgerConflictError(
+                f"round {round_index} of run {self.run.info.name!r} was granted less the second "
+                "time it was reserved, after its updates were clipped"
+            )
+
     def settle(self, release: torch.Tensor) -> str:
         """Make the charge durable, before the release is used (step 8); return the head."""
         head = self._settle(release)

@@ -125,7 +125,8 @@ def _arrays(parameters: Parameters) -> list[NDArray[Any]]:
 
 def _parameters(net: nn.Module) -> Parameters:
     arrays = [np.asarray(tensor.detach().cpu().numpy()) for tensor in tensors_of(net).values()]
-    return _flower().ndarrays_to_parameters(arrays)
+    parameters: Parameters = _flower().ndarrays_to_parameters(arrays)
+    return parameters
 
 
 def _flower() -> Any:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.learning import Task, public_inputs
+from fedquilt.learning import ClientUpdate, Task, public_inputs
 from fedquilt.method import MethodParts, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
@@ -56,6 +56,23 @@ class Slices(WholeModel):
     def place(self, client: int, round_index: int) -> Place:
         """Return where a client's slice lies in the whole vector."""
         return self.slicing.place(client, round_index)
+
+    def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
+        """Return the client's slice of the model."""
+        return self.slicing.place(client, round_index).gather(weights)
+
+    def work(
+        self, sent: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Train the slice that was sent; the rest of the model is nowhere used."""
+        place = self.slicing.place(client, round_index)
+        whole = sent.new_zeros(place.whole_size)
+        place.scatter_(whole, sent)
+        return super().work(whole, client, round_index, learning_rate)
+
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of the client's slice."""
+        return self.slicing.place(client, round_index).size
 
     def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
         """Return the share of clients that hold each coordinate."""

@@ -1,0 +1,1 @@
+"""A federated app on fedquilt."""

@@ -1,0 +1,205 @@
+"""`fedquilt flower`: an app of one's own, and a federation on this machine to try it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedquilt.common import optional
+from fedquilt.common.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from fedquilt.flower.federation import Federation
+
+flower = typer.Typer(
+    name="flower",
+    help="Run the round on Flower nodes: an app of your own, a federation to try it.",
+    no_args_is_help=True,
+)
+
+FOLDER = typer.Option("--folder", help="The folder of the federation: keys, logs, results.")
+CONFIG = typer.Option("--run-config", "-c", help="Options of the run: 'num_rounds=3 seed=1'.")
+_HERE = "federation"
+
+
+@flower.command()
+def new(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A new folder.")],
+) -> None:
+    """Write an app for your own model and data that runs at once."""
+    _needed()
+    from fedquilt.flower.template import write_app
+
+    written = write_app(folder)
+    print(
+        f"{written}/quiltapp/task.py has the model and the data: change it\n\n"
+        f"  fedquilt flower up {written}     # a federation on this machine\n"
+        f"  fedquilt flower run        # submit the app to it\n"
+        f"  fedquilt flower down"
+    )
+
+
+@flower.command()
+def up(
+    app: Annotated[str, typer.Argument(metavar="APP", help="The folder of the app.")] = ".",
+    nodes: Annotated[int, typer.Option("--nodes", help="How many SuperNodes.")] = 4,
+    folder: Annotated[str, FOLDER] = _HERE,
+    ledger: Annotated[
+        str | None, typer.Option("--ledger", help="A ledger that outlives runs.")
+    ] = None,
+    population: Annotated[
+        str | None, typer.Option("--population", help="Name of the clients in the ledger.")
+    ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="A fresh process for every message, as Flower has it.")
+    ] = False,
+    any_app: Annotated[
+        bool, typer.Option("--any-app", help="Let nodes run any app that is submitted.")
+    ] = False,
+) -> None:
+    """Start a federation on loopback: TLS, node keys, a gate, SuperLink and SuperNodes."""
+    _needed()
+    from fedquilt.flower.federation import commands_for_hosts
+
+    federation = _federation(folder)
+    if federation.is_up():
+        raise InvalidValueError(f"a federation is up in {folder!r} already")
+    options: dict[str, Any] = {"warm": not cold}
+    if ledger is not None:
+        options["ledger"] = str(Path(ledger).expanduser().resolve())
+        options["population"] = population or "flower"
+    config = federation.prepare(app, nodes, **options)
+    if any_app:
+        federation.trust(None)
+    federation.up()
+    ports = config["ports"]
+    print(f"up: {nodes} nodes, gate 127.0.0.1:{ports['gate']}, SuperLink 127.0.0.1:", end="")
+    print(f"{ports['superlink']} (loopback only)\nlogs: {federation.folder / 'logs'}\n")
+    print("The same on hosts of their own (docs/deploy.md):\n")
+    print(commands_for_hosts(federation.config()))
+
+
+@flower.command()
+def down(folder: Annotated[str, FOLDER] = _HERE) -> None:
+    """End everything that `up` started."""
+    _needed()
+    killed = _federation(folder).down()
+    print("down" + (f"; had to kill {', '.join(killed)}" if killed else ""))
+
+
+@flower.command()
+def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
+    """Show processes, nodes that are connected, and how far the last run is."""
+    _needed()
+    from fedquilt.flower.processes import is_running
+
+    federation = _federation(folder)
+    config, record = federation.config(), federation.status()
+    print("up" if federation.is_up() else "down")
+    for name, job in (record or {"processes": {}})["processes"].items():
+        state = "running" if is_running(job["pid"], job["began"]) else "not running"
+        print(f"  {name:14} {state:12} pid {job['pid']}  restarts {job['restarts']}")
+    online = federation.online()
+    for name, prints in federation.roster().keys.items():
+        known = "connected" if name in online else "away" if name in config["nodes"] else "left"
+        print(f"  {name:14} {known:12} {prints[0][:20]}...")
+    last = federation.last_run()
+    if last is not None:
+        rounds = last / "rounds.jsonl"
+        done = rounds.read_text().count("\n") if rounds.exists() else 0
+        ended = "finished" if (last / "result.json").exists() else "not finished"
+        print(f"last run: {last} ({done} rounds, {ended})")
+
+
+@flower.command()
+def run(
+    run_config: Annotated[str | None, CONFIG] = None,
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Submit the app to the federation and follow it."""
+    _needed()
+    raise typer.Exit(_federation(folder).run(_overrides(run_config)))
+
+
+@flower.command()
+def resume(
+    run_config: Annotated[str | None, CONFIG] = None,
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Continue the last run that is not finished, from its last durable round."""
+    _needed()
+    federation = _federation(folder)
+    if not federation.is_up():
+        federation.config()
+        federation.up()
+    raise typer.Exit(federation.run({**_overrides(run_config), "flower_resume": True}))
+
+
+@flower.command()
+def trust(
+    app: Annotated[str, typer.Argument(metavar="APP", help="The folder of the app.")] = ".",
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Let nodes run this version of the app, and no other; after a change to it."""
+    _needed()
+    from fedquilt.flower.federation import fab_hash
+
+    print(_federation(folder).trust(fab_hash(app)))
+
+
+@flower.command()
+def join(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    node_config: Annotated[str, typer.Option("--node-config", help="What the node is told.")],
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Let a node join; it takes part in runs that begin from now on."""
+    _needed()
+    _federation(folder).join(name, node_config)
+
+
+@flower.command()
+def leave(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Let a node leave; its account stays."""
+    _needed()
+    _federation(folder).leave(name)
+
+
+@flower.command()
+def rotate(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    folder: Annotated[str, FOLDER] = _HERE,
+) -> None:
+    """Give a node a new key; its account stays that of its first key."""
+    _needed()
+    print(_federation(folder).rotate(name))
+
+
+def _needed() -> None:
+    optional.load("flwr", "fedquilt flower")
+
+
+def _federation(folder: str) -> Federation:
+    from fedquilt.flower.federation import Federation
+
+    return Federation(folder)
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    """Read `key=value key=value`, values as in TOML."""
+    given: dict[str, Any] = {}
+    for part in (text or "").split():
+        key, equals, value = part.partition("=")
+        try:
+            given |= tomllib.loads(f"{key} = {value}") if equals else {}
+        except tomllib.TOMLDecodeError:
+            given[key] = value
+        if not equals or not key:
+            raise InvalidValueError(f"run_config={part!r} must be key=value")
+    return given

@@ -1,0 +1,162 @@
+"""The two halves of a Flower app: `client_app` on nodes, `server_app` beside the SuperLink.
+
+    # client_app.py
+    app = fedquilt.flower.client_app(make_model, client_data)
+    # server_app.py
+    app = fedquilt.flower.server_app(make_model, test_data)
+
+Whoever can start a run chooses its configuration.  So the server's operator, not the run,
+says where results and the ledger are and who may take part:
+
+| environment of the server | what |
+|---|---|
+| `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
+| `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
+| `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
+| `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
+
+A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
+operator's folder that is not finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
+from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
+from fedquilt.flower.server import run_on_grid
+from fedquilt.flower.settings import split_settings
+from fedquilt.record import RunResult
+
+_OPERATORS = ("ledger", "population", "output_dir", "data_dir", "engine", "num_clients")
+_PREFIX = "FEDQUILT_FLOWER_"
+
+
+def client_app(make_model: MakeModel, client_data: ClientData) -> ClientApp:
+    """Return the app that a node runs.
+
+    Parameters
+    ----------
+    make_model : callable
+        Returns the model, the same as on the server.
+    client_data : callable
+        Takes Flower's `Context` (with `node_config`, what this node was started with) and
+        returns this client's samples: a pair (x, y), or a data set.  They stay there.
+    """
+    return app_of(OwnData(make_model, client_data))
+
+
+def app_of(node_of: NodeOf) -> ClientApp:
+    """Return the app of nodes that are made in some way."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return answer(message, context, node_of)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        place = context.node_config.get("partition-id", -1)
+        content = RecordDict({"config": ConfigRecord({"partition-id": int(place)})})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def server_app(
+    make_model: MakeModel,
+    test_data: Callable[[], object],
+    *,
+    finished: Callable[[RunResult], None] | None = None,
+) -> ServerApp:
+    """Return the app that runs beside the SuperLink.
+
+    Parameters
+    ----------
+    make_model : callable
+        Returns the model, the same as on the nodes.
+    test_data : callable
+        Returns what the server evaluates on; it needs no training data.
+    finished : callable, optional
+        Given the result.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        result = run_from(grid, context.run_config, make_model, test_data)
+        if finished is not None:
+            finished(result)
+
+    return app
+
+
+def run_from(
+    grid: Grid,
+    run_config: Mapping[str, Any],
+    make_model: MakeModel,
+    test_data: Callable[[], object],
+) -> RunResult:
+    """Run what a run configuration and the operator's environment describe."""
+    options, settings = split_settings(run_config)
+    count = options.pop("num_clients", None)
+    named = sorted(set(options) & set(_OPERATORS))
+    if named:
+        raise InvalidValueError(
+            f"{named[0]} must not stand in a run configuration: the server's operator decides it "
+            f"({_PREFIX}...)"
+        )
+    roster_file = os.environ.get(_PREFIX + "ROSTER")
+    client_ids = None
+    directory: KeyDirectory | PlaceDirectory
+    if roster_file:
+        roster = NodeRoster.read(roster_file)
+        directory, client_ids = KeyDirectory(grid, roster), roster.client_ids
+    else:
+        directory = PlaceDirectory(grid, int(count or len(list(grid.get_node_ids()))))
+    for name in ("ledger", "population"):
+        value = os.environ.get(_PREFIX + name.upper())
+        if value:
+            options[name] = value
+    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
+    return run_on_grid(
+        grid,
+        directory,
+        make_model,
+        test_data,
+        options,
+        settings,
+        client_ids=client_ids,
+        output_dir=output_dir,
+        resume=_to_resume(output_dir) if settings.resume else None,
+        observer=_print_round,
+    )
+
+
+def _to_resume(output_dir: str) -> Path:
+    """Return the last run of the operator's folder that is not finished."""
+    unfinished = [
+        folder
+        for folder in Path(output_dir).glob("*/")
+        if (folder / "config.toml").exists() and not (folder / "result.json").exists()
+    ]
+    if not unfinished:
+        raise InvalidValueError(f"{output_dir!r} must hold a run that is not finished; none is")
+    return max(unfinished, key=lambda folder: (folder / "config.toml").stat().st_mtime)
+
+
+def _print_round(config: Any, line: dict[str, Any]) -> None:
+    """Say how far the run is, from its public line alone."""
+    accuracy = line.get("test_accuracy")
+    shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+    missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
+    print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)

@@ -1,0 +1,453 @@
+"""Step 3 of the round on Flower's nodes: orders out, replies in, a deadline, refusals.
+
+| what arrives | what becomes of it | charged |
+|---|---|---|
+| an answer in time, with its order's token | its vector goes to the round, which clips it | yes |
+| the same, but unusable: too large, of a wrong shape, "failed" | refused; zero in the sum | yes |
+| the same, not finite | zero in the sum | yes |
+| a second one, one unasked for, of another node, with another token | refused; still waiting | no |
+| nothing until the deadline, or word from the SuperLink that the node is gone | absent | no |
+
+An unusable answer is charged because refusing it looks at what is in it; one that may be
+somebody else's is not, so that nobody can spend another's budget.
+
+Whether something came in time is decided before it is looked at.  Under a secret coin
+everybody exposed is charged, whoever came (`fedquilt.round`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from flwr.app import Array, Message, MessageType
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.config import RunConfig
+from fedquilt.flower import internals, wire
+from fedquilt.flower.codecs import UnreadableError, decode
+from fedquilt.flower.directory import Directory
+from fedquilt.flower.settings import FlowerSettings
+from fedquilt.learning import ClientUpdate, Engine
+from fedquilt.method import Method
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes what happened with one client in a round, or with all of them; for the owner alone."""
+
+# Errors that the SuperLink, not a node, answers with: nothing of the client has arrived.
+_NOT_DELIVERED = (3, 4, 5)
+# Tables of a condensation have as many rows as a client needs; no more than this, though.
+_LARGEST_TABLE = 1 << 28
+_RETRY_SECONDS = 0.5
+
+
+@dataclass
+class OpenOrder:
+    """An order that was sent and not answered yet."""
+
+    client: int
+    node: int
+    token: str
+    sent_at: float
+
+
+@dataclass
+class RoundTraffic:
+    """What a round's orders and replies came to."""
+
+    round_index: int
+    bytes_up: int = 0
+    bytes_down: int = 0
+    answered: int = 0
+    refused: list[tuple[int | None, str]] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class FlowerEngine:
+    """Lets Flower nodes do the clients' part of a round.
+
+    Parameters
+    ----------
+    grid : flwr.serverapp.Grid
+        How nodes are reached.
+    directory : Directory
+        Which node is which client.
+    config : RunConfig
+        The run's settings; nodes are told those that concern them.
+    settings : FlowerSettings
+        Deadline, compression, who is waited for.
+    frozen : str
+        Stands for what never travels (`node.frozen_digest`); nodes compare it with theirs.
+    report : callable, optional
+        Told what happened with each node; see `Report`.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        directory: Directory,
+        config: RunConfig,
+        settings: FlowerSettings | None = None,
+        *,
+        frozen: str = "",
+        report: Report | None = None,
+    ) -> None:
+        self.grid = grid
+        self.directory = directory
+        self.settings = settings or FlowerSettings()
+        self.frozen = frozen
+        self.report = report
+        self.traffic: list[RoundTraffic] = []
+        self._config = config
+        self._secret = config.mode == "certified" and config.amplification
+        self._method: Method | None = None
+        self._here: Engine | None = None
+        self._nodes: dict[int, int] = {}
+        self._answered: set[str] = set()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a statement must say of clients that are Flower nodes."""
+        named = "public by this adjacency as well: who was connected, who answered before the "
+        charged = "who never answered is not charged; whatever arrived is, refused or not"
+        if self._secret:
+            charged = "everybody exposed is charged, whoever answered"
+        notes = [
+            "clients are Flower nodes: the server sees every client's update by itself, before "
+            "clip and noise; there is no secure aggregation",
+            f"{named}deadline ({self.settings.deadline:g} s), and how late; {charged}",
+        ]
+        if self.settings.compression != "none":
+            notes.append(
+                f"updates travel compressed ({self.settings.compression}); the server clips what "
+                "it has decoded"
+            )
+        return tuple(notes)
+
+    def serve(self, method: Method) -> None:
+        """Learn the method; refuse a compression that its updates do not survive."""
+        compression = self.settings.compression
+        if compression != "none" and method.update_size(0, 0) is None:
+            raise InvalidValueError(
+                f"flower_compression={compression!r} must be 'none' for tables, whose numbers of "
+                "classes must arrive as they are"
+            )
+        if compression == "topk" and (method.holds_parts or not method.clients_train):
+            raise InvalidValueError(
+                "flower_compression='topk' must be 'none', 'bf16' or 'int8' where clients do not "
+                "train the whole model: what it keeps back belongs to fixed places"
+            )
+        self._method, self._here = method, method.engine
+
+    def present(self) -> NDArray[np.bool_] | None:
+        """Wait until enough clients are connected; tell which."""
+        count, wanted = self.directory.num_clients, self.settings.min_nodes
+        if wanted > count:
+            raise InvalidValueError(
+                f"flower_min_nodes={wanted} must be <= {count}, the number of clients"
+            )
+        until = time.monotonic() + self.settings.wait
+        self._nodes = self._looked_up(until)
+        while len(self._nodes) < wanted:
+            if time.monotonic() > until:
+                raise NotReadyError(
+                    f"{len(self._nodes)} clients are connected after {self.settings.wait:g} s, and "
+                    f"flower_min_nodes={wanted}; the run can be resumed"
+                )
+            time.sleep(max(self.settings.poll, _RETRY_SECONDS))
+            self._nodes = self._looked_up(until)
+        if len(self._nodes) == count:
+            return None
+        mask = np.zeros(count, dtype=np.bool_)
+        mask[list(self._nodes)] = True
+        return mask
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield what arrives in time, in the order of the cohort."""
+        method, here = self._served()
+        # With nobody to train, the engine beside the server only learns of the round.
+        deque(here.train(start, [], round_index, learning_rate), maxlen=0)
+        traffic = RoundTraffic(round_index)
+        self.traffic.append(traffic)
+        clients = [int(client) for client in cohort]
+        began = time.monotonic()
+        until = began + self.settings.deadline
+        orders = self._send(start, clients, round_index, learning_rate, traffic, until)
+        yield from _in_order(clients, self._arrivals(orders, method, traffic, until))
+        traffic.seconds = time.monotonic() - began
+        if not self._secret:
+            method.count_traffic(traffic.bytes_up, traffic.bytes_down)
+        self._tell_round(traffic, clients)
+
+    def close(self) -> None:
+        """Close the engine beside the server; the grid is whoever's made it."""
+        if self._here is not None:
+            self._here.close()
+
+    def _served(self) -> tuple[Method, Engine]:
+        if self._method is None or self._here is None:
+            raise RuntimeError("serve must be called before train")
+        return self._method, self._here
+
+    def _looked_up(self, until: float) -> dict[int, int]:
+        """Ask who is connected, also of a SuperLink that is just coming back."""
+        with internals.acting_as_server(self.grid):
+            nodes: dict[int, int] = _patiently(self.directory.nodes, until)
+            return nodes
+
+    def _send(
+        self,
+        start: torch.Tensor,
+        clients: list[int],
+        round_index: int,
+        learning_rate: float,
+        traffic: RoundTraffic,
+        until: float,
+    ) -> dict[str, OpenOrder]:
+        """Send every client its order; return those that were taken, by message number."""
+        method, _ = self._served()
+        if not self._nodes:
+            self._nodes = self._looked_up(until)
+        settings = wire.settings_text(self._config)
+        shared: dict[int, tuple[torch.Tensor, Array | None]] = {}
+        messages, open_orders = [], []
+        for client in clients:
+            node = self._nodes.get(client)
+            if node is None:
+                continue
+            vector = method.outgoing(start, client, round_index)
+            array = _shared_array(vector, shared)
+            order = wire.Order(
+                token=secrets.token_hex(16),
+                round_index=round_index,
+                client=client,
+                num_clients=self.directory.num_clients,
+                learning_rate=float(learning_rate),
+                settings=settings,
+                frozen=self.frozen,
+                compression=self.settings.compression,
+                topk=self.settings.topk,
+                monitor=self.settings.monitor,
+            )
+            messages.append(self._message(wire.pack_order(order, array), node, round_index))
+            traffic.bytes_down += 0 if array is None else len(array.data)
+            open_orders.append(OpenOrder(client, node, order.token, time.monotonic()))
+        numbers = _patiently(lambda: list(self.grid.push_messages(messages)), until)
+        taken = zip(numbers, open_orders, strict=False)
+        return {number: order for number, order in taken if number}
+
+    def _message(self, content: Any, node: int, round_index: int) -> Message:
+        with internals.acting_as_server(self.grid):
+            return Message(
+                content,
+                node,
+                MessageType.TRAIN,
+                ttl=self.settings.deadline,
+                group_id=str(round_index),
+            )
+
+    def _arrivals(
+        self,
+        orders: dict[str, OpenOrder],
+        method: Method,
+        traffic: RoundTraffic,
+        until: float,
+    ) -> Iterator[tuple[int, ClientUpdate | None]]:
+        """Yield clients with what they sent, None for those who will not; until the deadline."""
+        while orders and time.monotonic() < until:
+            replies, unreadable = self._pull(list(orders))
+            for number in unreadable:
+                order = orders.pop(number)
+                yield self._refused(order, traffic, "the message cannot be read", method)
+            for reply in replies:
+                judged = self._judge(reply, orders, method, traffic)
+                if judged is not None:
+                    yield judged
+            if orders and not replies and not unreadable:
+                time.sleep(min(self.settings.poll, max(0.0, until - time.monotonic())))
+        traffic.absent += [order.client for order in orders.values()]
+
+    def _pull(self, numbers: list[str]) -> tuple[list[Message], list[str]]:
+        """Return the replies that are there, and the orders whose reply cannot be read.
+
+        One hostile message can spoil a pull of many, so then they are pulled one by one.
+        """
+        try:
+            return list(self.grid.pull_messages(numbers)), []
+        except (httpx.HTTPError, ConnectionError) as error:
+            log.warning("the SuperLink does not answer (%s); trying again", type(error).__name__)
+            time.sleep(_RETRY_SECONDS)
+            return [], []
+        except Exception:  # made by a node: it may be anything
+            log.exception("a reply cannot be read; pulling them one by one")
+        replies, unreadable = [], []
+        for number in numbers:
+            try:
+                replies += list(self.grid.pull_messages([number]))
+            except (httpx.HTTPError, ConnectionError):
+                continue
+            except Exception:
+                unreadable.append(number)
+        return replies, unreadable
+
+    def _judge(
+        self,
+        reply: Message,
+        orders: dict[str, OpenOrder],
+        method: Method,
+        traffic: RoundTraffic,
+    ) -> tuple[int, ClientUpdate | None] | None:
+        """Return a client and its update, or that it will send none; None: still waiting."""
+        number = reply.metadata.reply_to_message_id
+        order = orders.get(number)
+        if order is None:
+            again = number in self._answered
+            self._tell_refusal(traffic, None, "duplicated" if again else "not asked for")
+            return None
+        source = reply.metadata.src_node_id
+        if reply.has_error() and source != order.node and reply.error.code in _NOT_DELIVERED:
+            orders.pop(number)
+            traffic.absent.append(order.client)
+            return order.client, None
+        if source != order.node:
+            self._tell_refusal(traffic, order.client, "from another node")
+            return None
+        if reply.has_error():
+            orders.pop(number)
+            return self._refused(order, traffic, f"error {reply.error.code}", method)
+        if not hmac.compare_digest(wire.reply_token(reply.content), order.token):
+            self._tell_refusal(traffic, order.client, "forged: another token")
+            return None
+        orders.pop(number)
+        self._answered.add(number)
+        return self._read(reply, order, method, traffic)
+
+    def _read(
+        self, reply: Message, order: OpenOrder, method: Method, traffic: RoundTraffic
+    ) -> tuple[int, ClientUpdate]:
+        """Return what a client sent; what cannot be used counts as NaN, and is charged."""
+        size = method.update_size(order.client, traffic.round_index)
+        limit = _LARGEST_TABLE if size is None else 8 * size + 4096
+        try:
+            answer = wire.unpack_reply(reply.content, limit)
+            traffic.bytes_up += sum(array.nbytes for array in answer.arrays.values())
+            if answer.failed:
+                raise UnreadableError("the node failed")
+            vector = decode(self.settings.compression, answer.arrays, size, torch.float32)
+            objection = method.objection(vector)
+            if objection is not None:
+                raise UnreadableError(objection)
+        except UnreadableError as error:
+            return self._refused(order, traffic, str(error), method)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            return self._refused(order, traffic, f"unreadable: {type(error).__name__}", method)
+        traffic.answered += 1
+        seconds = time.monotonic() - order.sent_at
+        self._tell(
+            {
+                "round": traffic.round_index,
+                "client": order.client,
+                "node": str(order.node),
+                "seconds": round(seconds, 3),
+                "finite": bool(torch.isfinite(vector).all()),
+                **({"monitor": answer.monitor} if answer.monitor else {}),
+            }
+        )
+        loss = math.nan if answer.loss is None else answer.loss
+        return order.client, ClientUpdate(order.client, vector, answer.num_examples or 0, loss)
+
+    def _refused(
+        self, order: OpenOrder, traffic: RoundTraffic, reason: str, method: Method
+    ) -> tuple[int, ClientUpdate]:
+        """Return NaN in the place of what cannot be used: it arrived, so it is charged."""
+        self._tell_refusal(traffic, order.client, reason)
+        size = method.update_size(order.client, traffic.round_index) or 0
+        return order.client, ClientUpdate(order.client, torch.full((size,), math.nan), 0, math.nan)
+
+    def _tell_refusal(self, traffic: RoundTraffic, client: int | None, reason: str) -> None:
+        traffic.refused.append((client, reason))
+        self._tell({"round": traffic.round_index, "client": client, "refused": reason})
+
+    def _tell_round(self, traffic: RoundTraffic, clients: list[int]) -> None:
+        self._tell(
+            {
+                "round": traffic.round_index,
+                "asked": len(clients),
+                "answered": traffic.answered,
+                "absent": sorted(traffic.absent),
+                "bytes_up": traffic.bytes_up,
+                "bytes_down": traffic.bytes_down,
+                "seconds": round(traffic.seconds, 3),
+            }
+        )
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        if self.report is not None:
+            self.report(line)
+
+
+def _in_order(
+    clients: list[int], arrivals: Iterator[tuple[int, ClientUpdate | None]]
+) -> Iterator[ClientUpdate]:
+    """Yield updates in the order of the cohort, each as soon as those before it are known.
+
+    Sums in floating point depend on their order, and a round that is run again after a
+    crash must come out the same.
+    """
+    waiting = deque(clients)
+    known: dict[int, ClientUpdate | None] = {}
+    for client, update in arrivals:
+        known[client] = update
+        while waiting and waiting[0] in known:
+            ready = known.pop(waiting.popleft())
+            if ready is not None:
+                yield ready
+    for client in waiting:
+        late = known.get(client)
+        if late is not None:
+            yield late
+
+
+def _shared_array(
+    vector: torch.Tensor, shared: dict[int, tuple[torch.Tensor, Array | None]]
+) -> Array | None:
+    """Return a vector for a message; the same tensor is turned into bytes once."""
+    if id(vector) not in shared:
+        array = wire.as_array(vector.detach().cpu().numpy()) if vector.numel() else None
+        shared[id(vector)] = (vector, array)  # held, so that its number is not given again
+    return shared[id(vector)][1]
+
+
+def _patiently(call: Callable[[], Any], until: float) -> Any:
+    """Call, and call again while the SuperLink is away."""
+    while True:
+        try:
+            return call()
+        except (httpx.HTTPError, ConnectionError) as error:
+            if time.monotonic() > until:
+                raise NotReadyError(
+                    f"the SuperLink cannot be reached ({type(error).__name__}); the run can be "
+                    "resumed"
+                ) from error
+            time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,353 @@
+"""A federation on this machine: its folder, up, down, who is there, runs and keys.
+
+FOLDER/
+  federation.json   what runs: nodes, ports, the app that nodes trust
+  status.json       which processes there are (written by the supervisor)
+  roster.json       who is who: names and fingerprints of keys
+  ca.crt server.pem nodes/*    certificates and keys; private ones are the owner's
+  state.db          the SuperLink's database
+  flwr/             Flower's own home: its connection to this SuperLink, installed apps
+  logs/             one file a process
+  results/          the server's runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import read_json
+from fedquilt.flower import keys, processes
+from fedquilt.flower.directory import NodeRoster, fingerprint
+from fedquilt.flower.simulate import OFFLINE
+
+CONNECTION = "fedquilt"
+_HOSTS = ("localhost", "127.0.0.1")
+
+
+class Federation:
+    """The federation of a folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+
+    # -- up and down
+
+    def prepare(
+        self,
+        app: str | Path,
+        nodes: int | Sequence[str] = 4,
+        *,
+        node_config: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Write certificates, keys, roster and configuration; keep those that are there."""
+        names = [f"node{i}" for i in range(nodes)] if isinstance(nodes, int) else list(nodes)
+        if not names:
+            raise InvalidValueError("nodes=0 must be >= 1")
+        app = Path(app).resolve()
+        if not (app / "pyproject.toml").exists():
+            raise InvalidValueError(
+                f"app={str(app)!r} must hold a pyproject.toml; `fedquilt flower new` writes one"
+            )
+        for part in ("nodes", "logs", "flwr"):
+            (self.folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
+        keys.make_authority(self.folder)
+        keys.make_certificate(self.folder, "server", _HOSTS)
+        for name in ("superlink", "nodes"):
+            keys.make_secret(self.folder / f"{name}.secret")
+        ports = processes.free_ports(2 + len(names))
+        public = {name: self._node_key(name) for name in names}
+        self._write_roster(public)
+        given = node_config or {}
+        config = {
+            "app": str(app),
+            "trusted": fab_hash(app),
+            "output": str(self.folder / "results"),
+            "ports": {"superlink": ports[0], "gate": ports[1]},
+            "nodes": {
+                name: {
+                    "port": ports[2 + place],
+                    "config": given.get(name, f"partition-id={place} num-partitions={len(names)}"),
+                }
+                for place, name in enumerate(names)
+            },
+            **options,
+        }
+        self._write_config(config)
+        connection = (
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+            f'address = "127.0.0.1:{ports[0]}"\nroot-certificates = "{self.folder / "ca.crt"}"\n'
+        )
+        write_file(self.folder / "flwr" / "config.toml", connection.encode())
+        return config
+
+    def up(self, wait: float = 180.0) -> None:
+        """Start the supervisor and wait until every node is connected."""
+        if self.is_up():
+            raise InvalidValueError(f"a federation is up in {str(self.folder)!r} already")
+        (self.folder / processes.STATUS).unlink(missing_ok=True)
+        with open(self.folder / "logs" / "supervisor.log", "ab") as log:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "fedquilt.flower.processes", str(self.folder)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+        wanted = len(self.config()["nodes"])
+        until = time.monotonic() + wait
+        while len(self.online()) < wanted:
+            if started.poll() is not None or time.monotonic() > until:
+                self.down()
+                raise NotReadyError(
+                    f"not all of {wanted} nodes were connected after {wait:g} s; see the files in "
+                    f"{str(self.folder / 'logs')!r}"
+                )
+            time.sleep(1.0)
+
+    def down(self) -> list[str]:
+        """End everything that was started here; return the names of what had to be killed."""
+        status = self.status()
+        if status is None:
+            return []
+        if processes.is_running(status["pid"], status["began"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(status["pid"], signal.SIGTERM)
+            _wait_gone(status["pid"], status["began"], 30.0)
+        killed = []
+        left = {
+            "supervisor": status,
+            **(self.status() or status)["processes"],
+            **status["processes"],
+        }
+        for name, job in left.items():
+            if processes.is_running(job["pid"], job["began"]):
+                os.kill(job["pid"], signal.SIGKILL)
+                killed.append(name)
+        return killed
+
+    def is_up(self) -> bool:
+        """Tell whether the supervisor runs."""
+        status = self.status()
+        return status is not None and processes.is_running(status["pid"], status["began"])
+
+    # -- who is there
+
+    def config(self) -> dict[str, Any]:
+        """Return what the federation consists of."""
+        path = self.folder / processes.CONFIG
+        if not path.exists():
+            raise InvalidValueError(
+                f"{str(self.folder)!r} must be the folder of a federation: "
+                "`fedquilt flower up` makes one"
+            )
+        return read_json(path)
+
+    def status(self) -> dict[str, Any] | None:
+        """Return which processes there are; None before the first start."""
+        path = self.folder / processes.STATUS
+        return read_json(path) if path.exists() else None
+
+    def online(self) -> dict[str, str]:
+        """Return the nodes that the SuperLink says are connected, and their fingerprints."""
+        if not self.is_up() or not self._superlink_answers():
+            return {}
+        from flwr.proto.control_pb2 import ListNodesRequest
+        from flwr.supercore.control import ControlHttpClient
+
+        address = f"127.0.0.1:{self.config()['ports']['superlink']}"
+        client = ControlHttpClient.from_server_address(
+            server_address=address,
+            insecure=False,
+            root_certificates=(self.folder / "ca.crt").read_bytes(),
+            interceptors=[],
+        )
+        try:
+            nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        finally:
+            client.close()
+        names = self.roster().client_of()
+        found = {}
+        for node in nodes:
+            if node.status == "online":
+                value = fingerprint(bytes(node.public_key))
+                if value in names:
+                    found[self.roster().names[names[value]]] = value
+        return found
+
+    def roster(self) -> NodeRoster:
+        """Return who is who."""
+        return NodeRoster.read(self.folder / processes.ROSTER)
+
+    # -- runs
+
+    def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
+        """Submit the app as a run; return the exit code of `flwr run`."""
+        given = " ".join(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
+        command = [_program("flwr"), "run", self.config()["app"], CONNECTION]
+        command += ["--stream"] if stream else []
+        command += ["--run-config", given] if given else []
+        return subprocess.run(command, env=self._environment(), check=False).returncode
+
+    def wait(self, rounds: int | None = None, seconds: float = 600.0) -> Path:
+        """Wait until a run is finished, or has so many rounds; return its folder."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            folder = self.last_run()
+            if folder is not None:
+                done = folder / "rounds.jsonl"
+                lines = done.read_text().count("\n") if done.exists() else 0
+                if (folder / "result.json").exists() or (rounds is not None and lines >= rounds):
+                    return folder
+            time.sleep(0.2)
+        raise NotReadyError(f"the run was not there after {seconds:g} s")
+
+    def last_run(self) -> Path | None:
+        """Return the folder of the newest run."""
+        made = list(Path(self.config()["output"]).glob("*/config.toml"))
+        newest = max(made, key=lambda path: path.stat().st_mtime, default=None)
+        return None if newest is None else newest.parent
+
+    # -- members and keys
+
+    def trust(self, value: str | None) -> str | None:
+        """Let nodes run the app of this hash and no other (None: any); restart what they run."""
+        config = self.config()
+        nodes = config["nodes"]
+        self._write_config({**config, "trusted": value, "nodes": {}} if self.is_up() else config)
+        for name in nodes if self.is_up() else ():
+            self._wait_for_processes(without=f"{name}.app")
+        self._write_config({**config, "trusted": value, "nodes": nodes})
+        return value
+
+    def join(self, name: str, node_config: str) -> None:
+        """Let a node join: a key, a line of the roster, processes.
+
+        It takes part in runs that begin from now on; in a run that goes on its clients are
+        those it began with.
+        """
+        config = self.config()
+        self._write_roster({name: self._node_key(name)})
+        known = config["nodes"].get(name, {"port": processes.free_ports(1)[0]})
+        config["nodes"][name] = {**known, "config": node_config}
+        self._write_config(config)
+
+    def leave(self, name: str) -> None:
+        """Let a node leave: its processes end, its line of the roster and its account stay."""
+        config = self.config()
+        if config["nodes"].pop(name, None) is None:
+            raise InvalidValueError(
+                f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
+            )
+        self._write_config(config)
+
+    def rotate(self, name: str) -> str:
+        """Give a node a new key; its account stays the one of its first key.
+
+        The new key is in the roster before the node uses it.  Returns its fingerprint.
+        """
+        config = self.config()
+        if name not in config["nodes"]:
+            raise InvalidValueError(
+                f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
+            )
+        number = len(self.roster().keys[name]) + 1
+        stem = f"{name}-key{number}"
+        public = keys.make_node_key(self.folder / "nodes" / stem)
+        roster = self.roster().with_key(name, fingerprint(public))
+        roster.write(self.folder / processes.ROSTER)
+        options = config["nodes"].pop(name)
+        self._write_config(config)  # the old process ends ...
+        if self.is_up():
+            self._wait_for_processes(without=name)
+        config["nodes"][name] = {**options, "key": stem}
+        self._write_config(config)  # ... before the new one begins
+        return fingerprint(public)
+
+    # -- small things
+
+    def _wait_for_processes(self, without: str, seconds: float = 30.0) -> None:
+        until = time.monotonic() + seconds
+        while without in (self.status() or {"processes": {}})["processes"]:
+            if time.monotonic() > until:
+                raise NotReadyError(f"node {without!r} did not end in {seconds:g} s")
+            time.sleep(0.2)
+
+    def _node_key(self, name: str) -> bytes:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise InvalidValueError(f"node name {name!r} must be letters, digits, '-' and '_'")
+        return keys.make_node_key(self.folder / "nodes" / name)
+
+    def _write_roster(self, public: Mapping[str, bytes]) -> None:
+        path = self.folder / processes.ROSTER
+        known = dict(NodeRoster.read(path).keys) if path.exists() else {}
+        for name, key in public.items():
+            known.setdefault(name, (fingerprint(key),))
+        NodeRoster(known).write(path)
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode())
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "flwr")}
+
+    def _superlink_answers(self) -> bool:
+        return processes.answers(self.config()["ports"]["superlink"])
+
+
+def fab_hash(app: str | Path) -> str:
+    """Return the hash of an app as Flower packs it: what nodes are told to trust."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return hashlib.sha256(build_fab_from_disk(Path(app))).hexdigest()
+
+
+def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.org") -> str:
+    """Return the same federation as commands for real hosts."""
+    trusted = config.get("trusted", "FAB_HASH")
+    lines = [
+        "# on the server: the SuperLink on loopback, the gate before it, the server's apps",
+        "flower-superlink --host 127.0.0.1 --port 8000 --ssl-ca-certfile ca.crt \\",
+        "  --ssl-certfile server.pem --ssl-keyfile server.key --enable-supernode-auth \\",
+        "  --database state.db --isolation process \\",
+        "  --superexec-auth-secret-file superlink.secret \\",
+        "  --disable-runtime-dependency-installation",
+        "python -m fedquilt.flower.gate --host 0.0.0.0 --port 443 --superlink 127.0.0.1:8000 \\",
+        "  --ssl-certfile server.pem --ssl-keyfile server.key --root-certificates ca.crt",
+        "FEDQUILT_FLOWER_ROSTER=roster.json FEDQUILT_FLOWER_OUTPUT=/var/lib/fedquilt/results \\",
+        "FEDQUILT_FLOWER_LEDGER=/var/lib/fedquilt/ledger.sqlite \\",
+        "  python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:8000 \\",
+        "  --root-certificates ca.crt --superexec-auth-secret-file superlink.secret",
+        "flwr supernode register NAME.pub fedquilt --name NAME   # for every node, first",
+        "# on every node, with its own key",
+        f"flower-supernode --superlink {host}:443 --root-certificates ca.crt \\",
+        "  --auth-supernode-private-key NAME --host 127.0.0.1 --port 9094 \\",
+        "  --isolation process --superexec-auth-secret-file node.secret \\",
+        "  --node-config 'data=\"/srv/data.npz\"'",
+        "python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:9094 --insecure \\",
+        f"  --superexec-auth-secret-file node.secret --trust {trusted}",
+    ]
+    return "\n".join(lines)
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def _wait_gone(pid: int, began: str, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while processes.is_running(pid, began) and time.monotonic() < until:
+        time.sleep(0.1)

@@ -1,0 +1,112 @@
+"""Certificates for TLS, keys for nodes, secrets for executors."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedquilt.common.storage import write_file
+
+_YEARS = 2
+
+
+def make_authority(folder: Path, name: str = "fedquilt local authority") -> None:
+    """Write `ca.crt` and `ca.key`, unless they are there."""
+    if (folder / "ca.crt").exists():
+        return
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = _name(name)
+    built = _builder(subject, subject, key.public_key())
+    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    built = built.add_extension(usage, critical=True)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = built.add_extension(identifier, critical=False).sign(key, hashes.SHA384())
+    _write_private(folder / "ca.key", key)
+    write_file(folder / "ca.crt", certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def make_certificate(folder: Path, stem: str, hosts: Sequence[str]) -> None:
+    """Write `STEM.pem` and `STEM.key` for these host names and addresses, signed by the CA."""
+    if (folder / f"{stem}.pem").exists():
+        return
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise TypeError("ca.key must be an elliptic-curve key")
+    key = ec.generate_private_key(ec.SECP384R1())
+    names = x509.SubjectAlternativeName([_host(host) for host in hosts])
+    built = _builder(_name(hosts[0]), authority.subject, key.public_key())
+    built = built.add_extension(names, critical=False)
+    built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    certificate = built.add_extension(issuer, critical=False).sign(signer, hashes.SHA384())
+    _write_private(folder / f"{stem}.key", key)
+    write_file(folder / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def make_node_key(path: Path) -> bytes:
+    """Write a node's private key and `PATH.pub`, unless they are there; return the public one."""
+    public = path.with_name(path.name + ".pub")
+    if not path.exists():
+        key = ec.generate_private_key(ec.SECP384R1())
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
+            serialization.NoEncryption(),
+        )
+        write_file(path, private, 0o600)
+        line = key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+        write_file(public, line + b"\n")
+    return public.read_bytes()
+
+
+def make_secret(path: Path) -> None:
+    """Write what an executor proves itself with, unless it is there."""
+    if not path.exists():
+        write_file(path, (secrets.token_urlsafe(48) + "\n").encode(), 0o600)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    encoded = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    write_file(path, encoded, 0o600)

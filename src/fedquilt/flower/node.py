@@ -1,0 +1,169 @@
+"""A client's side: its own data, and the method's work on them.
+
+What leaves is the update.  The number of examples leaves only where the mode weighs by it,
+the loss only where nothing is claimed.  When something goes wrong a node says that it
+failed, and no more: the text of an error may hold data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from torch import nn
+
+from fedquilt.assemble import Problem, build_method, problem_from
+from fedquilt.assemble_account import is_bounded
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import torch_seed
+from fedquilt.config import MODE_TABLE, RunConfig
+from fedquilt.data import as_dataset
+from fedquilt.flower import wire
+from fedquilt.flower.codecs import encode
+from fedquilt.flower.reading import Reading
+from fedquilt.learning import public_inputs
+from fedquilt.method import Method
+
+log = logging.getLogger(__name__)
+
+MakeModel = Callable[[], nn.Module]
+ClientData = Callable[[Context], object]
+NodeOf = Callable[[Context, wire.Order], "Node"]
+
+_RESIDUAL = "fedquilt-residual"
+_REMEMBERED = 16
+
+
+def new_model(make_model: MakeModel, seed: int) -> nn.Module:
+    """Make the user's model with the run's seed, so that server and nodes make the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch_seed(seed, "model"))
+        return make_model()
+
+
+def frozen_digest(problem: Problem) -> str:
+    """Return what stands for all that never travels: it must be the same on both sides."""
+    travelling = set(problem.flat.names)
+    digest = hashlib.sha256()
+    modules = {"": problem.flat.module, "front.": problem.front or nn.Module()}
+    for prefix, module in modules.items():
+        for name, tensor in module.state_dict().items():
+            if prefix or name not in travelling:
+                digest.update(f"{prefix}{name}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+class Node:
+    """What a node keeps between two orders of a run: the method, on its own data.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The run's settings, as the server sent them.
+    problem : Problem
+        The model, and this client's data (other clients' too in a simulation).
+    method : Method
+        Made from both.
+    """
+
+    def __init__(self, config: RunConfig, problem: Problem, method: Method | None = None) -> None:
+        self.config = config
+        self.method = method or build_method(config.replace(engine="sequential"), problem)
+        self.frozen = frozen_digest(problem)
+        self._counts = not MODE_TABLE[config.mode].noised
+        self._losses = not is_bounded(config, problem)
+
+    @classmethod
+    def of_data(
+        cls, config: RunConfig, model: nn.Module, data: object, client: int, num_clients: int
+    ) -> Node:
+        """Make the node of one client from its own data; nobody else's are here."""
+        finite = not MODE_TABLE[config.mode].noised
+        held = as_dataset(data, finite=finite)
+        samples = [np.zeros(0, dtype=np.int64)] * num_clients
+        samples[client] = np.arange(len(held))
+        unseen = (public_inputs(held.images, 2), torch.zeros(2, dtype=torch.int64))
+        given = held if data is held else (held.images, held.targets)
+        config, problem = problem_from(config, model, given, unseen, samples)
+        task = dataclasses.replace(problem.task, elsewhere=True)
+        return cls(config, dataclasses.replace(problem, task=task))
+
+    def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:
+        """Do what an order asks and return the reply."""
+        if order.frozen != self.frozen:
+            raise InvalidValueError(
+                "the model's frozen values must be the server's: make_model must make the same "
+                "model whenever it is called with the same seed"
+            )
+        reading = Reading() if order.monitor else None
+        update = self.method.work(sent, order.client, order.round_index, order.learning_rate)
+        arrays = self._encoded(order, update.delta, state)
+        return wire.pack_reply(
+            order.token,
+            arrays,
+            num_examples=update.num_examples if self._counts else None,
+            loss=update.loss if self._losses else None,
+            monitor=None if reading is None else reading.end(),
+        )
+
+    def _encoded(self, order: wire.Order, delta: torch.Tensor, state: RecordDict) -> Any:
+        seed = torch_seed(self.config.seed, "compression", order.round_index, order.client)
+        if order.compression != "topk":
+            return encode(order.compression, delta, seed)[0]
+        kept = state.array_records.get(_RESIDUAL)
+        if kept is not None:
+            delta = delta + torch.from_numpy(wire.read_arrays(kept, 1 << 40)["residual"].copy())
+        arrays, read = encode("topk", delta, seed, order.topk)
+        residual = (delta - read).to(torch.float32).cpu().numpy()
+        if np.isfinite(residual).all():  # what is not finite would spoil all later rounds
+            state[_RESIDUAL] = ArrayRecord({"residual": wire.as_array(residual)})
+        return arrays
+
+
+class OwnData:
+    """Makes nodes from a user's model and `client_data(context)`; the last few are kept.
+
+    In a process of its own there is one node; a simulation has many in one process.
+    """
+
+    def __init__(self, make_model: MakeModel, client_data: ClientData) -> None:
+        self._make_model = make_model
+        self._client_data = client_data
+        self._nodes: OrderedDict[Hashable, Node] = OrderedDict()
+
+    def __call__(self, context: Context, order: wire.Order) -> Node:
+        """Return the node of a context for an order's run."""
+        key = (context.run_id, context.node_id, order.settings, order.client, order.num_clients)
+        if key not in self._nodes:
+            config = wire.read_settings(order.settings)
+            model = new_model(self._make_model, config.seed)
+            data = self._client_data(context)
+            self._nodes[key] = Node.of_data(config, model, data, order.client, order.num_clients)
+            if len(self._nodes) > _REMEMBERED:
+                self._nodes.popitem(last=False)
+        self._nodes.move_to_end(key)
+        return self._nodes[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel without the nodes: each process makes its own."""
+        return OwnData, (self._make_model, self._client_data)
+
+
+def answer(message: Message, context: Context, node_of: NodeOf) -> Message:
+    """Answer an order; whatever goes wrong is told to this node's log and to nobody else."""
+    token = wire.reply_token(message.content)
+    try:
+        order, sent = wire.unpack_order(message.content)
+        content = node_of(context, order).answer(order, sent, context.state)
+    except Exception:  # the server is told that it failed, never why
+        log.exception("this node could not do its part of the round")
+        content = wire.pack_reply(token, None)
+    return Message(content, reply_to=message)

@@ -1,0 +1,357 @@
+"""The processes of a federation on this machine, watched by one supervisor.
+
+    python -m fedquilt.flower.processes FOLDER
+
+starts what `federation.json` in the folder describes and keeps it running: the SuperLink on
+loopback, the gate before it, the server's apps, and for every node a SuperNode and its warm
+parent.  What ends is started again, after a pause; a SuperNode that was killed is refused by
+its SuperLink for about a minute, so it is tried until it is let in.  `nodes` in the file may
+change meanwhile: nodes then join and leave.  The supervisor imports torch once; warm parents
+are forks of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import read_json
+from fedquilt.flower import warm
+from fedquilt.flower.simulate import OFFLINE
+
+CONFIG, STATUS, ROSTER = "federation.json", "status.json", "roster.json"
+_TICK = 0.2
+_PAUSES = (0.5, 1.0, 2.0, 5.0)
+_STEADY_SECONDS = 20.0
+_PATIENCE_SECONDS = 6.0
+_START_SECONDS = 120.0
+
+
+@dataclass
+class Job:
+    """One process that must run: how it is started, and how it has fared."""
+
+    name: str
+    start: Callable[[], int]
+    pid: int | None = None
+    began: float = 0.0
+    restarts: int = -1
+    failures: int = 0
+    not_before: float = 0.0
+
+
+class Supervisor:
+    """Starts, restarts and ends the processes of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.config = read_json(self.folder / CONFIG)
+        self._jobs: dict[str, Job] = {}
+        self._read_at = 0
+        self._registered: set[str] = set()
+        self._ended = False
+
+    def run(self) -> None:
+        """Run until a signal says to stop."""
+        os.environ.update(self._environment())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "_ended", True))
+        self._tell("starting")
+        try:
+            self._add("superlink", self._superlink)
+            self._watch_until(lambda: answers(self._port("superlink")))
+            warm.preload()
+            self._register()
+            self._add("gate", self._gate)
+            self._add("serverapp", self._server_apps)
+            while not self._ended:
+                self._follow_config()
+                self._tick()
+                time.sleep(_TICK)
+        finally:
+            self._stop(list(self._jobs))
+            self._tell("ended")
+
+    # -- what runs
+
+    def _superlink(self) -> int:
+        return self._command(
+            "superlink",
+            [
+                *("flower-superlink", "--host", "127.0.0.1"),
+                *("--port", str(self._port("superlink"))),
+                *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem"),
+                *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
+                *("--database", "state.db", "--isolation", "process"),
+                *("--superexec-auth-secret-file", "superlink.secret"),
+                "--disable-runtime-dependency-installation",
+            ],
+        )
+
+    def _gate(self) -> int:
+        from fedquilt.flower import gate
+
+        arguments = [
+            *("gate", "--port", str(self._port("gate")), "--ssl-certfile", "server.pem"),
+            *("--ssl-keyfile", "server.key", "--root-certificates", "ca.crt"),
+            *("--superlink", f"127.0.0.1:{self._port('superlink')}"),
+        ]
+
+        def work() -> None:
+            sys.argv = arguments
+            gate.main()
+
+        return warm.fork(work, self._log("gate"))
+
+    def _server_apps(self) -> int:
+        return self._warm(
+            "serverapp",
+            f"127.0.0.1:{self._port('superlink')}",
+            "superlink.secret",
+            root_certificates="ca.crt",
+            trusted=None,
+        )
+
+    def _node(self, name: str) -> int:
+        options = self.config["nodes"][name]
+        return self._command(
+            name,
+            [
+                *("flower-supernode", "--superlink", f"127.0.0.1:{self._port('gate')}"),
+                *("--root-certificates", "ca.crt", "--host", "127.0.0.1"),
+                *("--auth-supernode-private-key", f"nodes/{options.get('key', name)}"),
+                *("--port", str(options["port"]), "--node-config", options["config"]),
+                *("--isolation", "process", "--superexec-auth-secret-file", "nodes.secret"),
+            ],
+        )
+
+    def _node_apps(self, name: str) -> int:
+        return self._warm(
+            f"{name}.app",
+            f"127.0.0.1:{self.config['nodes'][name]['port']}",
+            "nodes.secret",
+            root_certificates=None,
+            trusted=self.config.get("trusted"),
+        )
+
+    def _warm(
+        self,
+        name: str,
+        address: str,
+        secret: str,
+        *,
+        root_certificates: str | None,
+        trusted: str | None,
+    ) -> int:
+        if not self.config.get("warm", True):
+            tls = ["--root-certificates", root_certificates] if root_certificates else []
+            return self._command(
+                name,
+                [
+                    *("flower-superexec", "--runtime-api-address", address),
+                    *(tls or ["--insecure"]),
+                    *("--superexec-auth-secret-file", secret),
+                ],
+            )
+        return warm.fork(
+            lambda: warm.serve(
+                address,
+                insecure=root_certificates is None,
+                root_certificates=root_certificates,
+                secret_file=secret,
+                trusted=trusted,
+            ),
+            self._log(name),
+        )
+
+    # -- how it is kept running
+
+    def _follow_config(self) -> None:
+        """Start nodes that have joined and end those that have left."""
+        path = self.folder / CONFIG
+        changed = path.stat().st_mtime_ns
+        if changed == self._read_at:
+            return
+        self._read_at = changed
+        self.config = read_json(path)
+        nodes = set(self.config["nodes"])
+        running = {name.removesuffix(".app") for name in self._jobs} - _SHARED
+        left = running - nodes
+        if left:
+            self._stop([job for name in left for job in (name, f"{name}.app")])
+            self._tell("running")
+        self._register()
+        for name in sorted(nodes - running):
+            self._add(name, lambda name=name: self._node(name))  # type: ignore[misc]
+            self._add(f"{name}.app", lambda name=name: self._node_apps(name))  # type: ignore[misc]
+
+    def _add(self, name: str, start: Callable[[], int]) -> None:
+        self._jobs[name] = Job(name, start)
+        self._tick()
+
+    def _tick(self) -> None:
+        """Bury who has ended and start who is missing; write down the changes."""
+        changed, now = False, time.monotonic()
+        for job in self._jobs.values():
+            if job.pid is not None and _has_ended(job.pid):
+                steady = now - job.began > _STEADY_SECONDS
+                job.failures = 0 if steady else job.failures + 1
+                job.pid = None
+                job.not_before = now + _PAUSES[min(job.failures, len(_PAUSES) - 1)]
+                changed = True
+            if job.pid is None and now >= job.not_before:
+                job.pid, job.began, job.restarts = job.start(), now, job.restarts + 1
+                changed = True
+        if changed:
+            self._tell("running")
+
+    def _watch_until(self, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + _START_SECONDS
+        while not done() and not self._ended and time.monotonic() < until:
+            self._tick()
+            time.sleep(_TICK)
+
+    def _stop(self, names: list[str]) -> None:
+        """End processes, gently and then not."""
+        pids = [pid for name in names if (pid := self._jobs.pop(name).pid) is not None]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            until = time.monotonic() + _PATIENCE_SECONDS
+            while pids and time.monotonic() < until:
+                pids = [pid for pid in pids if not _has_ended(pid)]
+                time.sleep(0.05)
+
+    def _register(self) -> None:
+        """Let the SuperLink know the keys of nodes that it has not been told yet."""
+        keys = {options.get("key", name): name for name, options in self.config["nodes"].items()}
+        new = {key: name for key, name in keys.items() if key not in self._registered}
+        if not new:
+            return
+
+        def work() -> None:
+            from flwr.cli.app import app
+
+            for key, name in new.items():
+                with contextlib.suppress(SystemExit):  # one that it knows is refused
+                    path = f"nodes/{key}.pub"
+                    app(["supernode", "register", path, "fedquilt", "--name", name])
+
+        child = warm.fork(work, self._log("register"))
+        os.waitpid(child, 0)
+        self._registered |= set(new)
+
+    # -- small things
+
+    def _port(self, name: str) -> int:
+        return int(self.config["ports"][name])
+
+    def _log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def _environment(self) -> dict[str, str]:
+        os.chdir(self.folder)
+        output, ledger = self.config.get("output"), self.config.get("ledger")
+        population = self.config.get("population")
+        wanted = {
+            **OFFLINE,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # Flower's commands call one another by name.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "FLWR_HOME": str(self.folder / "flwr"),
+            warm.POLL: str(self.config.get("poll", 0.2)),
+            "FEDQUILT_FLOWER_ROSTER": str(self.folder / ROSTER),
+            "FEDQUILT_FLOWER_OUTPUT": output,
+            "FEDQUILT_FLOWER_LEDGER": ledger,
+            "FEDQUILT_FLOWER_POPULATION": population,
+        }
+        return {name: str(value) for name, value in wanted.items() if value}
+
+    def _command(self, name: str, arguments: list[str]) -> int:
+        """Start one of Flower's commands, from beside this interpreter."""
+        program = Path(sys.executable).parent / arguments[0]
+        with open(self._log(name), "ab") as log:
+            started = subprocess.Popen(
+                [str(program), *arguments[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        return started.pid
+
+    def _tell(self, state: str) -> None:
+        """Write down which processes there are."""
+        jobs = {
+            job.name: {"pid": job.pid, "began": began_at(job.pid), "restarts": max(0, job.restarts)}
+            for job in self._jobs.values()
+        }
+        me = os.getpid()
+        record = {"state": state, "pid": me, "began": began_at(me), "processes": jobs}
+        write_file(self.folder / STATUS, json.dumps(record, indent=2).encode())
+
+
+_SHARED = {"superlink", "gate", "serverapp"}
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def began_at(pid: int | None) -> str | None:
+    """Return when a process began, as the kernel says: the same number may be given again."""
+    if pid is None:
+        return None
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def is_running(pid: Any, began: Any) -> bool:
+    """Tell whether a process of a status file is still the same one, and alive."""
+    if not isinstance(pid, int):
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state != "Z" and began_at(pid) == began
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of loopback that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def main() -> None:
+    """Watch over the federation of a folder."""
+    Supervisor(Path(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The app that `fedquilt flower new` writes: the user's own model and data, ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import RunConfig, option_fields
+from fedquilt.flower.settings import PREFIX, FlowerSettings
+
+PACKAGE = "quiltapp"
+
+# What the template changes, so that a few nodes learn something in a minute.
+CHOSEN: dict[str, Any] = {
+    "mode": "fedavg",
+    "num_rounds": 10,
+    "clients_per_round": 1.0,
+    "local_epochs": 2,
+    "learning_rate": 0.1,
+    "eval_every": 1,
+    "availability": "always",
+}
+# What the server's operator decides, and what follows from the app's own data.
+_LEFT_OUT = frozenset(
+    {
+        *("dataset", "data_dir", "no_download", "partition", "dirichlet_alpha"),
+        *("classes_per_client", "num_clients", "ledger", "population", "output_dir"),
+        *("model", "engine", "early_stopping", "validation_fraction", "target_accuracy"),
+    }
+)
+
+_FILES = {
+    "README.md": """# {name}
+
+A Flower app that runs fedquilt's round: `quiltapp/task.py` has the model and the data, and is
+the file to change.
+
+    fedquilt flower up {name} --nodes 4     # a federation on this machine
+    fedquilt flower run                     # submit this app to it
+    fedquilt flower status
+    fedquilt flower down
+
+Every option of `fedquilt run` stands in `pyproject.toml` under `[tool.flwr.app.config]`; an
+empty text is an option that is not given.  One run: `fedquilt flower run -c num_rounds=3`.
+""",
+    "quiltapp/__init__.py": '"""A federated app on fedquilt."""\n',
+    "quiltapp/client_app.py": '''"""What a node runs."""
+
+from fedquilt.flower import client_app
+from quiltapp.task import client_data, make_model
+
+app = client_app(make_model, client_data)
+''',
+    "quiltapp/server_app.py": '''"""What runs beside the SuperLink; it holds no training data."""
+
+from fedquilt.flower import server_app
+from quiltapp.task import make_model, test_data
+
+app = server_app(make_model, test_data)
+''',
+    "quiltapp/task.py": '''"""Your model and your data: change what is below."""
+
+import numpy as np
+from sklearn.datasets import load_digits
+from torch import nn
+
+
+def make_model() -> nn.Module:
+    """Return the model: logits or log-probabilities, the same on the server and on nodes."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+def client_data(context) -> tuple[np.ndarray, np.ndarray]:
+    """Return this node's own samples (x, y); they never leave it.
+
+    A node is told where they are when it is started: --node-config 'data="/srv/data.npz"'.
+    Without that, it takes its share of scikit-learn's digits, for trying out.
+    """
+    path = context.node_config.get("data")
+    if path:
+        with np.load(str(path), allow_pickle=False) as held:
+            return held["x"], held["y"]
+    x, y = _digits()
+    place = int(context.node_config["partition-id"])
+    return x[300 + place :: int(context.node_config["num-partitions"])], y[
+        300 + place :: int(context.node_config["num-partitions"])
+    ]
+
+
+def test_data() -> tuple[np.ndarray, np.ndarray]:
+    """Return what the server evaluates on: samples that no node trains on."""
+    x, y = _digits()
+    return x[:300], y[:300]
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(y))
+    return (x[order] / 16.0).astype(np.float32), y[order].astype(np.int64)
+''',
+}
+
+_PROJECT = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "A federated app on fedquilt"
+license = "Apache-2.0"
+dependencies = ["fedquilt[flower]"]
+
+[tool.flwr.app]
+publisher = "fedquilt"
+
+[tool.flwr.app.components]
+serverapp = "quiltapp.server_app:app"
+clientapp = "quiltapp.client_app:app"
+
+# Options of the run, as in a TOML file of `fedquilt run`; "" is an option that is not given.
+[tool.flwr.app.config]
+{table}
+"""
+
+
+def run_configuration(**chosen: Any) -> dict[str, Any]:
+    """Return every option that a run configuration may hold, with its usual value."""
+    fields = option_fields(RunConfig)
+    values = {name: item.default for name, item in fields.items() if name not in _LEFT_OUT}
+    own = {PREFIX + field.name: field.default for field in dataclasses.fields(FlowerSettings)}
+    merged = {**values, **CHOSEN, **own}
+    unknown = sorted(chosen.keys() - merged.keys())
+    if unknown:
+        raise InvalidValueError(f"{unknown[0]} must be an option of a run configuration")
+    return {name: "" if value is None else value for name, value in {**merged, **chosen}.items()}
+
+
+def write_app(folder: str | Path, files: dict[str, str] | None = None, **chosen: Any) -> Path:
+    """Write the app into a new folder; `chosen` are options, `files` replace some of its own."""
+    folder = Path(folder)
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "quiltapp"
+    if folder.exists() and any(folder.iterdir()):
+        raise InvalidValueError(f"{str(folder)!r} must be a new or empty folder")
+    table = "\n".join(
+        f"{key} = {json.dumps(value)}" for key, value in run_configuration(**chosen).items()
+    )
+    written = {**_FILES, **(files or {}), "pyproject.toml": _PROJECT}
+    for path, text in written.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        known = {"name": name, "table": table}
+        filled = text.format(**known) if path in ("README.md", "pyproject.toml") else text
+        target.write_text(filled)
+    return folder

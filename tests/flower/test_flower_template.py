@@ -1,0 +1,156 @@
+"""The app that `fedquilt flower new` writes, HeFlwr's examples, and the commands."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from command_line import Said
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.flower.apps import client_app, run_from
+from fedquilt.flower.federation import commands_for_hosts, fab_hash
+from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.settings import FlowerSettings, split_settings
+from fedquilt.flower.template import run_configuration, write_app
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"
+
+
+@pytest.fixture(autouse=True)
+def _no_other_app() -> Iterator[None]:
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "quiltapp"]:
+        del sys.modules[name]
+
+
+def task_of(app: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(app))
+    return importlib.import_module("quiltapp.task")
+
+
+def options_of(app: Path) -> dict[str, Any]:
+    return tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+
+def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = write_app(tmp_path / "My App")
+    task = task_of(app, monkeypatch)
+    for name in ("client_app", "server_app"):
+        assert importlib.import_module(f"quiltapp.{name}").app is not None
+    monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
+    grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
+    result = run_from(grid, options_of(app), task.make_model, task.test_data)
+    assert result.final_accuracy > 0.85
+    assert result.folder is not None
+    assert result.folder.parent == tmp_path / "results"
+
+
+def test_a_node_reads_the_file_that_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(write_app(tmp_path / "app"), monkeypatch)
+    x, y = np.zeros((3, 64), np.float32), np.arange(3)
+    np.savez(tmp_path / "own.npz", x=x, y=y)
+
+    class Context:
+        node_config = {"data": str(tmp_path / "own.npz")}  # noqa: RUF012
+
+    held = task.client_data(Context())
+    assert np.array_equal(held[0], x)
+    assert np.array_equal(held[1], y)
+
+
+def test_every_option_of_a_run_can_be_set_and_none_of_the_operators() -> None:
+    table = run_configuration()
+    options, settings = split_settings(table)
+    assert settings == FlowerSettings()
+    assert options["mode"] == "fedavg"
+    assert "noise_seed" not in options, "an empty text is an option that is not given"
+    assert table["noise_seed"] == ""
+    assert not {"ledger", "output_dir", "population", "engine", "dataset"} & table.keys()
+    with pytest.raises(InvalidValueError, match="nonesuch must be an option"):
+        run_configuration(nonesuch=1)
+    with pytest.raises(InvalidValueError, match="flower_nonesuch must be one of"):
+        split_settings({"flower-nonesuch": 1})
+
+
+def test_the_hash_of_an_app_is_of_its_source(tmp_path: Path) -> None:
+    one, other = write_app(tmp_path / "a" / "app"), write_app(tmp_path / "b" / "app")
+    assert fab_hash(one) == fab_hash(other)
+    (other / "quiltapp" / "task.py").write_text("print('something else')\n")
+    assert fab_hash(one) != fab_hash(other)
+    assert fab_hash(one) in commands_for_hosts({"trusted": fab_hash(one)})
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"])
+def test_heflwrs_mnist_example_runs(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(EXAMPLES / "mnist", monkeypatch)
+    rng = np.random.default_rng(0)
+
+    def samples(count: int) -> tuple[Any, Any]:
+        y = rng.integers(0, 10, count)
+        return rng.normal(size=(count, 1, 28, 28)).astype(np.float32), y
+
+    monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path))
+    grid = InProcessGrid(client_app(task.make_model, lambda context: samples(20)), 4)
+    options = {**options_of(EXAMPLES / "mnist"), "method": method, "num_rounds": 2}
+    result = run_from(grid, options, task.make_model, lambda: samples(30))
+    assert result.result["rounds"] == 2
+    assert "monitor" in (result.folder / "nodes.jsonl").read_text()  # type: ignore[operator]
+
+
+def test_heflwrs_cifar_example_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fedquilt.slices import slice_model
+
+    task = task_of(EXAMPLES / "cifar10", monkeypatch)
+    small = slice_model(task.make_model(), "1/4", sample=torch.zeros(2, 3, 32, 32))
+    assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert options_of(EXAMPLES / "cifar10")["method"] == "heterofl"
+
+
+def test_the_commands(
+    cli: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = cli("flower", "new", "mine")
+    assert said.code == 0
+    assert (tmp_path / "mine" / "quiltapp" / "task.py").exists()
+    assert cli("flower", "new", "mine").code == 2, "it is not overwritten"
+    for command in ("status", "run", "resume"):
+        said = cli("flower", command)
+        assert said.code == 2
+        assert "must be the folder of a federation" in said.words
+    assert cli("flower", "down").code == 0
+    said = cli("flower", "up", "nowhere")
+    assert said.code == 2
+    assert "must hold a pyproject.toml" in said.words
+
+
+def test_run_and_resume_with_the_engine_flower(
+    cli: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ["--num-clients", "4", "--num-rounds", "2", "--local-epochs", "1", "--mode", "fedavg"]
+    said = cli("run", "--engine", "flower", *few, "--quiet")
+    assert said.code == 0, said.err
+    (folder,) = (tmp_path / "results").iterdir()
+    assert (folder / "nodes.jsonl").exists()
+    assert cli("run", "--resume", str(folder), "--quiet").code == 0, "a finished run is shown"
+    (folder / "result.json").unlink()
+    assert cli("run", "--resume", str(folder), "--quiet").code == 0
+    assert (folder / "result.json").exists()
+    assert cli("compare", "--engine", "flower", *few[:6], "--modes", "fedavg").code == 2

@@ -1,0 +1,71 @@
+"""The warm parent: forks, their ends, and the one app that it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.supercore.constant import TaskType
+
+from fedquilt.flower import warm
+
+pytestmark = pytest.mark.processes
+
+
+def spec(**given: Any) -> SimpleNamespace:
+    usual = {
+        "task_type": TaskType.CLIENT_APP,
+        "runtime_api_address": "127.0.0.1:1",
+        "token": "t",
+        "insecure": True,
+        "root_certificates_path": None,
+        "fab_hash": "trusted",
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_ends_with_the_code_of_its_work_and_writes_to_its_log(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise ValueError("on purpose")
+
+    assert ended(warm.fork(lambda: os.write(1, b"said"), tmp_path / "log")) == 0
+    assert ended(warm.fork(fails, tmp_path / "log")) == 1
+    assert ended(warm.fork(lambda: sys.exit(7), tmp_path / "log")) == 7
+    assert (tmp_path / "log").read_text() == "said"
+
+
+def test_a_task_of_another_app_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(warm, "fork", lambda work, log=None: started.append(work) or 1)
+    executor = warm.ForkExecutor(trusted="trusted")
+    assert executor.launch(spec(fab_hash="another")).status.name == "FAILED"
+    assert executor.launch(spec(fab_hash=None)).status.name == "FAILED"
+    assert executor.launch(spec(task_type=TaskType.MODEL)).status.name == "FAILED"
+    assert started == []
+    assert executor.launch(spec()).status.name == "ACCEPTED"
+    assert len(started) == 1
+
+
+def test_children_that_have_ended_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "_run_command", lambda arguments: None)
+    executor = warm.ForkExecutor()
+    executor.launch(spec())
+    (child,) = executor._children
+    until = time.monotonic() + 20
+    while executor._children and time.monotonic() < until:
+        executor.reconcile()
+        time.sleep(0.02)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
