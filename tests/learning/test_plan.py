@@ -1,11 +1,14 @@
 """Plans of networks: what has one, and whether its kernels compute what autograd does.
 
-Kernels run in Triton's interpreter here, which computes what a GPU would, slowly.
+Kernels run in Triton's interpreter here, which computes what a GPU would, slowly.  It has to be
+chosen before Triton is imported, so these tests run once more, in a process of their own.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,14 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-pytest.importorskip("triton")
-
 from fedquilt.learning import LocalSettings, Task, planned
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import SequentialEngine
-from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, make_plan
+from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, is_interpreted, make_plan
 from fedquilt.learning.planned import PlannedTraining
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
 
@@ -41,6 +41,20 @@ def padded_cnn() -> nn.Module:
         *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
         *(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 5), nn.LogSoftmax(1)),
     )
+
+
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="runs in the interpreter's process")
+
+
+@pytest.mark.skipif(is_interpreted(), reason="this is the interpreter's process")
+@pytest.mark.processes
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert " passed" in ended.stdout
 
 
 NETWORKS = {
@@ -76,6 +90,7 @@ def updates(engine: Any, model: nn.Module, cohort: list[int]) -> dict[int, torch
     return {u.client: u.delta.clone() for u in engine.train(start, cohort, 3, 0.1)}
 
 
+@interpreted
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
     torch.manual_seed(0)
@@ -89,6 +104,7 @@ def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
         assert torch.allclose(got[client], delta, rtol=1e-4, atol=1e-6), client
 
 
+@interpreted
 def test_losses_are_those_of_the_sequential_engine() -> None:
     model, task = small_cnn(), make_task((1, 8, 8))
     start = FlatModel(model).read().clone()
@@ -99,6 +115,7 @@ def test_losses_are_those_of_the_sequential_engine() -> None:
     assert np.allclose(list(ones.values()), list(others.values()), rtol=1e-5, equal_nan=True)
 
 
+@interpreted
 @pytest.mark.parametrize("name", ["small", "padded"])
 def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
     make, shape = NETWORKS[name]
@@ -119,6 +136,7 @@ def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
         assert torch.equal(updates(engine, model, cohort)[1], alone), cohort
 
 
+@interpreted
 def test_a_finished_client_does_not_move_when_its_outputs_overflow() -> None:
     """Its row only fills the program up while others train on: nothing of it may change."""
     model = MLP((1, 2, 2), 5, hidden=4)
@@ -131,6 +149,7 @@ def test_a_finished_client_does_not_move_when_its_outputs_overflow() -> None:
     assert torch.equal(alone.view(torch.int32), beside.view(torch.int32))
 
 
+@interpreted
 def test_ignored_labels_do_not_count() -> None:
     model, task = NETWORKS["vector"][0](), make_task((7,), [6, 4])
     task.targets[[1, 2, 7]] = -100
@@ -200,6 +219,7 @@ def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], rea
         make_plan(model.train(), torch.zeros(2, *shape))
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [({"fedprox_mu": 0.1}, "FedProx"), ({"batch_size": 512}, "above 256")],
@@ -213,6 +233,7 @@ def test_settings_without_a_plan_say_why(changes: dict[str, Any], reason: str) -
         PlannedTraining(flat, task, how(**changes), None)
 
 
+@interpreted
 def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial beside autograd: here a layer that the plan forgets."""
 

@@ -83,7 +83,7 @@ COMMON = (
     *("dataset", "data_dir", "partition"),
     *("num_clients", "clients_per_round", "availability"),
     *("model", "trainable", "num_rounds", "local_epochs", "batch_size", "learning_rate"),
-    *("loss", "metrics", "optimizer", "server_optimizer", "method", "tiers"),
+    *("server_optimizer", "method", "tiers"),
     *("mode", "epsilon", "delta", "adjacency", "policy", "max_joins", "clipping", "clip_norm"),
     *("ledger", "population", "allowance"),
     *("eval_every", "seed", "device", "engine", "output_dir"),

@@ -12,6 +12,7 @@ reads: `Weights` carries tensors there and back.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -370,6 +371,11 @@ class _Maker:
         if dim not in (1, -1) or len(self._shape) != 1:
             raise NoPlanError("it takes log-probabilities over something else than classes")
         self._closed = True
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU, as in the tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _both(value: Any) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, own_draws
 from fedquilt.learning.engine import LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.objective import IGNORED
-from fedquilt.learning.plan import NoPlanError, Plan, Tables, make_plan
+from fedquilt.learning.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
 
 if TYPE_CHECKING:
     from fedquilt.learning.program import Program
@@ -168,8 +167,7 @@ def _trial_tables(width: int, draws: int) -> Tables:
 
 def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:
     """Return why no plan is tried here, None where one is."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if flat.vector.device.type != "cuda" and not interpreted:
+    if flat.vector.device.type != "cuda" and not is_interpreted():
         return "plans run on a GPU"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"

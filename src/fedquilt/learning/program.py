@@ -8,7 +8,6 @@ graph), and a round replays it; the host has nothing to do in between.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,7 @@ import torch
 
 from fedquilt.learning import kernels
 from fedquilt.learning.objective import IGNORED
-from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables, is_interpreted
 
 
 @dataclass(eq=False)
@@ -445,7 +442,7 @@ def _weights_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
         how = {"BM": 64, "num_warps": 8 if wide else 4, "num_stages": 3}
         if columns < 128:
             how = {"BM": 32, "num_warps": 4, "num_stages": 4}
-        return {"BC": rows, "BN": columns, "THREE": not _INTERPRETED, **how}
+        return {"BC": rows, "BN": columns, "THREE": not is_interpreted(), **how}
     wide = window >= 384
     rows = 128 if wide else min(64, max(16, _power(window)))
     how = {"BM": 64 if wide else 128, "num_warps": 4, "num_stages": 3}
