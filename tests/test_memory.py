@@ -54,7 +54,8 @@ unit = 1e6
 sizes = np.random.default_rng(0).integers(1, 4, case["clients"])
 clients = np.split(np.arange(sizes.sum()) % 100, np.cumsum(sizes)[:-1])
 before = now()
-run(nn.Linear(16, 4), clients, mode=case["mode"], clients_per_round=20 / case["clients"])
+run(nn.Linear(16, 4), clients, mode=case["mode"], clients_per_round=20 / case["clients"],
+    allow_overlap=True)
 """
 
 REPORT = """

@@ -105,7 +105,7 @@ def test_the_message_names_place_and_cause(
 
     def failing(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) > 7:  # folder and configuration, rounds.jsonl, a checkpoint
+        if len(calls) > 9:  # folder, configuration, clients.json, rounds.jsonl, a checkpoint
             raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", failing)

@@ -30,8 +30,8 @@ SMALL: dict[str, Any] = {
     "model_epochs": 2,
     "model_n": 1,
 }
-SUMMARY = ["mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "statement"]
-SUMMARY += ["output", "condensation", "table", "pictures"]
+SUMMARY = ["mode", "dataset", "seed", "rounds", "final_accuracy", "final_loss", "metrics"]
+SUMMARY += ["statement", "output", "condensation", "table", "pictures"]
 ROW = {"name", "accuracy", "loss", "bytes_up", "bytes_down", "rounds", "seconds", "raw", "note"}
 PNG, GIF = b"\x89PNG\r\n\x1a\n", b"GIF89a"
 
@@ -267,7 +267,7 @@ def test_rounds_that_were_removed_are_not_drawn(cli: Cli, finished: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([1, 2], "rows"), ({"coreset": {"name": 3}}, "lacks accuracy")],
+    [([1, 2], "rows"), ({"coreset": {"name": 3}}, "name must be a text")],
     ids=str,
 )
 def test_spoilt_baselines_are_named(
@@ -280,6 +280,7 @@ def test_spoilt_baselines_are_named(
     assert said.code == 2
     assert "baselines.json" in said.words
     assert words in said.words
+    (folder / "baselines.json").unlink()
     (folder / "condensed.safetensors").write_bytes(b"torn")
     assert "condensed.safetensors must be a whole" in cli("condense", "--resume", folder).words
 

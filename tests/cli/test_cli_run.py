@@ -214,7 +214,11 @@ def test_every_field_is_an_option_and_a_key_of_the_file(
     item = option_fields()[name]
     kind = str(item.type).removesuffix(" | None")
     value = item.metadata["rule"].get("choices", (SAMPLES[kind],))[-1]
-    value = {"max_clip": 3.5, "clip_cap": 3.5}.get(name, value)
+    if name == "allow_overlap":
+        pytest.skip("it is for clients of one's own, from Python")
+    value = {"max_clip": 3.5, "clip_cap": 3.5, "optimizer": "adam", "engine": "processes"}.get(
+        name, value
+    )
     changes = {"clients_per_round": 0.5} if name == "num_clients" else {}
     settings = {**partners(name), name: value}
     typed = [

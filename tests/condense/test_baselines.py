@@ -184,7 +184,9 @@ def test_dm_brings_the_images_nearer_under_models_it_has_not_seen() -> None:
 
 
 def test_dm_pools_everything_once() -> None:
-    config, problem = problem_of([np.arange(0, 60), np.arange(40, 100)], dc_iterations=1)
+    config, problem = problem_of(
+        [np.arange(0, 60), np.arange(40, 100)], dc_iterations=1, allow_overlap=True
+    )
     result = run_baseline("dm", config, problem, 0)
     assert (result.bytes_up, result.bytes_down) == (100 * PIXEL_BYTES, 0)
     assert (result.rounds, result.raw) == (1, True)

@@ -32,7 +32,7 @@ QUIET = typer.Option("--quiet", metavar="", help="Show no progress.")
 TRACKER = typer.Option(
     "--tracker",
     metavar="NAMES",
-    help="Also log to wandb (offline), tensorboard, mlflow (files), joined by commas.",
+    help="Log also to wandb, tensorboard, mlflow, by commas.",
     show_default=False,
 )
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")

@@ -77,7 +77,7 @@ def test_settling_is_durable(ledger: Ledger) -> None:
 
 
 def test_a_missing_file_is_not_made_unasked(path: Path) -> None:
-    with pytest.raises(LedgerFileError, match="does not exist; open it with create=True"):
+    with pytest.raises(LedgerFileError, match="does not exist; a run with that ledger makes it"):
         Ledger.open(path)
     with pytest.raises(LedgerFileError, match=r"the folder .* does not exist"):
         Ledger.open(path.parent / "gone" / "ledger.sqlite", create=True)
