@@ -332,7 +332,8 @@ class RunConfig:
         "auto",
         _RUN,
         "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; auto: batched on a GPU, else sequential.",
+        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: batched on a GPU, "
+        "else sequential.",
         choices=ENGINES,
         own=True,
     )
