@@ -276,7 +276,7 @@ class RunConfig:
     amplification: bool = declare(
         False, _CERTIFIED, "Claim amplification by a secret coin (needs --selection poisson)."
     )
-    ledger: str | None = declare(None, _LEDGER, "File that outlives runs: who has given away what.")
+    ledger: str | None = declare(None, _LEDGER, "File that outlives runs: who gave away what.")
     population: str | None = declare(None, _LEDGER, "The clients' name in it; absent: a digest.")
     new_population: bool = declare(
         False,
