@@ -162,8 +162,9 @@ def spoil_one_class(problem: Problem) -> None:
 
 
 def spoil_empty(problem: Problem) -> None:
-    assert isinstance(problem.task.clients, list)
-    problem.task.clients[0] = np.zeros(0, dtype=np.int64)
+    emptied = Holdings([[], *problem.task.clients[1:]])
+    object.__setattr__(problem.task, "clients", emptied)  # a task is frozen
+    assert len(problem.task.clients[0]) == 0
 
 
 def spoil_nothing(problem: Problem) -> None:
