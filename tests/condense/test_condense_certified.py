@@ -22,6 +22,7 @@ from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, S
 from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensation
 from fedquilt.data import load_dataset
+from fedquilt.data.holdings import Holdings
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, run_config, run_in_memory
 from fedquilt.learning import Task

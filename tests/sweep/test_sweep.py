@@ -201,7 +201,7 @@ def test_an_option_may_be_for_one_value_of_another(cli: Callable[..., Said], her
 
 
 def test_an_axis_must_do_something() -> None:
-    with pytest.raises(InvalidValueError, match="epsilon=.* must be left out"):
+    with pytest.raises(InvalidValueError, match=r"epsilon=.* must be left out"):
         planned("epsilon=1,2")
     assert len(planned("epsilon=1,2", "mode=fedavg,fixed_dp").points) == 8
 
