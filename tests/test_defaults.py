@@ -217,7 +217,7 @@ def test_a_ledger_that_is_new_may_begin_with_any_mode(cli: Cli, here: Path) -> N
 def test_spend_everything_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: Path) -> None:
     text = 'mode = "fedavg"\nspend_everything = true\nledger = "pop.sqlite"\n'
     (here / "c.toml").write_text(text + 'population = "clinics"\n')
-    options = flags(mode=None, noise_seed=None)
+    options = flags(mode=None, epsilon=None, clip_norm=None, noise_seed=None)
     assert cli("run", "--config", "c.toml", *options, "--quiet").code == 0
     data = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     clients = {"north": [0, 1], "south": [2, 3]}

@@ -89,4 +89,4 @@ def test_every_option_is_in_the_reference(site: Path) -> None:
     for command in ("run", "report", "watch", "sweep", "ledger show"):
         assert f"<code>fedquilt {command}</code>" in commands
     python = (site / "reference" / "python" / "index.html").read_text()
-    assert "Train your own model on your own data." in python
+    assert "Train your own model on your own data, and say" in python

@@ -209,8 +209,8 @@ def test_what_is_printed_of_files_and_paths_moves_no_cursor(cli: Cli, finished: 
     ("name", "command"),
     [
         ("config.toml", ("run", "--resume")),
-        ("rounds.jsonl", ("run", "--resume")),
-        ("private.jsonl", ("run", "--resume")),
+        ("rounds.jsonl", ("run", "--quiet", "--resume")),
+        ("private.jsonl", ("run", "--quiet", "--resume")),
         ("ledger.json", ("ledger", "show")),
         ("result.json", ("statement",)),
     ],
@@ -258,7 +258,8 @@ def test_tables_of_clients_beyond_the_limits(tmp_path: Path) -> None:
 
 
 def test_plans_with_a_coin_end(cli: Cli) -> None:
-    plan = ("plan", "--amplification", "--parameters", 650)
+    coin = ("--amplification", "--selection", "poisson", "--clients-per-round", 0.3)
+    plan = ("plan", *coin, "--policy", "worst_case", "--parameters", 650)
     assert cli(*plan, "--num-rounds", 100_000_000, "--json").json()["method"] == "rdp"
     one_message(cli(*plan, "--epsilon", 2147483647), "epsilon=2147483647.0 must be", "<= 10000")
     said = cli(*plan, "--num-rounds", 100_000, "--adjacency", "replace_one")

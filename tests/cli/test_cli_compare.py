@@ -125,6 +125,12 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
     assert _color("certified:worst_case") not in {_color(mode) for mode in MODES}
 
 
+def test_an_option_may_be_for_one_policy_only(cli: Cli, here: Path) -> None:
+    arms = ("--modes", "certified:worst_case,certified:cap", "--seeds", "0", "--json")
+    record = cli("compare", *compare_flags(num_rounds=2), "--max-joins", 1, *arms).json()
+    assert len(record["runs"]) == 2
+
+
 def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """One federation for all modes, the settings of demo.toml, worst-case accounting among them."""
     seen: list[RunConfig] = []

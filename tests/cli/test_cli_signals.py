@@ -55,7 +55,7 @@ def test_sigterm_ends_a_condensation_that_can_go_on(nursery: Nursery, tmp_path: 
 
 
 def test_sigterm_ends_a_comparison_in_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    settings = flags(output_dir=tmp_path)
+    settings = flags(mode=None, output_dir=tmp_path)
     arguments = ("compare", *settings, "--modes", "certified", "--seeds", "0,1", "--quiet")
     child = nursery.start(*arguments, slow_rounds=0.1)
     deadline = time.monotonic() + 60

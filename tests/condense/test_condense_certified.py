@@ -22,6 +22,7 @@ from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, S
 from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensation
 from fedquilt.data import load_dataset
+from fedquilt.data.holdings import Holdings
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import RunResult, run_config, run_in_memory
 from fedquilt.learning import Task
@@ -162,8 +163,9 @@ def spoil_one_class(problem: Problem) -> None:
 
 
 def spoil_empty(problem: Problem) -> None:
-    assert isinstance(problem.task.clients, list)
-    problem.task.clients[0] = np.zeros(0, dtype=np.int64)
+    emptied = Holdings([[], *problem.task.clients[1:]])
+    object.__setattr__(problem.task, "clients", emptied)  # a task is frozen
+    assert len(problem.task.clients[0]) == 0
 
 
 def spoil_nothing(problem: Problem) -> None:

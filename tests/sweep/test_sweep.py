@@ -17,14 +17,14 @@ import pytest
 from command_line import Said
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.config import build_config
+from fedquilt.config import plain_config
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
 from fedquilt.sweep.plan import Plan
 from fedquilt.views.page import find_runs
 from run_processes import environment
 from run_samples import TINY, flags
 
-BASE: dict[str, Any] = build_config({**TINY, "mode": "fedavg"}).as_dict()
+BASE: dict[str, Any] = plain_config({**TINY, "mode": "fedavg"}).as_dict()
 
 
 def planned(*axes: str, seeds: tuple[int, ...] = (0, 1), **more: Any) -> Plan:
@@ -178,6 +178,37 @@ def test_two_processes_do_not_share_a_sweep(tmp_path: Path) -> None:
     place.mkdir()
     with lock_file(place / ".lock"), pytest.raises(FedquiltError, match="another process"):
         run_sweep(place, planned("local_epochs=1,2"))
+
+
+def test_a_sweep_over_modes_takes_what_one_of_them_uses(
+    cli: Callable[..., Said], here: Path
+) -> None:
+    options = [*flags(mode="fedavg", num_rounds=2), "--seeds", "0", "--folder", "s", "--json"]
+    axis = ("--over", "mode=fedavg,certified")
+    said = cli("sweep", *options, "--epsilon", 3, "--clip-norm", 0.5, *axis)
+    assert said.json()["looks"]["runs"] == 2
+    written = {c.mode: c for c in (plain_config(file=p) for p in Path("s").rglob("config.toml"))}
+    assert written.keys() == {"fedavg", "certified"}
+    assert (written["certified"].epsilon, written["certified"].clip_norm) == (3.0, 0.5)
+    refused = cli("sweep", *options, "--max-clip", 3, *axis)
+    assert (refused.code, "max_clip=3.0 must be left out" in refused.err) == (2, True)
+
+
+def test_an_option_may_be_for_one_value_of_another(cli: Callable[..., Said], here: Path) -> None:
+    options = [*flags(mode="certified", num_rounds=2), "--seeds", "0", "--folder", "s", "--json"]
+    said = cli("sweep", *options, "--max-joins", 2, "--over", "policy=worst_case,cap")
+    assert said.json()["looks"]["runs"] == 2
+
+
+def test_an_axis_must_do_something() -> None:
+    with pytest.raises(InvalidValueError, match=r"epsilon=.* must be left out"):
+        planned("epsilon=1,2")
+    assert len(planned("epsilon=1,2", "mode=fedavg,fixed_dp").points) == 8
+
+
+def test_no_point_hides_its_only_client() -> None:
+    with pytest.raises(InvalidValueError, match="num_clients=1 must be at least 2"):
+        planned("num_clients=1,10", base={"mode": "certified", "clients_per_round": 1})
 
 
 def test_the_command(cli: Callable[..., Said], here: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.config import build_config
+from fedquilt.config import MODE_TABLE, build_config
 from fedquilt.experiment import run_config
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.ledger.units import allowance_mu2
@@ -37,7 +37,9 @@ def small_run(place: Path, **changes: Any) -> Path:
 def written_run(place: Path, mode: str, seed: int, *, rounds: int, num_clients: int) -> Path:
     """Write the files of a long run without training: cohorts, charges and lines as a run has."""
     source = np.random.default_rng(seed)
-    wanted = {**SMALL, "mode": mode, "seed": seed, "num_rounds": rounds, "noise_layers": "all"}
+    wanted = {**SMALL, "mode": mode, "seed": seed, "num_rounds": rounds}
+    if MODE_TABLE[mode].by_layer:
+        wanted["noise_layers"] = "all"
     config = build_config({**wanted, "num_clients": num_clients, "output_dir": str(place)})
     folder = RunFolder.create(config, str(place))
     counts = np.zeros(num_clients)

@@ -88,9 +88,10 @@ def _train(
     from fedquilt.run_folder import make_fresh
 
     arms = _arms(modes)
-    every = tuple({**settings, **arm}["mode"] for arm in arms.values())
     bases = {
-        name: build_config({**settings, **arm}, preset=preset, file=config, arms=every)
+        name: build_config(
+            {**settings, **arm}, preset=preset, file=config, arms=list(arms.values())
+        )
         for name, arm in arms.items()
     }
     for base in bases.values():

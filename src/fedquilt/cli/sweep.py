@@ -17,6 +17,7 @@ from fedquilt.cli.progress import drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
+from fedquilt.config.files import kind_of
 
 if TYPE_CHECKING:
     from fedquilt.sweep import Plan, Summary
@@ -85,12 +86,16 @@ def _planned(
     preset: str | None,
     folder: str | None,
 ) -> tuple[Plan, Path]:
-    from fedquilt.sweep import make_plan, parse_axis
+    from fedquilt.sweep import choose, make_plan, parse_axis
 
-    base = build_config(settings, preset=preset, file=config)
     if not over:
         raise InvalidValueError("--over KEY=VALUES must be given at least once")
-    axes = [parse_axis(text, type(base)) for text in over]
+    kind = kind_of(settings, config)
+    axes = [parse_axis(text, kind) for text in over]
+    swept = [axis.key for axis in axes]
+    common = {key: value for key, value in settings.items() if key not in swept}
+    arms = choose(axes, samples, sweep_seed)
+    base = build_config(common, preset=preset, file=config, arms=arms)
     plan = make_plan(
         base.as_dict(), axes, parse_seeds(seeds), samples=samples, sweep_seed=sweep_seed
     )

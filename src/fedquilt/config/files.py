@@ -20,6 +20,7 @@ from typing import Any
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.printable import shortened
+from fedquilt.common.storage import in_words
 from fedquilt.config.condense import (
     ALIASES,
     DEFAULTS_BY_MODE,
@@ -45,7 +46,7 @@ def build_config(
     file: str | Path | None = None,
     own: bool = False,
     brought: bool = False,
-    arms: Sequence[str] = (),
+    arms: Sequence[Mapping[str, Any]] = (),
 ) -> RunConfig:
     """Merge defaults, preset, file and keyword settings into a checked configuration.
 
@@ -60,8 +61,8 @@ def build_config(
     brought
         The method or the mechanism is the user's: what it uses is its own affair.
     arms
-        Modes that are compared: all share the defaults of the default mode, and an option
-        must do something in one of them.
+        What differs between runs that are compared: an option must do something in one of
+        them.  Where they differ in the mode, all share the defaults of the default mode.
     """
     said = dict(settings or {})
     method = said.get("method")
@@ -78,29 +79,43 @@ def build_config(
     check_keys(from_file, str(file), kind)
     check_keys(said, "configuration", kind)
     given = {**from_file, **said}
-    usual = _usual(kind, given, base, own, bool(arms))
+    usual = _usual(kind, given, base, own, any("mode" in arm for arm in arms))
     rest = {key: value for key, value in from_file.items() if key not in said}
     config = _made(kind, {**usual, **given}, file, rest)
-    if config.mode == DEFAULT_MODE and config.num_clients == 1 and not own:
-        raise InvalidValueError(
-            f"num_clients=1 must be at least 2 with mode={config.mode!r}: noise that hides the "
-            "only client hides everything"
-        )
+    if not own:
+        check_company(config)
     if brought:
         return config
     whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
-    modes = tuple(arms) or (config.mode,)
-    refuse_idle(said, whole, modes)
+    runs = [{**whole, **arm} for arm in arms] or [whole]
+    refuse_idle(said, runs)
     if not _is_record(from_file, kind):
         # A file that names no mode, or another than was typed, is meant for several.
         shared = "mode" in said and from_file.get("mode") != said["mode"]
         try:
-            refuse_idle(rest, whole, MODE_TABLE if shared else modes)
+            refuse_idle(rest, [{**whole, "mode": m} for m in MODE_TABLE] if shared else runs)
         except InvalidValueError as error:
             raise InvalidValueError(f"{error} (in {file})") from error
     idle = [key for key in base if key not in given and not says_something(key, whole)]
     fields = option_fields(kind)
     return config if arms else config.replace(**{key: fields[key].default for key in idle})
+
+
+def kind_of(settings: Mapping[str, Any], file: str | Path | None = None) -> type[RunConfig]:
+    """Return which kind of configuration settings and a file are for."""
+    method = settings.get("method")
+    if method is None and file is not None:
+        method = read_config_file(file).get("method")
+    return CondenseConfig if method == CondenseConfig.method else RunConfig
+
+
+def check_company(config: RunConfig) -> None:
+    """Raise where noise would have to hide the only client of a data set."""
+    if config.mode == DEFAULT_MODE and config.num_clients == 1:
+        raise InvalidValueError(
+            f"num_clients=1 must be at least 2 with mode={config.mode!r}: noise that hides the "
+            "only client hides everything"
+        )
 
 
 def plain_config(
@@ -201,7 +216,9 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
     try:
         content = untrusted.parse_toml(untrusted.read_named(path, untrusted.TOML_BYTES))
     except OSError as error:
-        raise InvalidValueError(f"config={str(path)!r} cannot be read: {error.strerror}") from error
+        raise InvalidValueError(
+            f"config={str(path)!r} cannot be read: {in_words(error)}"
+        ) from error
     except ValueError as error:  # not TOML, not text, or beyond the limits
         raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error
     version = content.pop("schema_version", SCHEMA_VERSION)

@@ -6,7 +6,7 @@ One table.  The refusal of options that would do nothing, the help of the comman
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedquilt.common.errors import InvalidValueError
@@ -106,21 +106,16 @@ def _holds(case: Case, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def refuse_idle(
-    given: Mapping[str, Any], settings: Mapping[str, Any], modes: Iterable[str]
-) -> None:
+def refuse_idle(given: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
     """Raise for the first given option that would do nothing.
 
     Parameters
     ----------
     given
         What somebody said; an option that is None or a flag that is off says nothing anyway.
-    settings
-        The settings of the run, complete.
-    modes
-        The modes they are meant for: an option must do something in one of them.
+    runs
+        The settings of the runs it is said of, complete: an option must do something in one.
     """
-    runs = [{**settings, "mode": mode} for mode in modes]
     for name, value in given.items():
         said = value is not None and value is not False
         if said and not any(says_something(name, run) for run in runs):

@@ -5,7 +5,7 @@ Whatever is in the table follows from the points' own folders, so a sweep that w
 where it was, and ends with the table it would have had.
 """
 
-from fedquilt.sweep.plan import Axis, Plan, Point, make_plan, parse_axis
+from fedquilt.sweep.plan import Axis, Plan, Point, choose, make_plan, parse_axis
 from fedquilt.sweep.run import run_sweep
 from fedquilt.sweep.summary import Summary, summarise
 from fedquilt.sweep.table import Table
@@ -16,6 +16,7 @@ __all__ = [
     "Point",
     "Summary",
     "Table",
+    "choose",
     "make_plan",
     "parse_axis",
     "run_sweep",

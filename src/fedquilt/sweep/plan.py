@@ -17,7 +17,9 @@ from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
-from fedquilt.config import RunConfig, build_config, option_fields
+from fedquilt.config import RunConfig, option_fields, plain_config
+from fedquilt.config.files import check_company
+from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
 
 SCHEMA_VERSION = 1
 SPEC_FILE = "sweep.json"
@@ -80,7 +82,7 @@ class Plan:
     def config(self, point: Point, folder: Path) -> RunConfig:
         """Return the configuration of a point that runs below a sweep's folder."""
         own = {"seed": point.seed, "output_dir": str(folder / point.name)}
-        return build_config({**self.base, **point.settings, **own})
+        return plain_config({**self.base, **point.settings, **own})
 
     def write(self, folder: Path) -> None:
         """Write the plan into the sweep's folder."""
@@ -175,7 +177,37 @@ def make_plan(
     """Return the points of a grid or, with `samples`, of so many draws, each with every seed.
 
     Every point's configuration is checked here, before anything runs.
+
+    Parameters
+    ----------
+    base
+        The settings that all points share, complete; those of axes are not looked at.
+    axes
+        What is varied: each must do something in at least one point.
+    seeds
+        Of the runs.
+    samples, sweep_seed
+        How many points to draw instead of all of the grid, and with which seed.
     """
+    chosen = choose(axes, samples, sweep_seed)
+    keys = [axis.key for axis in axes]
+    checks.integer("points", len(chosen) * len(seeds), at_least=1, at_most=_MOST_POINTS)
+    plain = {key: value for key, value in base.items() if key not in (*_OWN, *keys)}
+    pairs = [(settings, seed) for settings in chosen for seed in seeds]
+    points = [Point(i, settings, seed) for i, (settings, seed) in enumerate(pairs)]
+    runs = []
+    for settings in chosen:
+        config = plain_config({**plain, **settings, "seed": seeds[0]})
+        check_company(config)
+        runs.append({**config.as_dict(), CLIENTS: SPLIT})
+    refuse_idle({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
+    return Plan(plain, tuple(keys), tuple(points))
+
+
+def choose(
+    axes: Sequence[Axis], samples: int | None = None, sweep_seed: int = 0
+) -> list[dict[str, Any]]:
+    """Return what differs between the points: every combination, or so many draws."""
     keys = [axis.key for axis in axes]
     if not axes or len(set(keys)) != len(keys):
         raise InvalidValueError(f"axes={keys!r} must name at least one option, each once")
@@ -184,15 +216,7 @@ def make_plan(
         if drawn:
             raise InvalidValueError(f"{drawn[0]} is a range: say how many samples to draw")
         combined = itertools.product(*(axis.values for axis in axes))
-        chosen = [dict(zip(keys, values, strict=True)) for values in combined]
-    else:
-        checks.integer("samples", samples, at_least=1)
-        source = generator(sweep_seed, "sweep")
-        chosen = [{axis.key: axis.draw(source) for axis in axes} for _ in range(samples)]
-    checks.integer("points", len(chosen) * len(seeds), at_least=1, at_most=_MOST_POINTS)
-    plain = {key: value for key, value in base.items() if key not in (*_OWN, *keys)}
-    pairs = [(settings, seed) for settings in chosen for seed in seeds]
-    points = [Point(i, settings, seed) for i, (settings, seed) in enumerate(pairs)]
-    for settings in chosen:
-        build_config({**plain, **settings, "seed": seeds[0]})
-    return Plan(plain, tuple(keys), tuple(points))
+        return [dict(zip(keys, values, strict=True)) for values in combined]
+    checks.integer("samples", samples, at_least=1)
+    source = generator(sweep_seed, "sweep")
+    return [{axis.key: axis.draw(source) for axis in axes} for _ in range(samples)]

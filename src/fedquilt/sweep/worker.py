@@ -18,14 +18,14 @@ from fedquilt.common.errors import FedquiltError
 
 def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> None:
     """Run a point, or go on with what an earlier process left of it."""
-    from fedquilt.config import build_config
+    from fedquilt.config import plain_config
     from fedquilt.experiment import resume_run, run_config
 
     begun = sorted(path.parent for path in place.glob("*/config.toml"))
     if begun:
         resume_run(begun[0], tracker=tracker)
     else:
-        run_config(build_config(config), tracker=tracker)
+        run_config(plain_config(config), tracker=tracker)
 
 
 def main() -> None:
