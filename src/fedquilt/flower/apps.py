@@ -13,6 +13,7 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
+| `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
 
 A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
@@ -37,7 +38,12 @@ from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
 from fedquilt.record import RunResult
 
-_OPERATORS = ("ledger", "population", "output_dir", "data_dir", "engine", "num_clients")
+_OPERATORS = frozenset(
+    {
+        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
+        "num_clients",
+    }
+)
 _PREFIX = "FEDQUILT_FLOWER_"
 
 
@@ -109,7 +115,7 @@ def run_from(
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
     count = options.pop("num_clients", None)
-    named = sorted(set(options) & set(_OPERATORS))
+    named = sorted(set(options) & _OPERATORS)
     if named:
         raise InvalidValueError(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
@@ -127,6 +133,8 @@ def run_from(
         value = os.environ.get(_PREFIX + name.upper())
         if value:
             options[name] = value
+    if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
+        options["spend_everything"] = True
     output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
     return run_on_grid(
         grid,
