@@ -23,7 +23,7 @@ operator's folder that is not finished.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observer
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
@@ -146,7 +147,7 @@ def run_from(
         client_ids=client_ids,
         output_dir=output_dir,
         resume=_to_resume(output_dir) if settings.resume else None,
-        observer=_print_round,
+        observer=ServerLog(),
     )
 
 
@@ -162,9 +163,17 @@ def _to_resume(output_dir: str) -> Path:
     return max(unfinished, key=lambda folder: (folder / "config.toml").stat().st_mtime)
 
 
-def _print_round(config: Any, line: dict[str, Any]) -> None:
-    """Say how far the run is, from its public line alone."""
-    accuracy = line.get("test_accuracy")
-    shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
-    missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
-    print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)
+class ServerLog(Observer):
+    """Says what a run may expect and how far it is, from what is public alone."""
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Say what the noise will do, before anything is spent."""
+        for line in lines:
+            print(line, flush=True)
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Say how far the run is."""
+        accuracy = line.get("test_accuracy")
+        shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
+        print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)

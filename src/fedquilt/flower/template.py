@@ -139,7 +139,9 @@ def run_configuration(**chosen: Any) -> dict[str, Any]:
     Defaults follow the mode, and an option that does nothing in it is refused; so what
     nobody chose is not given.
     """
-    values: dict[str, Any] = {name: None for name in option_fields(RunConfig) if name not in _LEFT_OUT}
+    values: dict[str, Any] = {
+        name: None for name in option_fields(RunConfig) if name not in _LEFT_OUT
+    }
     own = {PREFIX + field.name: field.default for field in dataclasses.fields(FlowerSettings)}
     merged = {**values, **CHOSEN, **own}
     unknown = sorted(chosen.keys() - merged.keys())
