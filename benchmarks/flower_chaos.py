@@ -260,6 +260,8 @@ def main() -> None:
             "learning_rate": 0.3,
             "local_epochs": 5,
             "clip_norm": 3.0,
+            "normalise_updates": False,
+            "batch_size": 32,
             "num_rounds": given.rounds,
             "flower_deadline": given.deadline,
             "flower_min_nodes": 3,

@@ -117,10 +117,10 @@ def run_federation(
         "clients_per_round": 1.0,
         "eval_every": 1,
         "mode": "certified",
-        "epsilon": 8.0,
-        "policy": "worst_case",
         **options,
     }
+    if few["mode"] == "certified":
+        few = {"epsilon": 8.0, "policy": "worst_case", **few}
     how = settings or FlowerSettings()
     how = dataclasses.replace(how, poll=0.01)
     return run_on_grid(

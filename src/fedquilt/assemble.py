@@ -392,7 +392,10 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
 def _refuse_unknown(config: RunConfig, own: Own) -> None:
     """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
     for name in ("method", "engine", "loss", "optimizer", "metrics"):
-        if getattr(config, name) == "custom" and getattr(own, name) is None:
+        brought = getattr(own, name)
+        if name == "engine" and brought is None:
+            brought = own.remote
+        if getattr(config, name) == "custom" and brought is None:
             raise InvalidValueError(
                 f"{name}='custom' must be passed as an object: fedquilt.run(..., {name}=yours)"
             )

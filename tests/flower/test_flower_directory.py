@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -86,7 +87,11 @@ def test_nodes_without_a_key_of_the_roster_are_nobody(public: list[bytes]) -> No
 
 
 def run(
-    held: list[bytes], folder: Path, monkeypatch: pytest.MonkeyPatch, roster: NodeRoster
+    held: list[bytes],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    roster: NodeRoster,
+    **given: Any,
 ) -> Any:
     roster.write(folder / "roster.json")
     for name, value in {
@@ -98,7 +103,7 @@ def run(
         monkeypatch.setenv(f"FEDQUILT_FLOWER_{name}", str(value))
     options = {"mode": "certified", "epsilon": 2.0, "num_rounds": 1, "local_epochs": 1}
     more = {"clients_per_round": 1.0, "allowance": 10.0, "flower_poll": 0.01}
-    return run_from(grid_of(held), {**options, **more}, make_model, test_data)
+    return run_from(grid_of(held), {**options, **more, **given}, make_model, test_data)
 
 
 def test_accounts_follow_keys_over_restarts_new_numbers_and_new_keys(
@@ -135,9 +140,24 @@ def test_a_joining_node_is_enrolled_and_a_leaving_one_keeps_its_account(
     assert spent[last] == pytest.approx(spent[first])
 
 
+def test_only_the_operator_lets_a_run_end_the_bounds_of_a_ledger(
+    public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roster = roster_of_keys([(f"ward {i}", public[i]) for i in range(COUNT)])
+    held = [pem(key) for key in public[:COUNT]]
+    run(held, tmp_path, monkeypatch, roster)
+    with pytest.raises(InvalidValueError, match=f"{COUNT} of {COUNT} clients .* have a bound"):
+        run(held, tmp_path, monkeypatch, roster, mode="fedavg")
+    monkeypatch.setenv("FEDQUILT_FLOWER_SPEND_EVERYTHING", "yes")
+    run(held, tmp_path, monkeypatch, roster, mode="fedavg")
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        (population,) = ledger.populations()
+        assert np.isinf(population.spent()).all()
+
+
 def test_a_run_cannot_choose_the_operators_places(
     public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ledger", "output_dir", "population", "data-dir"):
+    for name in ("ledger", "output_dir", "population", "data-dir", "spend_everything"):
         with pytest.raises(InvalidValueError, match="must not stand in a run configuration"):
             run_from(grid_of([b""]), {name: "/tmp/elsewhere"}, make_model, test_data)

@@ -21,7 +21,7 @@ from fedquilt.flower.apps import client_app, run_from
 from fedquilt.flower.federation import commands_for_hosts, fab_hash
 from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.settings import FlowerSettings, split_settings
-from fedquilt.flower.template import run_configuration, write_app
+from fedquilt.flower.template import CHOSEN, run_configuration, write_app
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"
 
@@ -55,6 +55,26 @@ def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.folder.parent == tmp_path / "results"
 
 
+def test_in_another_mode_an_app_has_the_defaults_of_that_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = write_app(tmp_path / "app")
+    task = task_of(app, monkeypatch)
+    monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
+    grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
+    options = {**options_of(app), "mode": "certified", "num_rounds": 1}
+    result = run_from(grid, options, task.make_model, task.test_data)
+    said = capsys.readouterr().out
+    assert said.startswith("all 4 clients join every round\nnoise"), "before anything is spent"
+    assert "round 1 of 1" in said
+    assert result.statement.is_bounded
+    assert result.statement.epsilon_max <= 6.0
+    assert result.folder is not None
+    kept = tomllib.loads((result.folder / "config.toml").read_text())
+    assert (kept["epsilon"], kept["batch_size"], kept["normalise_updates"]) == (6.0, 16, True)
+    assert kept["learning_rate"] == CHOSEN["learning_rate"], "what stands in the app is kept"
+
+
 def test_a_node_reads_the_file_that_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +98,7 @@ def test_every_option_of_a_run_can_be_set_and_none_of_the_operators() -> None:
     assert "noise_seed" not in options, "an empty text is an option that is not given"
     assert table["noise_seed"] == ""
     assert not {"ledger", "output_dir", "population", "engine", "dataset"} & table.keys()
+    assert not {"spend_everything", "client_test_fraction"} & table.keys()
     with pytest.raises(InvalidValueError, match="nonesuch must be an option"):
         run_configuration(nonesuch=1)
     with pytest.raises(InvalidValueError, match="flower_nonesuch must be one of"):
@@ -106,6 +127,8 @@ def test_heflwrs_mnist_example_runs(
     monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path))
     grid = InProcessGrid(client_app(task.make_model, lambda context: samples(20)), 4)
     options = {**options_of(EXAMPLES / "mnist"), "method": method, "num_rounds": 2}
+    if method == "full":
+        options["tiers"] = ""  # everybody holds the whole model
     result = run_from(grid, options, task.make_model, lambda: samples(30))
     assert result.result["rounds"] == 2
     assert "monitor" in (result.folder / "nodes.jsonl").read_text()  # type: ignore[operator]

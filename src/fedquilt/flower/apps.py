@@ -13,6 +13,7 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
+| `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
 
 A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
@@ -22,7 +23,7 @@ operator's folder that is not finished.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observer
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
 from fedquilt.record import RunResult
 
-_OPERATORS = ("ledger", "population", "output_dir", "data_dir", "engine", "num_clients")
+_OPERATORS = frozenset(
+    {
+        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
+        "num_clients",
+    }
+)
 _PREFIX = "FEDQUILT_FLOWER_"
 
 
@@ -109,7 +116,7 @@ def run_from(
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
     count = options.pop("num_clients", None)
-    named = sorted(set(options) & set(_OPERATORS))
+    named = sorted(set(options) & _OPERATORS)
     if named:
         raise InvalidValueError(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
@@ -127,6 +134,8 @@ def run_from(
         value = os.environ.get(_PREFIX + name.upper())
         if value:
             options[name] = value
+    if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
+        options["spend_everything"] = True
     output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
     return run_on_grid(
         grid,
@@ -138,7 +147,7 @@ def run_from(
         client_ids=client_ids,
         output_dir=output_dir,
         resume=_to_resume(output_dir) if settings.resume else None,
-        observer=_print_round,
+        observer=ServerLog(),
     )
 
 
@@ -154,9 +163,17 @@ def _to_resume(output_dir: str) -> Path:
     return max(unfinished, key=lambda folder: (folder / "config.toml").stat().st_mtime)
 
 
-def _print_round(config: Any, line: dict[str, Any]) -> None:
-    """Say how far the run is, from its public line alone."""
-    accuracy = line.get("test_accuracy")
-    shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
-    missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
-    print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)
+class ServerLog(Observer):
+    """Says what a run may expect and how far it is, from what is public alone."""
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Say what the noise will do, before anything is spent."""
+        for line in lines:
+            print(line, flush=True)
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Say how far the run is."""
+        accuracy = line.get("test_accuracy")
+        shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
+        print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)

@@ -24,11 +24,10 @@ from fedquilt.assemble_account import is_bounded
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.config import MODE_TABLE, RunConfig
-from fedquilt.data import as_dataset
+from fedquilt.data import as_samples
 from fedquilt.flower import wire
 from fedquilt.flower.codecs import encode
 from fedquilt.flower.reading import Reading
-from fedquilt.learning import public_inputs
 from fedquilt.method import Method
 
 log = logging.getLogger(__name__)
@@ -87,12 +86,10 @@ class Node:
     ) -> Node:
         """Make the node of one client from its own data; nobody else's are here."""
         finite = not MODE_TABLE[config.mode].noised
-        held = as_dataset(data, finite=finite)
+        held = as_samples(data, "train", finite=finite)
         samples = [np.zeros(0, dtype=np.int64)] * num_clients
         samples[client] = np.arange(len(held))
-        unseen = (public_inputs(held.images, 2), torch.zeros(2, dtype=torch.int64))
-        given = held if data is held else (held.images, held.targets)
-        config, problem = problem_from(config, model, given, unseen, samples)
+        config, problem = problem_from(config, model, held, None, samples)
         task = dataclasses.replace(problem.task, elsewhere=True)
         return cls(config, dataclasses.replace(problem, task=task))
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.serverapp import Grid
 from torch import nn
 
@@ -18,13 +17,13 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
 from fedquilt.config import RunConfig, build_config
-from fedquilt.data import as_dataset
+from fedquilt.data import Samples, as_samples
 from fedquilt.experiment import Watching, run_problem
 from fedquilt.flower.directory import Directory
 from fedquilt.flower.engine import FlowerEngine
 from fedquilt.flower.node import MakeModel, frozen_digest, new_model
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.learning import Task, public_inputs
+from fedquilt.learning import Objective, Task
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 
@@ -43,6 +42,10 @@ class NodesFile(Observer):
         """Append a line; its file can be read by the owner alone."""
         if self._path is not None:
             append_line(self._path, json.dumps(line, allow_nan=False), 0o600)
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Pass on what the run may expect."""
+        self._inner.expects(config, lines)
 
     def opened(self, config: Any, folder: Path) -> None:
         """Learn where the run's folder is."""
@@ -63,15 +66,22 @@ class NodesFile(Observer):
 
 
 def without_data(problem: Problem) -> Problem:
-    """Return a problem whose clients' samples are nowhere here."""
-    public = problem.task.public()
+    """Return a problem in whose task no client has samples.
+
+    Of a simulation `problem.data` stays: resumed with other data it is refused.
+    """
     nobody = [np.zeros(0, dtype=np.int64)] * len(problem.task.clients)
-    task = Task(public.inputs, public.targets, nobody, elsewhere=True)
+    task = dataclasses.replace(problem.task.public(), clients=nobody, elsewhere=True)
     return dataclasses.replace(problem, task=task)
 
 
 def served_problem(problem: Problem, engine: FlowerEngine) -> Problem:
     """Return a problem whose clients are the nodes of an engine."""
+    if problem.client_tests is not None:
+        raise InvalidValueError(
+            "client_test_fraction must be 0 where clients are Flower nodes: the server evaluates, "
+            "and it has none of the samples that they would hold back"
+        )
     engine.frozen = frozen_digest(problem)
     return dataclasses.replace(problem, own=Own(remote=engine))
 
@@ -96,21 +106,21 @@ def run_on_grid(
     make_model
         Returns the model; called with torch's generator at the run's seed.
     test_data
-        What the server evaluates on, or a function that returns it.  Its samples say which
-        shape the clients' have.
+        What the server evaluates on, or a function that returns it, in any form that
+        `fedquilt.run` takes.  Its samples say which form the clients' have.
     options
-        Options of the run, as in a TOML file.
+        Options of the run, as in a TOML file.  What is absent has the default of the mode.
     client_ids
         What clients are called in the ledger.
     resume
         A run's folder to continue.
     """
     config = _config(options, resume)
-    test = as_dataset(test_data() if callable(test_data) else test_data)
+    test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
-    config, problem = _problem(config, model, test, directory.num_clients, client_ids)
     nodes_file = NodesFile(observer)
     engine = FlowerEngine(grid, directory, config, settings, report=nodes_file.write)
+    config, problem = _problem(config, model, test, engine, client_ids)
     return run_problem(
         config,
         served_problem(problem, engine),
@@ -125,25 +135,29 @@ def _config(options: Mapping[str, Any], resume: str | Path | None) -> RunConfig:
     if resume is not None:
         return RunFolder.open(resume).read_config()
     own = {"dataset": "custom", "model": "custom"}
-    usual = {} if options.get("availability") else {"availability": "always"}
     # Who is there is known here: it is not drawn.
-    return build_config({**own, **usual, **options, "engine": "custom"})
+    usual = {} if options.get("availability") else {"availability": "always"}
+    return build_config({**own, **usual, **options, "engine": "custom"}, own=True)
 
 
 def _problem(
     config: RunConfig,
     model: nn.Module,
-    test: Any,
-    num_clients: int,
+    test: Samples,
+    engine: FlowerEngine,
     client_ids: Sequence[str] | None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem of a server: public samples in the place of data nobody has here."""
+    num_clients = engine.directory.num_clients
     if config.num_clients not in (None, num_clients):
         raise InvalidValueError(
             f"num_clients={config.num_clients} must be {num_clients}, the number of clients in "
             "the roster"
         )
-    unseen = (public_inputs(test.images, 2), torch.zeros(2, dtype=torch.int64))
+    form = Objective(ignore_index=config.ignore_index)
+    public = Task(test.inputs, test.targets, [], objective=form).public()
+    unseen = Samples(public.inputs, public.targets, "train", test.num_classes)
     nobody = [np.zeros(0, dtype=np.int64)] * num_clients
-    config, problem = problem_from(config, model, unseen, test, nobody, client_ids)
+    own = Own(remote=engine)
+    config, problem = problem_from(config, model, unseen, test, nobody, client_ids, own)
     return config, without_data(problem)

@@ -22,7 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedquilt.assemble import Problem, build_method, build_problem
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.experiment import Watching, resume_run, run_config, run_in_memory
 from fedquilt.flower import wire
 from fedquilt.flower.apps import app_of
@@ -73,7 +73,7 @@ class FromSettings:
 
 @functools.lru_cache(maxsize=1)
 def _nodes_of(settings: str) -> OneForAll:
-    return OneForAll(*build_problem(build_config(json.loads(settings))))
+    return OneForAll(*build_problem(plain_config(json.loads(settings))))
 
 
 def simulate(

@@ -30,6 +30,7 @@ _LEFT_OUT = frozenset(
         *("dataset", "data_dir", "no_download", "partition", "dirichlet_alpha"),
         *("classes_per_client", "num_clients", "ledger", "population", "output_dir"),
         *("model", "engine", "early_stopping", "validation_fraction", "target_accuracy"),
+        *("spend_everything", "client_test_fraction", "evaluation_share"),
     }
 )
 
@@ -45,7 +46,8 @@ the file to change.
     fedquilt flower down
 
 Every option of `fedquilt run` stands in `pyproject.toml` under `[tool.flwr.app.config]`; an
-empty text is an option that is not given.  One run: `fedquilt flower run -c num_rounds=3`.
+empty text is an option that is not given, and has the default of the mode.  One run:
+`fedquilt flower run -c num_rounds=3`.
 """,
     "quiltapp/__init__.py": '"""A federated app on fedquilt."""\n',
     "quiltapp/client_app.py": '''"""What a node runs."""
@@ -124,16 +126,22 @@ publisher = "fedquilt"
 serverapp = "quiltapp.server_app:app"
 clientapp = "quiltapp.client_app:app"
 
-# Options of the run, as in a TOML file of `fedquilt run`; "" is an option that is not given.
+# Options of the run, as in a TOML file of `fedquilt run`; "" is an option that is not given,
+# and has the default of the mode.
 [tool.flwr.app.config]
 {table}
 """
 
 
 def run_configuration(**chosen: Any) -> dict[str, Any]:
-    """Return every option that a run configuration may hold, with its usual value."""
-    fields = option_fields(RunConfig)
-    values = {name: item.default for name, item in fields.items() if name not in _LEFT_OUT}
+    """Return every option that a run configuration may hold: those chosen, and "" for the rest.
+
+    Defaults follow the mode, and an option that does nothing in it is refused; so what
+    nobody chose is not given.
+    """
+    values: dict[str, Any] = {
+        name: None for name in option_fields(RunConfig) if name not in _LEFT_OUT
+    }
     own = {PREFIX + field.name: field.default for field in dataclasses.fields(FlowerSettings)}
     merged = {**values, **CHOSEN, **own}
     unknown = sorted(chosen.keys() - merged.keys())

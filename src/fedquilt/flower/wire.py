@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedquilt import __version__
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, plain_config
 from fedquilt.flower.codecs import Arrays, UnreadableError
 
 _RAW = "fedquilt.raw"
@@ -35,8 +35,10 @@ _SERVER_ONLY = frozenset(
     {
         *("data_dir", "no_download", "output_dir", "device", "engine", "availability"),
         *("ledger", "population", "new_population", "allowance", "on_short", "noise_seed"),
+        *("spend_everything", "evaluation_share", "client_test_fraction", "metrics"),
         *("eval_every", "target_accuracy", "early_stopping", "validation_fraction"),
         *("dataset", "model", "num_clients", "partition", "dirichlet_alpha"),
+        *("classes_per_client", "allow_overlap"),
     }
 )
 
@@ -72,19 +74,20 @@ class Reply:
 
 def settings_text(config: RunConfig) -> str:
     """Return what clients must know of a configuration: options that differ from the usual."""
-    usual = {field.name: field.default for field in fields(type(config))}
-    chosen = {
-        name: getattr(config, name)
-        for name, default in usual.items()
-        if name not in _SERVER_ONLY and getattr(config, name) != default
-    }
     # What is usual differs by kind of run, so these are always said.
-    return json.dumps({**chosen, "mode": config.mode, "method": config.method}, sort_keys=True)
+    kind = {"mode": config.mode, "method": config.method}
+    usual = read_settings(json.dumps(kind)).as_dict()
+    chosen = {
+        name: value
+        for name, value in config.as_dict().items()
+        if name not in _SERVER_ONLY and value != usual[name]
+    }
+    return json.dumps({**chosen, **kind}, sort_keys=True)
 
 
 def read_settings(text: str) -> RunConfig:
     """Read what `settings_text` wrote."""
-    return build_config({"dataset": "custom", "model": "custom", **json.loads(text)})
+    return plain_config({"dataset": "custom", "model": "custom", **json.loads(text)})
 
 
 def pack_order(order: Order, vector: Array | None) -> RecordDict:

@@ -1,0 +1,198 @@
+"""Tasks of other forms on nodes, what nodes are told of a run, and runs that are resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Context
+from torch import nn
+
+import fedquilt
+from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
+from fedquilt.config import RunConfig, build_config
+from fedquilt.flower import wire
+from fedquilt.flower.apps import client_app
+from fedquilt.flower.directory import PlaceDirectory
+from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.node import new_model
+from fedquilt.flower.server import run_on_grid
+from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.simulate import simulate
+from fedquilt.record import RunResult
+from flower_samples import COUNT, client_data, make_model, run_federation, samples
+from flower_samples import test_data as held_by_the_server
+
+HOW = FlowerSettings(poll=0.01)
+EACH, TOKENS = 20, 6
+
+
+class Sum(nn.Module):
+    """Takes a dictionary of token ids and numbers; gives one real number a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, ids: torch.Tensor, numbers: torch.Tensor) -> Any:
+        return self.last(torch.cat([self.embed(ids).mean(dim=1), numbers], dim=1)).squeeze(1)
+
+
+class Labels(nn.Module):
+    """Gives a class for each token, class 0 being padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.embed(ids)).transpose(1, 2)
+
+
+def numbers(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 9, (EACH, TOKENS), generator=source)
+    values = torch.randn(EACH, 2, generator=source)
+    return {"ids": ids, "numbers": values}, values.sum(dim=1) + ids.float().mean(dim=1)
+
+
+def labels(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 9, (EACH, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return ids, ids % 4
+
+
+TASKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "regression on a dictionary": (Sum, numbers, {"loss": "mse", "metrics": "mae"}),
+    "a loss that is found out": (Sum, numbers, {}),
+    "a class for each token": (Labels, labels, {"loss": "cross_entropy", "ignore_index": 0}),
+}
+
+
+def on_nodes(make: Any, of: Any, options: dict[str, Any]) -> RunResult:
+    def own(context: Context) -> Any:
+        return of(int(context.node_config["partition-id"]))
+
+    grid = InProcessGrid(client_app(make, own), COUNT)
+    places = PlaceDirectory(grid, COUNT)
+    return run_on_grid(grid, places, make, lambda: of(99), options, HOW)
+
+
+@pytest.mark.parametrize("mode", ["fedavg", "certified"])
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_of_every_form_agree_with_one_machine(task: str, mode: str) -> None:
+    make, of, options = TASKS[task]
+    options = {**options, "mode": mode, "num_rounds": 3, "seed": 2, "optimizer": "adam"}
+    options |= {"noise_seed": 4, "epsilon": 50.0} if mode == "certified" else {}
+    there = on_nodes(make, of, options)
+    here = fedquilt.run(
+        new_model(make, 2), [of(i) for i in range(COUNT)], of(99), output_dir=None, **options
+    )
+    assert there.result["metadata"]["loss"] == here.result["metadata"]["loss"]
+    for name, tensor in here.state_dict.items():
+        assert float((tensor - there.state_dict[name]).abs().max()) <= 1e-5
+    began = new_model(make, 2).state_dict()
+    assert any(not torch.equal(began[name], x) for name, x in there.state_dict.items())
+    last = here.result["history"]["test_loss"][-1]
+    assert there.result["history"]["test_loss"][-1] == pytest.approx(last, abs=1e-4)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "certified": {},
+    "quap_fl": {"mode": "quap_fl", "noise_layers": "all"},
+    "optimizer": {"mode": "fedavg", "optimizer": "adamw", "weight_decay": 0.1, "metrics": "f1"},
+    "slices": {"method": "heterofl", "tiers": "1,1/2"},
+    "condensation": {"method": "condense"},
+    "condensation, certified": {"method": "condense", "mode": "certified"},
+    "usual values in another mode": {"batch_size": 32, "learning_rate": 0.01, "clip_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_node_reads_what_the_server_meant(case: str) -> None:
+    own = {"dataset": "custom", "model": "custom", "engine": "custom"}
+    config = build_config({**own, **CONFIGS[case]}, own=True)
+    read = wire.read_settings(wire.settings_text(config))
+    assert type(read) is type(config)
+    other = {
+        name
+        for name, value in config.as_dict().items()
+        if read.as_dict()[name] != value and name not in ("metrics", "engine", "availability")
+    }
+    assert other <= {"eval_every"}, "places, accounts and evaluation are the server's own"
+
+
+def test_samples_that_only_clients_hold_cannot_evaluate_a_model() -> None:
+    grid = InProcessGrid(client_app(make_model, client_data), COUNT)
+    with pytest.raises(InvalidValueError, match="client_test_fraction must be 0 where clients are"):
+        run_federation(grid, None, client_test_fraction=0.2)
+    dealt = build_config({"mode": "fedavg", "num_clients": 4, "client_test_fraction": 0.2})
+    with pytest.raises(InvalidValueError, match="client_test_fraction must be 0 where clients are"):
+        simulate(dealt.replace(engine="flower"), in_memory=True)
+
+
+class Ends(InProcessGrid):
+    """A grid whose nodes are gone after some orders."""
+
+    def __init__(self, orders: int) -> None:
+        super().__init__(client_app(make_model, client_data), COUNT)
+        self._left = orders
+
+    def get_node_ids(self) -> Any:
+        return super().get_node_ids() if self._left > 0 else []
+
+    def _answer(self, message: Any) -> Any:
+        self._left -= message.metadata.message_type == "train"
+        return super()._answer(message)
+
+
+def resumed(grid: InProcessGrid, output: Path, test: Any, resume: Path | None) -> RunResult:
+    options = {"mode": "certified", "num_rounds": 4, "noise_seed": 1, "eval_every": 1}
+    return run_on_grid(
+        grid,
+        PlaceDirectory(grid, COUNT),
+        make_model,
+        test,
+        options,
+        FlowerSettings(poll=0.01, wait=0.2),
+        client_ids=[f"client {place}" for place in range(COUNT)],
+        output_dir=str(output),
+        resume=resume,
+    )
+
+
+def test_a_run_without_data_is_resumed_and_comes_out_the_same(tmp_path: Path) -> None:
+    honest = InProcessGrid(client_app(make_model, client_data), COUNT)
+    whole = resumed(honest, tmp_path / "whole", held_by_the_server, None)
+    with pytest.raises(NotReadyError):
+        resumed(Ends(2 * COUNT), tmp_path / "parted", held_by_the_server, None)
+    (folder,) = (tmp_path / "parted").iterdir()
+    assert (folder / "clients.json").exists()
+    with pytest.raises(RunFolderError, match="other test data"):
+        resumed(honest, tmp_path, samples(98, 60), folder)
+    parted = resumed(honest, tmp_path, held_by_the_server, folder)
+    assert parted.result["rounds"] == 4
+    for name, tensor in whole.state_dict.items():
+        assert torch.equal(tensor, parted.state_dict[name])
+    spent = [
+        np.asarray(result.result["ledger"]["lifetime_epsilon_max"]) for result in (whole, parted)
+    ]
+    assert spent[0] == spent[1]
+
+
+def test_a_configuration_of_actors_is_read_as_it_is() -> None:
+    from fedquilt.config import plain_config
+    from fedquilt.flower.simulate import _all_settings
+
+    config: RunConfig = build_config(
+        {"mode": "certified", "num_clients": 4, "engine": "flower-ray"}
+    )
+    read = plain_config(_all_settings(config))
+    assert read == config.replace(engine="sequential")
