@@ -79,11 +79,13 @@ def _token_cross_entropy(
             f"outputs of shape {tuple(outputs.shape)} must be scores (batch, tokens, classes) for "
             f"targets of shape {tuple(targets.shape)}"
         )
-    if reduction != "mean":
-        return _cross_entropy(outputs.movedim(-1, 1), targets, ignored, reduction)
+    # One row a token: torch's loss of [batch, classes, tokens] adds up in any order on a GPU.
+    rows, labels = outputs.flatten(0, -2), targets.flatten()
+    if reduction == "none":
+        return _cross_entropy(rows, labels, ignored, reduction).view_as(targets)
+    total = _cross_entropy(rows, labels, ignored, "sum")
     # A batch of padding alone has the loss zero, not 0 / 0.
-    total = _cross_entropy(outputs.movedim(-1, 1), targets, ignored, "sum")
-    return total / (targets != ignored).sum().clamp(min=1)
+    return total / (targets != ignored).sum().clamp(min=1) if reduction == "mean" else total
 
 
 def _next_token(
