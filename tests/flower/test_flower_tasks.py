@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from torch import nn
 
 import fedquilt
+from fedquilt.assemble import build_problem
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import build_config
 from fedquilt.flower import wire
 from fedquilt.flower.apps import client_app
 from fedquilt.flower.directory import PlaceDirectory
@@ -24,7 +26,7 @@ from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.node import new_model
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.flower.simulate import simulate
+from fedquilt.flower.simulate import _all_settings, _nodes_of, simulate
 from fedquilt.record import RunResult
 from flower_samples import COUNT, client_data, make_model, run_federation, samples
 from flower_samples import test_data as held_by_the_server
@@ -187,12 +189,10 @@ def test_a_run_without_data_is_resumed_and_comes_out_the_same(tmp_path: Path) ->
     assert spent[0] == spent[1]
 
 
-def test_a_configuration_of_actors_is_read_as_it_is() -> None:
-    from fedquilt.config import plain_config
-    from fedquilt.flower.simulate import _all_settings
-
-    config: RunConfig = build_config(
-        {"mode": "certified", "num_clients": 4, "engine": "flower-ray"}
-    )
-    read = plain_config(_all_settings(config))
-    assert read == config.replace(engine="sequential")
+def test_actors_read_a_configuration_as_it_is() -> None:
+    config = build_config({"mode": "certified", "num_clients": 4, "engine": "flower-ray"})
+    made = _nodes_of(json.dumps(_all_settings(config)))
+    order = wire.Order("", 0, 1, 4, 0.1, "", "", "none", 0.1, False)
+    context = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
+    settled, _ = build_problem(config.replace(engine="sequential"))
+    assert made(context, order).config == settled
