@@ -194,3 +194,22 @@ def test_an_audit_without_a_word_replays(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert cli("audit").code == 0
     assert len(asked) == 1
     assert cli("audit", "--without-clip").code == 2
+
+
+def test_what_one_client_has_given_away(cli: Cli, here: Path) -> None:
+    options = {"ledger": "l.sqlite", "population": "clinics", "noise_seed": None, "num_rounds": 2}
+    assert cli("run", *flags(mode="certified", **options), "--quiet").code == 0
+    rows = list(csv.DictReader(cli("ledger", "export", "l.sqlite", "--csv").out.splitlines()))
+    row = max(rows, key=lambda one: float(one["epsilon_spent"]))
+    name = row["client_id"] or row["client"]
+    said = cli("ledger", "show", "l.sqlite", "--client", name)
+    assert said.code == 0
+    assert f"client             {name}" in said.out
+    assert "population         clinics" in said.out
+    (record,) = cli("ledger", "show", "l.sqlite", "--client", name, "--json").json()
+    assert record["epsilon_spent"] == pytest.approx(float(row["epsilon_spent"]))
+    assert record["joins"] == int(row["joins"]) > 0
+    refused = cli("ledger", "show", "l.sqlite", "--client", "nobody\x1b[31m")
+    assert refused.code == 2
+    assert "must be the id of a client" in refused.words
+    assert "\x1b" not in refused.err

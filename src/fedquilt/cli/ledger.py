@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import sys
@@ -34,6 +35,10 @@ def show(
     figure: Annotated[
         str | None, typer.Option("--figure", metavar="FILE", help="Draw spend against joins.")
     ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option("--client", metavar="ID", help="Only what this client has given away."),
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Show what each population has spent, who spent most, and who is near the end."""
@@ -43,6 +48,9 @@ def show(
     checks.integer("most", most, at_least=0)
     with _open(path) as opened:
         chosen = _populations(opened, population)
+        if client is not None:
+            _show_client(chosen, client, path, as_json)
+            return
         rows = {one.info.name: list(one.rows(most)) for one in chosen}
         summaries = [one.summary() for one in chosen]
         if figure is not None:
@@ -55,6 +63,28 @@ def show(
         say(ledger_tables(summaries, rows, most))
         if figure is not None:
             say(f"\nfigure: {figure}")
+
+
+def _show_client(chosen: list[Any], client: str, path: str, as_json: bool) -> None:
+    """Say what one client has given away: its id, or its number where clients have none."""
+    from fedquilt.report.ledger import client_facts
+
+    found = [
+        (one.info.name, row)
+        for one in chosen
+        for row in one.rows()
+        if client == (str(row.client) if row.client_id is None else row.client_id)
+    ]
+    if not found:
+        names = ", ".join(repr(one.info.name) for one in chosen) or "none"
+        raise InvalidValueError(
+            f"client={client!r} must be the id of a client in {path} (populations: {names}), or "
+            "its number where clients have no ids"
+        )
+    if as_json:
+        print(json.dumps([{"population": name, **dataclasses.asdict(row)} for name, row in found]))
+        return
+    say("\n\n".join(client_facts(name, row) for name, row in found))
 
 
 @contextlib.contextmanager

@@ -305,7 +305,8 @@ class Certified:
         ]
         if self.settings.frozen_names:
             notes.append(
-                "frozen at their public initial values, never released: "
+                "frozen, as the run began: not changed and not released by it (what an earlier run "
+                "learned of clients was that run's release): "
                 + some_names(self.settings.frozen_names)
             )
         if self.settings.sliced:

@@ -66,6 +66,21 @@ def _summary(s: Any) -> str:
     return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
 
 
+def client_facts(population: str, row: Any) -> str:
+    """Return what one client has given away and may still give, a line a fact."""
+    delta, allowance = format_bound(row.delta, 6), format_bound(row.epsilon_allowance, 6)
+    last = "-" if row.last_round is None else f"round {row.last_round} of {row.last_run}"
+    facts = {
+        "client": printable(row.client if row.client_id is None else row.client_id),
+        "population": printable(population),
+        "joins": row.joins,
+        "given away": f"epsilon {_spent(row.epsilon_spent)} at delta {delta}",
+        "can still pay": f"epsilon {format_left(row.epsilon_left)} of a lifetime {allowance}",
+        "last release": printable(last),
+    }
+    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+
+
 def _clients(rows: Sequence[Any], most: int) -> str:
     from tabulate import tabulate
 
