@@ -319,7 +319,7 @@ def test_the_command_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_command_refuses() -> None:
-    assert isinstance(run().exception, InvalidValueError)
+    assert isinstance(run("--without-clip").exception, InvalidValueError)
     unknown = run("--replay", "--case", "even clip").exception
     assert isinstance(unknown, InvalidValueError)
     assert "did you mean 'even clips'?" in str(unknown)

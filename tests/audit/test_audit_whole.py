@@ -17,14 +17,13 @@ import torch
 from audit_command import run
 
 import fedquilt
-from fedquilt import assemble_account, audit
+from fedquilt import assemble, assemble_account, audit
 from fedquilt import record as history
 from fedquilt.audit import watch
 from fedquilt.audit.neighbours import KINDS, NOTHING, SHORT, audit_data
 from fedquilt.audit.watch import known_entropy
 from fedquilt.audit.whole_cases import QUICK
 from fedquilt.condense.certified_engine import CertifiedEngine
-from fedquilt.data.dataset import ImageDataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import ClassMask, ClientUpdate, Task
 from fedquilt.population.selection import secret_coins
@@ -89,10 +88,12 @@ def test_other_seeds() -> None:
 
 
 def test_every_engine_method_and_option_is_in_a_case() -> None:
-    from fedquilt.config.choices import CLIPPINGS, ENGINES, METHODS, POLICIES
+    from fedquilt.config.choices import CLIPPINGS, ENGINES, FLOWER_ENGINES, METHODS, POLICIES
 
     cases = audit.whole_cases().values()
-    assert {case.settings.get("engine", "auto") for case in cases} >= set(ENGINES)
+    assert {case.settings.get("engine", "auto") for case in cases} >= (
+        set(ENGINES) - set(FLOWER_ENGINES)  # their clients run the sequential engine
+    )
     assert {case.settings.get("method", "full") for case in cases} == {*METHODS, "condense"}
     assert {case.settings.get("policy", "adaptive") for case in cases} == set(POLICIES)
     assert {case.settings.get("clipping", "fixed") for case in cases} == set(CLIPPINGS)
@@ -165,14 +166,15 @@ def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ImageDataset.__post_init__
+    made = assemble.as_samples
 
-    def checked(self: ImageDataset) -> None:
-        made(self)
-        if not bool(torch.isfinite(self.images).all()):
+    def checked(*given: Any, **how: Any) -> Any:
+        samples = made(*given, **how)
+        if not bool(torch.isfinite(samples.inputs).all()):
             raise InvalidValueError("a sample holds a value that is not finite")
+        return samples
 
-    monkeypatch.setattr(ImageDataset, "__post_init__", checked)
+    monkeypatch.setattr(assemble, "as_samples", checked)
     found = problems("even clips, sequential", ("NaN", "one less"))
     assert len(found) == 1
     assert "NaN: InvalidValueError" in found[0]
