@@ -118,7 +118,7 @@ def test_python_shows_it(
     said = capfd.readouterr()
     assert said.out == ""
     assert ("all 2 clients join every round" in said.err) == expected
-    assert ("round 3 of 3, accuracy 1.0000" in said.err) == lines
+    assert ("round 3 of 3, accuracy " in said.err) == lines  # the noise is secret
 
 
 def test_python_draws_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
