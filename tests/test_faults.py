@@ -53,6 +53,14 @@ def replaced(root: Path, *, sync: bool, sync_name: bool) -> list[Record]:
     return calls
 
 
+def test_what_would_outlast_a_cut_is_known_before_it(root: Path) -> None:
+    unsynced = disk_after(root, *replaced(root, sync=True, sync_name=False))
+    assert unsynced.durable(str(root / "file")) == b"old"
+    synced = disk_after(root, *replaced(root, sync=True, sync_name=True))
+    assert synced.durable(str(root / "file")) == b"newer"
+    assert synced.durable(str(root / "nothing")) is None
+
+
 def test_what_was_synced_survives(root: Path) -> None:
     disk = disk_after(root, *replaced(root, sync=True, sync_name=True))
     disk.cut(None)

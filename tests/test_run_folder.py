@@ -20,6 +20,7 @@ import torch
 
 import fedquilt
 from fedquilt import experiment
+from fedquilt.common import storage
 from fedquilt.config import build_config
 from fedquilt.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.experiment import RunResult, resume_run, run_config
@@ -147,6 +148,28 @@ def test_the_lock_is_given_back_after_an_error(half_run: Path) -> None:
     folder = RunFolder.open(half_run)
     folder.acquire()
     folder.close()
+
+
+def test_a_resumed_run_syncs_the_names_it_finds_before_it_builds_on_them(
+    half_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill may fall between the rename of a checkpoint and the sync of its folder."""
+    (half_run / "synthetic").mkdir()
+    called: list[str] = []
+    sync, load = storage.sync_folder, RunFolder.load_checkpoint
+
+    def noted_sync(path: Path) -> None:
+        called.append(path.name)
+        sync(path)
+
+    def noted_load(folder: RunFolder, *given: Any) -> Any:
+        called.append("load")
+        return load(folder, *given)
+
+    monkeypatch.setattr(storage, "sync_folder", noted_sync)
+    monkeypatch.setattr(RunFolder, "load_checkpoint", noted_load)
+    resume_run(half_run)
+    assert {half_run.name, "synthetic"} <= set(called[: called.index("load")])
 
 
 def test_tensors_survive_bit_by_bit(half_run: Path) -> None:

@@ -8,7 +8,8 @@ power was cut if that is the fault, a copy of the area is looked at:
 * no client has less in it than after any settlement that returned,
 * no client has less in it than what its releases gave away, nor gave away more than its
   allowance (secret noise, where a release's cost is known by itself),
-* the rounds before the last checkpoint are the lines they were.
+* the rounds before the last durable checkpoint are the lines they were: one that was renamed
+  and whose folder was not synced before the kill is not durable until a resumed run has synced it.
 
 Then the run is resumed, perhaps into the next fault, and at last without one.  In the end a
 seeded run must be the uninterrupted one bit by bit, and nothing may lie about.
@@ -299,11 +300,18 @@ class FaultCampaign:
                 return "rounds.jsonl lacks rounds that the checkpoint has"
         if not _goes_on(area.known, lines):
             return "rounds before a checkpoint were lost or changed"
-        area.known = lines
+        if folder is not None and saved is not None and self._is_durable(area, copy, folder):
+            area.known = lines
         if not area.kind.is_certified:
             return ""
         ledger = copy / "shared.sqlite" if area.kind.shared else _own_ledger(folder)
         return self._ledger_problem(area, ledger, saved.ledger_head if saved else "")
+
+    def _is_durable(self, area: Area, copy: Path, folder: Path) -> bool:
+        """Tell whether the checkpoint that is there would outlast a power cut."""
+        path = folder / "checkpoint.safetensors"
+        there = str(area.root / path.relative_to(copy))
+        return area.disk.durable(there) == path.read_bytes()
 
     def _ledger_problem(self, area: Area, ledger: Path | None, head: str) -> str:
         settled = area.side("settled")

@@ -193,6 +193,11 @@ class Disk:
             for path, node in ((found[name], node) for name, node in self.names.items())
         )
 
+    def durable(self, name: str) -> bytes | None:
+        """Return what the file of this name would hold if all that was not synced were lost."""
+        node = self._durable.get(name)
+        return None if node is None else node.durable
+
     def cut(self, draws: random.Random | None) -> None:
         """Forget what was not synced, all of it or what the draws pick, and write the rest."""
         names, kept = dict(self._durable), 0.0 if draws is None else draws.choice((0.3, 0.7, 1.0))

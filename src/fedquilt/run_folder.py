@@ -154,7 +154,18 @@ class RunFolder:
                     "same time; take care that none does",
                     stacklevel=2,
                 )
+            self._make_names_durable()
         storage.remove_leftovers(self.path)
+
+    def _make_names_durable(self) -> None:
+        """Sync what a process that was killed has renamed, before anything is built on it.
+
+        A kill between a rename and the sync of its folder leaves a checkpoint that everybody
+        sees and that a power cut would take back.
+        """
+        for folder in (self.path, self._images()):
+            if folder.is_dir():
+                storage.sync_folder(folder)
 
     def close(self) -> None:
         """Unlock the folder."""
