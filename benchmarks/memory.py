@@ -6,8 +6,9 @@ Every row is a run of its own process, with a run folder and, where there is one
 disk: 10 clients that train a large model one after the other, and a million clients of one
 to three samples (30 of them a round) that train a tiny one.  Memory is the highest resident
 set above what the process held after its imports.  The model's rows are in multiples of the
-model's bytes and count the caller's own model, which `fedquilt.run` copies and never
-changes, as one; below them stands the highest of each phase (on Linux).  Tensors under 32 MB
+model's bytes: once with a model that is handed over (`fedquilt.run(Net(), ...)`, or the
+command line) and once with one that its caller keeps, which `fedquilt.run` copies and never
+changes, and which counts as one; below them stands the highest of each phase (on Linux).  Tensors under 32 MB
 may stay with the allocator when they are freed: MALLOC_MMAP_THRESHOLD_=100000 shows what is held.
 """
 
@@ -172,11 +173,12 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
         if case.get("ids"):
             settings["client_ids"] = [f"client {k}" for k in range(case["clients"])]
     model_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    handed = resident_bytes()
+    handed, kept = resident_bytes(), [model]
+    del model
     stamps = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder, peaks.phase("rest"):
         result = fedquilt.run(
-            model,
+            _hand_over(kept, keep=case.get("keep", True)),
             (features, labels),
             (features[:100], labels[:100]),
             clients,
@@ -190,7 +192,9 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
             local_epochs=1,
             batch_size=8,
             allow_overlap=True,  # clients share few samples, so that these take no memory
-            **settings,
+            # Not **settings: Python would keep the model among the arguments until the end.
+            clients_per_round=settings["clients_per_round"],
+            client_ids=settings.get("client_ids"),
         )
         ended = time.perf_counter()
     rounds = np.diff(stamps)
@@ -206,6 +210,11 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
         "end": ended - stamps[-1],
         "rounds": result.result["rounds"],
     }
+
+
+def _hand_over(kept: list[nn.Module], *, keep: bool) -> nn.Module:
+    """Return the model, which its caller keeps or not."""
+    return kept[0] if keep else kept.pop()
 
 
 def warm_up(features: torch.Tensor, labels: torch.Tensor) -> None:
@@ -258,14 +267,14 @@ def main() -> None:
     modes = options.modes.split(",")
     if options.only != "clients":
         print(f"{options.parameters:,} parameters, {COHORT} clients; limit {MODEL_LIMIT} models")
-        for mode in modes:
-            sizes = {"parameters": options.parameters, "rounds": options.rounds}
+        for mode, keep in itertools.product(modes, (False, True)):
+            sizes = {"parameters": options.parameters, "rounds": options.rounds, "keep": keep}
             found = measured({"kind": "model", "mode": mode, "watch": True, **sizes})
             unit = found["model"]
+            own = f"of which the caller keeps {found['handed'] / unit:.2f}"
             print(
-                f"{mode:12}{found['peak'] / unit:6.2f} models at the highest, of which the "
-                f"caller's own {found['handed'] / unit:.2f}; "
-                f"{found['round']:.2f} s a round"
+                f"{mode:12}{found['peak'] / unit:6.2f} models at the highest, "
+                f"{own if keep else 'the model handed over'}; {found['round']:.2f} s a round"
             )
             for name, value in sorted(found["phases"].items(), key=lambda item: -item[1]):
                 print(f"  {name:22}{value / unit:6.2f}")
