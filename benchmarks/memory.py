@@ -8,8 +8,9 @@ to three samples (30 of them a round) that train a tiny one.  Memory is the high
 set above what the process held after its imports.  The model's rows are in multiples of the
 model's bytes: once with a model that is handed over (`fedquilt.run(Net(), ...)`, or the
 command line) and once with one that its caller keeps, which `fedquilt.run` copies and never
-changes, and which counts as one; below them stands the highest of each phase (on Linux).  Tensors under 32 MB
-may stay with the allocator when they are freed: MALLOC_MMAP_THRESHOLD_=100000 shows what is held.
+changes, and which counts as one; below them stands the highest of each phase (on Linux).
+Tensors under 32 MB may stay with the allocator when they are freed:
+MALLOC_MMAP_THRESHOLD_=100000 shows what is held.
 """
 
 from __future__ import annotations
