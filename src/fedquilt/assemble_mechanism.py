@@ -175,7 +175,8 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
         notes=(*own, *method.notes, *evaluation_notes(config)),
         adjacency=account.adjacency,
     )
-    noise = BandedNoise(noise_source(config.noise_seed), config.noise_bands)
+    source = noise_source(config.noise_seed, parts.flat.vector.device)
+    noise = BandedNoise(source, config.noise_bands)
     if selector.secret:
         return make_amplified(config, settings, noise, selector, account)
     policy = make_policy(

@@ -12,11 +12,11 @@ LENGTH = 1 << 18
 """The elements of one piece; 2 MiB in float64."""
 
 
-def pieces(size: int) -> Iterator[slice]:
+def pieces(size: int, length: int = LENGTH) -> Iterator[slice]:
     """Yield the pieces of a vector of `size` elements, in order.
 
     >>> [(piece.start, piece.stop) for piece in pieces(LENGTH + 1)]
     [(0, 262144), (262144, 262145)]
     """
-    for start in range(0, size, LENGTH):
-        yield slice(start, min(start + LENGTH, size))
+    for start in range(0, size, length):
+        yield slice(start, min(start + length, size))

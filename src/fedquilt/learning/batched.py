@@ -31,7 +31,7 @@ from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state, seeded_layers
+from fedquilt.learning.local import client_seed, refuse_hidden_state, seeded_layers
 from fedquilt.learning.optimizers import RuleState
 from fedquilt.learning.plan import NoPlanError, Tables
 from fedquilt.learning.planned import PlannedTraining
@@ -430,15 +430,26 @@ def _shuffled(
 ) -> NDArray[np.int64]:
     """Return the clients' samples of all epochs, as the sequential engine draws them.
 
-    Each epoch is asked for as one batch, which `_batch_table` cuts up: on a GPU the
-    steps of a small model take less time than handling every batch on the host.
+    Each epoch is one permutation (`local.epoch_batches`), which `_batch_table` cuts up; the
+    samples of all are looked up at once: on a GPU the steps of a small model take less time
+    than handling every epoch on the host.
     """
-    shuffle = torch.Generator()
-    epochs: list[torch.Tensor] = []
-    for client, seed in zip(clients, seeds, strict=True):
-        shuffle.manual_seed(seed)
-        index = torch.as_tensor(task.clients[client], dtype=torch.int64)
-        for _ in range(settings.epochs if len(index) and client in training else 0):
-            epochs.extend(epoch_batches(index, len(index), shuffle, 1))
+    nothing = np.zeros(0, dtype=np.int64)
+    held = [task.clients[client] if client in training else nothing for client in clients]
+    parts: list[NDArray[np.int64]] = [np.asarray(part, dtype=np.int64) for part in held]
+    counts = np.array([len(part) for part in parts], dtype=np.int64)
     # One more, so that there is something to point at where a program is filled up.
-    return torch.cat([*epochs, torch.zeros(1, dtype=torch.int64)]).numpy()
+    order = torch.zeros(settings.epochs * int(counts.sum()) + 1, dtype=torch.int64)
+    shuffle, place = torch.Generator(), 0
+    for count, seed in zip(counts.tolist(), seeds, strict=True):
+        shuffle.manual_seed(seed)
+        for _ in range(settings.epochs if count else 0):
+            torch.randperm(count, generator=shuffle, out=order[place : place + count])
+            place += count
+    starts = np.repeat(np.cumsum(counts) - counts, settings.epochs * counts)
+    places: NDArray[np.int64] = order.numpy()
+    places[:-1] += starts
+    samples = np.concatenate([*parts, np.zeros(1, dtype=np.int64)])
+    places[-1] = len(samples) - 1
+    shuffled: NDArray[np.int64] = samples[places]
+    return shuffled

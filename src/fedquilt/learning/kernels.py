@@ -63,6 +63,8 @@ def conv_kernel(
     w,
     bias,
     out,
+    out_high,
+    out_low,
     which,
     B: tl.constexpr,
     H: tl.constexpr,
@@ -75,6 +77,7 @@ def conv_kernel(
     KW: tl.constexpr,
     PAD: tl.constexpr,
     OB: tl.constexpr,
+    HALVES: tl.constexpr,
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
     POOL: tl.constexpr,
@@ -86,7 +89,7 @@ def conv_kernel(
 ):
     """out = pool(relu(conv(x, w) + bias)); `which` of the four in a window was the largest.
 
-    x has a border of PAD zeros, out one of OB.
+    x has a border of PAD zeros, out one of OB.  HALVES: out is written as two bfloat16, too.
     """
     client = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -143,12 +146,34 @@ def conv_kernel(
         row = (p // (HP * WP)) * HY + (p % (HP * WP)) // WP + OB
         to = client * B * HY * WY * O + ((row * WY + p % WP + OB) * O)[:, None] + n[None, :]
         tl.store(out + to, best.to(out.dtype.element_ty), mask=ok)
+        if HALVES:
+            _store_halves(out_high, out_low, to, best, ok)
         to = client * B * HP * WP * O + p[:, None] * O + n[None, :]
         tl.store(which + to, index.to(tl.uint8), mask=ok)
     else:
         to = client * B * HY * WY * O + ((((b * HY) + r + OB) * WY + s + OB) * O)[:, None]
         ok = (m < count)[:, None] & (n < O)[None, :]
         tl.store(out + to + n[None, :], acc.to(out.dtype.element_ty), mask=ok)
+        if HALVES:
+            _store_halves(out_high, out_low, to + n[None, :], acc, ok)
+
+
+@triton.jit
+def _store_halves(high, low, to, value, ok):
+    """Store a float32 as the sum of two bfloat16, which keeps 16 of its 24 bits."""
+    first = value.to(tl.bfloat16)
+    second = (value - first.to(tl.float32)).to(tl.bfloat16)
+    tl.store(high + to, first.to(high.dtype.element_ty), mask=ok)
+    tl.store(low + to, second.to(low.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def halves_kernel(x, high, low, length: tl.constexpr, BLOCK: tl.constexpr):
+    """Write one client's numbers as sums of two bfloat16."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    to = tl.program_id(1).to(tl.int64) * length + at
+    ok = at < length
+    _store_halves(high, low, to, tl.load(x + to, mask=ok, other=0.0), ok)
 
 
 @triton.jit
@@ -166,11 +191,14 @@ def unpool_kernel(
     d,
     which,
     dz,
+    dz_high,
+    dz_low,
     B: tl.constexpr,
     O: tl.constexpr,
     HO: tl.constexpr,
     WO: tl.constexpr,
     DB: tl.constexpr,
+    HALVES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -190,13 +218,18 @@ def unpool_kernel(
     HZ: tl.constexpr = HO + 2 * DB
     WZ: tl.constexpr = WO + 2 * DB
     to = client * B * HZ * WZ * O + (((b * HZ + r + DB) * WZ + s + DB) * O)[:, None] + n[None, :]
-    tl.store(dz + to, tl.where(chosen == q[:, None], value, 0.0), mask=ok)
+    value = tl.where(chosen == q[:, None], value, 0.0)
+    tl.store(dz + to, value, mask=ok)
+    if HALVES:
+        _store_halves(dz_high, dz_low, to, value, ok)
 
 
 @triton.jit
 def conv_weights_kernel(
     x,
     dz,
+    x_low,
+    dz_low,
     dw,
     rows,
     B: tl.constexpr,
@@ -215,14 +248,14 @@ def conv_weights_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
     BN: tl.constexpr,
-    THREE: tl.constexpr,
+    HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Parts of dw = windows(x)' dz; dz has a border of DB.
 
     A program adds up one of SPLIT stretches of the pixels; the parts are added later.
-    THREE: float32 as the sum of two bfloat16 each, three of the four products; more exact
-    than TF32, whose products cannot be transposed quickly.
+    HALVES: x and dz are sums of two bfloat16 (`_store_halves`), of whose four products three
+    are added: more exact than TF32, whose operands cannot be transposed on their way.
     """
     blocks: tl.constexpr = 1 if SMALL else (KW * C + BC - 1) // BC
     i = tl.program_id(0) // blocks
@@ -234,8 +267,8 @@ def conv_weights_kernel(
     WX: tl.constexpr = W + 2 * PAD
     HZ: tl.constexpr = HO + 2 * DB
     WZ: tl.constexpr = WO + 2 * DB
-    x += client * B * HX * WX * C
-    dz += client * B * HZ * WZ * O
+    x_base = client * B * HX * WX * C
+    dz_base = client * B * HZ * WZ * O
     jc = block * BC + tl.arange(0, BC)
     length: tl.constexpr = KH * KW * C if SMALL else KW * C
     tap = (jc // (KW * C) * WX + jc // C % KW) * C + jc % C if SMALL else i * WX * C + jc
@@ -247,25 +280,24 @@ def conv_weights_kernel(
         b, r, s = here // (HO * WO), (here % (HO * WO)) // WO, here % WO
         from_dz = ((b * HZ + r + DB) * WZ + s + DB) * O
         from_x = ((b * HX + r) * WX + s) * C
-        if count % BM == 0 and O % BN == 0:
-            g = tl.load(dz + from_dz[:, None] + n[None, :])
+        g_at = dz_base + from_dz[:, None] + n[None, :]
+        a_at = x_base + from_x[:, None] + tap[None, :]
+        if count % BM == 0 and O % BN == 0 and length % BC == 0:
+            g, a = tl.load(dz + g_at), tl.load(x + a_at)
+            if HALVES:
+                g_low, a_low = tl.load(dz_low + g_at), tl.load(x_low + a_at)
         else:
-            ok = (m < count)[:, None] & (n < O)[None, :]
-            g = tl.load(dz + from_dz[:, None] + n[None, :], mask=ok, other=0.0)
-        if length % BC == 0:
-            a = tl.load(x + from_x[:, None] + tap[None, :])
-        else:
-            ok = (m < count)[:, None] & (jc < length)[None, :]
-            a = tl.load(x + from_x[:, None] + tap[None, :], mask=ok, other=0.0)
-        if THREE:
-            a_high, g_high = a.to(tl.bfloat16), g.to(tl.bfloat16)
-            a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
-            g_low = (g - g_high.to(tl.float32)).to(tl.bfloat16)
-            acc = tl.dot(tl.trans(a_high), g_high, acc)
-            acc = tl.dot(tl.trans(a_low), g_high, acc)
-            acc = tl.dot(tl.trans(a_high), g_low, acc)
-        else:
-            acc = tl.dot(tl.trans(a), g, acc, input_precision=PRECISION)
+            g_ok = (m < count)[:, None] & (n < O)[None, :]
+            a_ok = (m < count)[:, None] & (jc < length)[None, :]
+            g = tl.load(dz + g_at, mask=g_ok, other=0.0)
+            a = tl.load(x + a_at, mask=a_ok, other=0.0)
+            if HALVES:
+                g_low = tl.load(dz_low + g_at, mask=g_ok, other=0.0)
+                a_low = tl.load(x_low + a_at, mask=a_ok, other=0.0)
+        acc = tl.dot(tl.trans(a), g, acc, input_precision=PRECISION)
+        if HALVES:
+            acc = tl.dot(tl.trans(a_low), g, acc)
+            acc = tl.dot(tl.trans(a), g_low, acc)
     base = (part * rows + client) * (KH * KW * C * O)
     to = base + (i * KW * C + jc)[:, None] * O + n[None, :]
     tl.store(dw + to, acc, mask=(jc < length)[:, None] & (n < O)[None, :])

@@ -19,6 +19,8 @@ from fedquilt.learning import kernels
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables, is_interpreted
 
+_Halves = tuple[torch.Tensor, torch.Tensor] | None
+
 
 @dataclass(eq=False)
 class _Saved:
@@ -38,6 +40,11 @@ class _Saved:
     """How many around `out`: the padding of a convolution after this layer."""
     relu_before: bool
     """Whether `x` came out of a rectifier, so that a gradient for it goes through that."""
+    x_halves: _Halves = None
+    """`x` as sums of two bfloat16, where the gradient of the weights is computed from those."""
+    dz_halves: _Halves = None
+    out_halves: _Halves = None
+    """`x_halves` of the layer after, where this one can write them."""
     parts: torch.Tensor | None = None
     bias_parts: torch.Tensor | None = None
 
@@ -99,7 +106,8 @@ class Program:
         self._input_border = paddings[0]
         x = self._x = self._empty(_bordered(self.plan.input_shape, paddings[0]))
         self._y = torch.zeros(self.rows, self.width, dtype=self._targets.dtype, device=self._device)
-        saved, relu = [], False
+        saved: list[_Saved] = []
+        relu = False
         for place, layer in enumerate(layers):
             out = self._empty(_bordered(layer.shape, paddings[place + 1]))
             pooled = isinstance(layer, Conv) and layer.pool
@@ -112,6 +120,7 @@ class Program:
             which = self._empty(layer.shape, torch.uint8) if pooled else out
             kept = _Saved(layer, x, out, which, d, dz, border, paddings[place + 1], relu)
             self._make_parts(kept)
+            self._make_halves(kept, saved[-1] if saved else None)
             saved.append(kept)
             x = out
             # A dropped value is zero or a multiple of what the rectifier let through.
@@ -132,9 +141,25 @@ class Program:
         if isinstance(layer, Conv):
             length = layer.kernel[0] * layer.kernel[1] * layer.inputs
             kept.parts = parts(_conv_split(layer), self.rows, length, layer.outputs)
-            kept.bias_parts = parts(_conv_split(layer), self.rows, layer.outputs)
+            kept.bias_parts = parts(_SUM_SPLIT, self.rows, layer.outputs)
         elif isinstance(layer, Dense):
             kept.parts = parts(_dense_split(layer.inputs), self.rows, self.width, layer.outputs)
+
+    def _make_halves(self, kept: _Saved, before: _Saved | None) -> None:
+        layer = kept.layer
+        if not isinstance(layer, Conv) or not _weights_blocks(layer, self._type)["HALVES"]:
+            return
+
+        def halves(tensor: torch.Tensor) -> _Halves:
+            # Zeros: what stands around an image is never written.  The interpreter has no
+            # products of bfloat16; there the halves are rounded to it and kept as float32.
+            dtype = torch.float32 if is_interpreted() else torch.bfloat16
+            first, second = (torch.zeros_like(tensor, dtype=dtype) for _ in range(2))
+            return first, second
+
+        kept.x_halves, kept.dz_halves = halves(kept.x), halves(kept.dz)
+        if before is not None and isinstance(before.layer, Conv):
+            before.out_halves = kept.x_halves
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give every row these weights, [1, shape in the model] each."""
@@ -248,8 +273,9 @@ class Program:
         bias = kept.out if layer.bias is None else self._used[layer.bias]
         grid = (_cdiv(pixels, how["BM"]), _cdiv(layer.outputs, how["BN"]), count)
         kernels.conv_kernel[grid](
-            kept.x, self._used[layer.weight], bias, kept.out, kept.which, self.width,
-            *_geometry(layer), kept.out_border, layer.bias is not None, layer.relu, layer.pool,
+            kept.x, self._used[layer.weight], bias, kept.out, *(kept.out_halves or (kept.out,) * 2),
+            kept.which, self.width, *_geometry(layer), kept.out_border,
+            kept.out_halves is not None, layer.bias is not None, layer.relu, layer.pool,
             small,
             PRECISION=self._precision, **how,
         )  # fmt: skip
@@ -264,8 +290,9 @@ class Program:
             columns = min(64, max(16, _power(layer.outputs)))
             grid = (_cdiv(self.width * high * wide, 64), _cdiv(layer.outputs, columns), count)
             kernels.unpool_kernel[grid](
-                kept.d, kept.which, kept.dz, self.width, layer.outputs, high, wide,
-                kept.border, BM=64, BN=columns,
+                kept.d, kept.which, kept.dz, *(kept.dz_halves or (kept.dz,) * 2), self.width,
+                layer.outputs, high, wide, kept.border, kept.dz_halves is not None,
+                BM=64, BN=columns,
             )  # fmt: skip
         small, _ = _window_block(layer)
         window = layer.kernel[1] * layer.inputs
@@ -273,8 +300,9 @@ class Program:
         blocks = 1 if small else layer.kernel[0] * _cdiv(window, how["BC"])
         split = len(kept.parts)
         grid = (blocks, _cdiv(layer.outputs, how["BN"]), count * split)
+        (x, x_low), (dz, dz_low) = self._halves(kept, before, count)
         kernels.conv_weights_kernel[grid](
-            kept.x, kept.dz, kept.parts, self.rows, self.width,
+            x, dz, x_low, dz_low, kept.parts, self.rows, self.width,
             *_geometry(layer), kept.border, small, split, PRECISION=self._precision, **how,
         )  # fmt: skip
         if before is not None:
@@ -290,11 +318,30 @@ class Program:
         self._apply(layer.weight, kept.parts, count)
         if layer.bias is not None:
             columns = min(64, max(16, _power(layer.outputs)))
+            split = len(kept.bias_parts)
             kernels.channel_sums_kernel[(_cdiv(layer.outputs, columns), split, count)](
                 kept.d, kept.bias_parts, self.rows, self.width, *layer.shape,
                 0 if layer.pool else kept.border, split, BM=64, BN=columns, num_warps=4,
             )  # fmt: skip
             self._apply(layer.bias, kept.bias_parts, count)
+
+    def _halves(
+        self, kept: _Saved, before: _Saved | None, count: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return what the gradient of the weights is computed from: whole, or in two halves."""
+        if kept.x_halves is None or kept.dz_halves is None:
+            return (kept.x, kept.x), (kept.dz, kept.dz)
+        if before is None or before.out_halves is None:
+            self._split(kept.x, kept.x_halves, count)
+        if kept.dz is kept.d:  # no pool: whoever wrote it has written it whole
+            self._split(kept.dz, kept.dz_halves, count)
+        return kept.x_halves, kept.dz_halves
+
+    def _split(
+        self, whole: torch.Tensor, halves: tuple[torch.Tensor, torch.Tensor], count: int
+    ) -> None:
+        length = whole[0].numel()
+        kernels.halves_kernel[(_cdiv(length, 1024), count)](whole, *halves, length, BLOCK=1024)
 
     def _apply(self, name: str, parts: torch.Tensor, count: int) -> None:
         length = math.prod(parts.shape[2:])
@@ -434,19 +481,12 @@ def _weights_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
     window = layer.kernel[1] * layer.inputs
     columns = min(64, max(16, _power(layer.outputs)))
     if small:
-        return {"BM": 128, "BC": block, "BN": columns, "THREE": False, "num_warps": 4}
-    if dtype == torch.float32:
-        columns = min(128, max(16, _power(layer.outputs)))
-        wide = window >= 384 and columns == 128
-        rows = 128 if wide else min(64, max(16, _power(window)))
-        how = {"BM": 64, "num_warps": 8 if wide else 4, "num_stages": 3}
-        if columns < 128:
-            how = {"BM": 32, "num_warps": 4, "num_stages": 4}
-        return {"BC": rows, "BN": columns, "THREE": not is_interpreted(), **how}
-    wide = window >= 384
+        return {"BM": 128, "BC": block, "BN": columns, "HALVES": False, "num_warps": 4}
+    wide, single = window >= 384, dtype == torch.float32
     rows = 128 if wide else min(64, max(16, _power(window)))
-    how = {"BM": 64 if wide else 128, "num_warps": 4, "num_stages": 3}
-    return {"BC": rows, "BN": columns, "THREE": False, **how}
+    pixels = 64 if wide or single else 128
+    how = {"BM": pixels, "num_warps": 4, "num_stages": 3}
+    return {"BC": rows, "BN": columns, "HALVES": single, **how}
 
 
 def _inputs_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
@@ -457,6 +497,10 @@ def _inputs_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
     pixels = 256 if wide and single else 128
     how = {"num_warps": 8 if wide else 4, "num_stages": 4 if single and not wide else 3}
     return {"BM": pixels, "BN": columns, "BK": block, **how}
+
+
+# How many stretches of pixels the gradient of a bias is added up in.
+_SUM_SPLIT = 32
 
 
 def _conv_split(layer: Conv) -> int:

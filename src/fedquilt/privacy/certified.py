@@ -241,8 +241,8 @@ class Certified:
         index, coverage = self._facts.round_index, self._facts.coverage
         total = total.to(torch.float64)
         noise_norm, signal_norm = LongNorm(), LongNorm()
-        for piece, drawn in self.noise.draw_pieces(index, total.numel()):
-            signal, noise = total[piece], self._noise_std * torch.from_numpy(drawn).to(total.device)
+        for piece, drawn in self.noise.draw_pieces(index, total.numel(), total.device):
+            signal, noise = total[piece], self._noise_std * drawn
             divisor: float | torch.Tensor = self.settings.divisor
             if coverage is not None:
                 noise = torch.where(coverage[piece] > 0, noise, 0.0)

@@ -68,12 +68,17 @@ class LongNorm:
         self._only: torch.Tensor | None = None
         self._lanes: NDArray[np.float64] = np.zeros(_LANES)
         self._rest: NDArray[np.float64] = np.zeros(0)
+        self._far: float | torch.Tensor = 0.0
         self._count = 0
 
     def add(self, piece: torch.Tensor) -> None:
         """Add the next piece; all but the last have the same length."""
         self._count += 1
         self._only = piece if self._count == 1 else None
+        if piece.device.type != "cpu":  # it adds in an order of its own, and fetching it waits
+            self._only = None
+            self._far = self._far + torch.sum(piece.to(torch.float64) ** 2)
+            return
         values = piece.to(torch.float64).cpu().numpy()
         with np.errstate(over="ignore", invalid="ignore"):
             squares = values * values
@@ -86,6 +91,8 @@ class LongNorm:
 
     def value(self) -> float:
         """Return the norm of all pieces; NaN or Inf when an entry is."""
+        if isinstance(self._far, torch.Tensor):
+            return math.sqrt(float(self._far))
         if self._only is not None:
             return norm(self._only)
         # One after the other: newer Pythons' `sum` adds more exactly than torch.

@@ -25,13 +25,17 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.pieces import LENGTH, pieces
+
+_ON_DEVICE = 1 << 24  # elements of a piece that a GPU draws; 128 MiB
 
 
 class NoiseStream(Protocol):
@@ -39,6 +43,14 @@ class NoiseStream(Protocol):
 
     def normal(self, size: int) -> NDArray[np.float64]:
         """Return `size` independent standard normal numbers in float64."""
+
+
+@runtime_checkable
+class DeviceStream(Protocol):
+    """A stream that draws where a vector is (`device_noise`)."""
+
+    def normal_on(self, device: torch.device, size: int) -> torch.Tensor:
+        """Return `size` independent standard normal numbers in float64, on the device."""
 
 
 class NoiseSource(Protocol):
@@ -110,9 +122,18 @@ class _SeededStream:
         return self._generator.standard_normal(size)
 
 
-def noise_source(seed: int | None) -> NoiseSource:
-    """Return secret noise, or the seeded source when a seed is given."""
-    return SecretNoise() if seed is None else SeededNoise(seed)
+def noise_source(seed: int | None, device: torch.device | None = None) -> NoiseSource:
+    """Return secret noise, or the seeded source when a seed is given.
+
+    Secret noise for vectors on a GPU is drawn there, where Triton is installed.
+    """
+    if seed is not None:
+        return SeededNoise(seed)
+    if device is not None and device.type == "cuda" and find_spec("triton") is not None:
+        from fedquilt.privacy.device_noise import DeviceNoise
+
+        return DeviceNoise()
+    return SecretNoise()
 
 
 def toeplitz_coefficients(bands: int) -> NDArray[np.float64]:
@@ -151,20 +172,26 @@ class BandedNoise:
         return self._advance(round_index, size)
 
     def draw_pieces(
-        self, round_index: int, size: int
-    ) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-        """Yield the noise that `draw` returns, a piece at a time.
+        self, round_index: int, size: int, device: torch.device
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the noise that `draw` returns, a piece at a time, on the device.
 
-        Independent noise is drawn a piece at a time too, from one stream, and is the same.
+        Independent noise is drawn a piece at a time too, from one stream, and is the same;
+        a source that can draws it on the GPU.
         """
+        stream = self.source.stream(round_index)
+        if self.bands == 1 and device.type != "cpu" and isinstance(stream, DeviceStream):
+            for piece in pieces(size, _ON_DEVICE):
+                yield piece, stream.normal_on(device, piece.stop - piece.start)
+            return
         if self.bands == 1 and size > LENGTH:
-            stream = self.source.stream(round_index)
             for piece in pieces(size):
-                yield piece, stream.normal(piece.stop - piece.start)
+                drawn = stream.normal(piece.stop - piece.start)
+                yield piece, torch.from_numpy(drawn).to(device)
             return
         noise = self.draw(round_index, size)
         for piece in pieces(size):
-            yield piece, noise[piece]
+            yield piece, torch.from_numpy(noise[piece]).to(device)
 
     def _advance(self, round_index: int, size: int) -> NDArray[np.float64]:
         noise = self.source.stream(round_index).normal(size)
