@@ -52,7 +52,7 @@ from fedquilt.common.errors import (
     WorkerError,
 )
 from fedquilt.common.observer import Observers, as_observer
-from fedquilt.common.pieces import pieces
+from fedquilt.common.pieces import pieces_of
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.config.keywords import Settings, shows_settings
 from fedquilt.learning import Engine, FlatModel
@@ -317,7 +317,7 @@ class Experiment:
         """
         weights = self.federation.weights
         return self.method.clients_train and not all(
-            bool(weights[piece].isfinite().all()) for piece in pieces(len(weights))
+            bool(weights[piece].isfinite().all()) for piece in pieces_of(weights)
         )
 
     def _reached_target(self, line: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.pieces import pieces
+from fedquilt.common.pieces import pieces_of
 
 
 class Place(Protocol):
@@ -89,14 +89,14 @@ class RunningMean:
                 f"vector of shape {tuple(vector.shape)} must have the shape "
                 f"{tuple(self.total.shape)}"
             )
-        for piece in pieces(len(vector)):  # torch would make a float64 copy of all of it
+        for piece in pieces_of(vector):  # torch would make a float64 copy of all of it
             self.total[piece].add_(vector[piece], alpha=weight)
         self.weight += weight
         self._whole += weight
 
     def add_scaled(self, vector: torch.Tensor, scale: float, weight: float = 1.0) -> None:
         """Add one client's whole vector times a number; the product is in float64."""
-        for piece in pieces(len(vector)):
+        for piece in pieces_of(vector):
             self.total[piece].add_(vector[piece].to(self.total.dtype) * scale, alpha=weight)
         self.weight += weight
         self._whole += weight

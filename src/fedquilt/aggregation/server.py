@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.pieces import pieces
+from fedquilt.common.pieces import pieces_of
 from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 
 BETA_1, BETA_2, TAU = 0.9, 0.99, 1e-3
@@ -64,7 +64,7 @@ class ServerOptimizer:
             self._first = torch.zeros_like(update, dtype=torch.float64)
         if self.name in ("adam", "yogi") and self._second is None:
             self._second = torch.full_like(update, TAU**2, dtype=torch.float64)
-        for piece in pieces(len(weights)):
+        for piece in pieces_of(weights):
             direction = self._direction(update[piece].to(torch.float64), piece)
             weights[piece] = weights[piece].to(torch.float64) + self.lr * direction
         return weights

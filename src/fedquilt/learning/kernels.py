@@ -586,7 +586,7 @@ def apply_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < length
     acc = tl.zeros((BLOCK,), tl.float32)
-    for split in range(SPLIT):
+    for split in tl.static_range(SPLIT):  # unrolled: loads that wait for no other
         acc += tl.load(parts + (split * rows + client) * length + at, mask=ok, other=0.0)
     new = tl.load(w + client * length + at, mask=ok, other=0.0) - tl.load(rate) * acc
     tl.store(w + client * length + at, new, mask=ok)

@@ -380,15 +380,16 @@ class Program:
                 BM=rows, BN=64, BK=min(128, max(16, _power(layer.outputs))),
                 PRECISION=self._precision, num_warps=4,
             )  # fmt: skip
-        columns = min(128, max(16, _power(layer.outputs)))
+        columns = min(64, max(16, _power(layer.outputs)))
+        features = 64 if self._low else 32
         bias = layer.weight if layer.bias is None else layer.bias
-        grid = (_cdiv(layer.inputs, 64), _cdiv(layer.outputs, columns), count)
+        grid = (_cdiv(layer.inputs, features), _cdiv(layer.outputs, columns), count)
         kernels.dense_update_kernel[grid](
             self._step, self._sizes, self._rate, kept.x, kept.d,
             self._weights[layer.weight], self._weights[bias],
             self._used[layer.weight], self._used[bias], self.rows,
             self.width, layer.inputs, layer.outputs, layer.bias is not None, self._low,
-            BF=64, BN=columns, BM=max(16, min(64, _power(self.width))),
+            BF=features, BN=columns, BM=max(16, min(64, _power(self.width))),
             PRECISION=self._precision, num_warps=4,
         )  # fmt: skip
 
@@ -482,11 +483,16 @@ def _weights_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:
     columns = min(64, max(16, _power(layer.outputs)))
     if small:
         return {"BM": 128, "BC": block, "BN": columns, "HALVES": False, "num_warps": 4}
-    wide, single = window >= 384, dtype == torch.float32
+    if dtype == torch.float32:
+        columns = min(128, max(16, _power(layer.outputs)))
+        wide = window >= 384 and columns == 128
+        rows = 128 if wide else min(64, max(16, _power(window)))
+        how = {"BM": 32, "num_warps": 8 if wide else 4, "num_stages": 3 if columns == 128 else 4}
+        return {"BC": rows, "BN": columns, "HALVES": True, **how}
+    wide = window >= 384
     rows = 128 if wide else min(64, max(16, _power(window)))
-    pixels = 64 if wide or single else 128
-    how = {"BM": pixels, "num_warps": 4, "num_stages": 3}
-    return {"BC": rows, "BN": columns, "HALVES": single, **how}
+    how = {"BM": 64, "num_warps": 4, "num_stages": 3 if wide else 4}
+    return {"BC": rows, "BN": columns, "HALVES": False, **how}
 
 
 def _inputs_blocks(layer: Conv, dtype: torch.dtype) -> dict[str, int]:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.pieces import pieces
+from fedquilt.common.pieces import pieces_of
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.clip import LongNorm, PrivateQuantile, norm
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
@@ -339,7 +339,7 @@ def _is_finite(delta: torch.Tensor) -> bool:
     """Tell whether every entry is finite; sums of float32 in float64 do not overflow."""
     if delta.dtype == torch.float64:
         return is_finite(delta)
-    return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces(len(delta)))
+    return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces_of(delta))
 
 
 def some_names(names: tuple[str, ...], most: int = 12) -> str:

@@ -33,9 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.pieces import LENGTH, pieces
-
-_ON_DEVICE = 1 << 24  # elements of a piece that a GPU draws; 128 MiB
+from fedquilt.common.pieces import LENGTH, LENGTH_ON_GPU, pieces
 
 
 class NoiseStream(Protocol):
@@ -181,7 +179,7 @@ class BandedNoise:
         """
         stream = self.source.stream(round_index)
         if self.bands == 1 and device.type != "cpu" and isinstance(stream, DeviceStream):
-            for piece in pieces(size, _ON_DEVICE):
+            for piece in pieces(size, LENGTH_ON_GPU):
                 yield piece, stream.normal_on(device, piece.stop - piece.start)
             return
         if self.bands == 1 and size > LENGTH:
