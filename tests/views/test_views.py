@@ -20,7 +20,7 @@ from fedquilt.privacy.ledger import Ledger
 from fedquilt.record import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
 from fedquilt.report.html_page import with_comparison
 from fedquilt.views import page_view, run_view
-from fedquilt.views.compact import encode_roster, short, upward
+from fedquilt.views.compact import encode_roster, upward
 from fedquilt.views.lifetime import lifetime_view
 
 
