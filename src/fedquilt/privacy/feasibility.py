@@ -87,6 +87,11 @@ class Feasibility:
         return self.noise_to_signal_run < WORKABLE
 
     @property
+    def limits(self) -> tuple[float, float]:
+        """The noise/signal below which a run is workable, and from which it is hopeless."""
+        return WORKABLE, HOPELESS
+
+    @property
     def line(self) -> str:
         """Noise, verdict and the first thing to change, in one line."""
         ratio, first = self.noise_to_signal_run, ""
