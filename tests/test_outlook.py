@@ -140,6 +140,7 @@ def test_a_hopeless_run_is_said_before_anything_is_spent(here: Path) -> None:
     fedquilt.run(*run, observer=Listener(), quiet=True, **settings)  # type: ignore[arg-type]
     assert heard[0] == "all 2 clients join every round"
     assert ", hopeless; first train fewer parameters: " in heard[1]
+    assert heard[2].startswith("the run goes on all the same: Ctrl-C stops it")
     assert (here / "l.sqlite").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import fedquilt
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.experiment import resume_run, run_config
-from run_samples import tiny
+from run_samples import flags, tiny
 
 SECRET = {"mode": "certified", "noise_seed": None}
 
@@ -46,6 +47,35 @@ def test_every_tracker_is_told_spend_and_noise_and_nothing_private(
     values = {v for line in lines for v in json.loads(line).values() if isinstance(v, float)}
     logged = {value for line in told for value in line.values()}
     assert not (values - {0.0, 1.0}) & logged
+
+
+COMMANDS: dict[str, list[str]] = {
+    "run": ["run"],
+    "run on Flower": ["run", "--engine", "flower"],
+    "compare": ["compare", "--modes", "certified", "--seeds", "0"],
+    "sweep": ["sweep", "--over", "epsilon=2", "--seeds", "0", "--folder", "s"],
+}
+PUBLIC_TAGS = {"epsilon_spent/worst", "without_allowance", "noise_to_signal", "evaluate_acc"}
+PRIVATE_TAGS = (b"noise_norm", b"signal_norm", b"clipped_fraction", b"epoch_avg_loss", b"seconds")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tracks_what_is_public_and_nothing_else(
+    command: str, cli: Callable[..., Any], here: Path
+) -> None:
+    if "Flower" in command:
+        pytest.importorskip("flwr")
+    name, *options = COMMANDS[command]
+    own = {**SECRET, "num_rounds": 2, "eval_every": 1}
+    dropped = dict.fromkeys(("mode", "clip_norm", "normalise_updates", "epsilon"))
+    given = flags(**{**own, **(dropped if name == "compare" else {})})
+    said = cli(name, *given, *options, "--tracker", "tensorboard", "--json")
+    assert said.code == 0, said.err
+    (file,) = here.rglob("events.out.tfevents.*")
+    content = file.read_bytes()
+    assert all(tag.encode() in content for tag in PUBLIC_TAGS)
+    assert not [tag for tag in PRIVATE_TAGS if tag in content]
+    assert (file.parents[1] / "private.jsonl").exists(), "there was something to keep back"
 
 
 def test_python_runs_take_trackers_too(tmp_path: Path) -> None:

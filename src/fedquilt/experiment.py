@@ -61,6 +61,7 @@ from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
 from fedquilt.method import Method, RemoteEngine
 from fedquilt.observe.progress import Expectations, Progress
+from fedquilt.observe.tracked import tracked as _tracked
 from fedquilt.outlook import expectations
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
@@ -560,18 +561,6 @@ def _shown(
 
 
 shows_settings(run)
-
-
-@contextlib.contextmanager
-def _tracked(names: str, observer: Watching | None) -> Iterator[Watching | None]:
-    """Yield an observer that also logs to the named trackers."""
-    if names == "none":
-        yield observer
-        return
-    from fedquilt.observe.tracked import Tracked
-
-    with Tracked(names) as tracked:
-        yield Observers(as_observer(observer), tracked)
 
 
 Prepare = Callable[[RunConfig, Problem], Problem]

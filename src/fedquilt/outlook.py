@@ -1,6 +1,6 @@
 """What a run may expect, said before anything is spent: who will join, what the noise will do.
 
-`fedquilt plan` prints it in full, `fedquilt run` and `fedquilt.run` in two lines.
+`fedquilt plan` prints it in full, `fedquilt run` and `fedquilt.run` in two lines, or three.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from fedquilt.privacy.policies import make_policy
 # A private quantile takes so much of every join (`assemble_mechanism.make_certified`).
 _QUANTILE_SHARE = 1 / 16
 
+GOES_ON = (
+    "the run goes on all the same: Ctrl-C stops it (nothing has been spent yet), and `fedquilt "
+    "plan` with the same options says what to change"
+)
+"""What follows the verdict that a run is hopeless."""
+
 
 def expectations(config: RunConfig, problem: Problem) -> list[str]:
     """Return the lines that a run says before its first round."""
     lines = [cohort_line(problem.selector)]
     condenses = config.method == "condense"  # its statistics are no updates of a model
     if not condenses and MODE_TABLE[config.mode].noised:
-        lines.append(noise_outlook(config, problem.selector, _noised(config, problem)).line)
+        found = noise_outlook(config, problem.selector, _noised(config, problem))
+        lines += [found.line, *([GOES_ON] if found.verdict == "hopeless" else [])]
     return lines
 
 

@@ -143,6 +143,8 @@ def test_data_lists_what_is_here(cli: Cli) -> None:
     lines = {line.split()[0]: line for line in said.out.splitlines() if line.split()}
     assert "ready" in lines["digits"]
     assert "missing" in lines["mnist"]
+    assert f"looked in {Path('data').absolute()} (the folders of --data-dir" in said.out
+    assert "fetch one with  fedquilt data mnist" in said.out
 
 
 def test_data_verifies_one(cli: Cli) -> None:

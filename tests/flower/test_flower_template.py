@@ -48,10 +48,13 @@ def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("client_app", "server_app"):
         assert importlib.import_module(f"quiltapp.{name}").app is not None
     monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
+    monkeypatch.setenv("FEDQUILT_FLOWER_TRACKER", "tensorboard")
     grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
     result = run_from(grid, options_of(app), task.make_model, task.test_data)
     assert result.final_accuracy > 0.85
     assert result.folder is not None
+    (events,) = result.folder.rglob("events.out.tfevents.*")
+    assert b"evaluate_acc" in events.read_bytes()
     assert result.folder.parent == tmp_path / "results"
 
 

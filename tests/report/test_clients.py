@@ -87,6 +87,21 @@ def test_the_figure_shows_what_was_measured(
     assert "heterofl" in saved[-1].get_suptitle()
 
 
+def test_several_runs_are_drawn_together(
+    folder: Path, saved: list[Figure], tmp_path: Path, cli: Any
+) -> None:
+    result, metrics = read(folder)
+    other = {**result, "metadata": {**result["metadata"], "seed": 9}}
+    plot_clients([result, other], [metrics, metrics], tmp_path / "clients.png", FAST)
+    left, right = saved[-1].axes
+    assert len(left.lines) == 4
+    assert len(right.lines) == 2
+    labels = [text.get_text() for text in saved[-1].legends[0].get_texts()]
+    assert [label.rsplit(", ", 1)[1] for label in labels] == ["seed 0", "seed 9"]
+    said = cli("clients", folder, folder, "--json").json()
+    assert list(said["evaluations"]) == [str(folder)]
+
+
 def test_a_run_without_measures_says_how_to_get_them(tmp_path: Path) -> None:
     done = run_config(tiny(mode="fedavg", noise_seed=None, output_dir=str(tmp_path)))
     assert done.folder is not None

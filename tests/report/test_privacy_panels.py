@@ -188,13 +188,13 @@ def test_no_label_runs_through_the_points_of_a_ledger(
     """All clients used up, which is the usual end: their points lie on the allowance."""
     summary, rows = population(21)
     plot_ledger([summary], {summary.population: rows}, tmp_path / "ledger.png", FAST)
-    (axes,) = laid_out[-1].axes
+    axes, shares = laid_out[-1].axes
     assert "dashed: allowance 6" in words(axes)
+    assert "diamonds: 19 clients near the end" in words(axes).replace("\n", " ")
+    assert shares.patches[-1].get_height() == 19, "the last tenth"
     box = axes.get_window_extent()
     texts = [text for text in axes.texts if text.get_text()]
-    legend = axes.get_legend()
-    assert legend is not None
-    for drawn in (*texts, legend):
+    for drawn in texts:
         assert not drawn.get_window_extent().overlaps(box), "all words stand outside"
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
     points = [c for c in axes.collections if len(c.get_offsets())]

@@ -142,6 +142,34 @@ def test_dark_and_light_differ_and_paper_is_white(page_file: Path, visit: Visit)
     assert page.locator("#contents").is_hidden()
 
 
+PRINT = "on => window.dispatchEvent(new Event(on ? 'beforeprint' : 'afterprint'))"
+
+
+def test_paper_has_every_client_and_no_empty_page(page_file: Path, visit: Visit) -> None:
+    page, seen = visit(page_file, color_scheme="dark", viewport={"width": 1000, "height": 500})
+    choose(page, "certified")
+    page.emulate_media(media="print")
+    page.evaluate(PRINT, True)
+    assert page.locator("#clients tbody tr").count() == 12
+    assert page.locator("#clients tr.gap").count() == 0
+    assert page.locator("#config pre").is_visible()
+    assert page.locator("#accuracy summary").first.is_hidden()
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "light"
+    page.evaluate(PRINT, False)
+    assert page.evaluate("() => document.documentElement.dataset.theme") is None
+    assert page.locator("#config pre").is_hidden()
+    page.emulate_media(media="screen")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4"))) <= 9
+    assert seen.trouble == []
+
+
+def test_one_run_needs_no_choice(visit: Visit, tmp_path: Path) -> None:
+    file = tmp_path / "one.html"
+    file.write_text(html_page(page_view([small_run(tmp_path, mode="fedavg")], look=False)))
+    page, _ = visit(file)
+    assert page.locator("#run").is_hidden()
+
+
 def test_a_private_page_says_so_in_red(visit: Visit, tmp_path: Path) -> None:
     run = small_run(tmp_path, mode="certified")
     file = tmp_path / "private.html"

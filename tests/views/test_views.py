@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,12 @@ from views_samples import small_run
 
 from command_line import Said
 from fedquilt.common.errors import FedquiltError
+from fedquilt.privacy.ledger import Ledger
 from fedquilt.record import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
+from fedquilt.report.html_page import with_comparison
 from fedquilt.views import page_view, run_view
-from fedquilt.views.compact import encode_roster, short, upward
+from fedquilt.views.compact import encode_roster, upward
+from fedquilt.views.lifetime import lifetime_view
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +50,17 @@ def test_raw_measurements_are_shown_to_the_owner_only(
     assert len(held["counts"]) == 12
 
 
-def test_no_private_figure_is_anywhere_in_a_public_page(certified: Path) -> None:
-    text = json.dumps(page_view([certified]))
-    lines = [json.loads(line) for line in (certified / "private.jsonl").read_text().splitlines()]
+def test_no_private_figure_is_anywhere_in_a_public_page(certified: Path, tmp_path: Path) -> None:
+    """Figures that nothing else has stand in the private file, and come out for the owner only."""
+    run = Path(shutil.copytree(certified, tmp_path / "run"))
+    lines = [json.loads(line) for line in (run / "private.jsonl").read_text().splitlines()]
     for line in lines:
-        for key in WITHHELD:
-            if isinstance(line.get(key), float) and line[key] not in (0.0, 1.0):
-                assert str(short(line[key])) not in text, key
-    assert str(certified.parent) not in text
+        line |= {key: 60907000 + line["round"] for key in WITHHELD if key in line}
+    (run / "private.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    public, own = (json.dumps(page_view([run], private=private)) for private in (False, True))
+    assert "60907001" not in public
+    assert "60907001" in own
+    assert str(tmp_path) not in public
 
 
 def test_what_somebody_adds_to_the_files_stays_out(certified: Path, tmp_path: Path) -> None:
@@ -115,6 +123,80 @@ def test_a_shared_ledger_with_other_clients_first(tmp_path: Path) -> None:
     assert [e > 0 for e in spent] == [joins > 0 for joins in result["joins"]]
     assert max(spent) == pytest.approx(result["statement"]["epsilon_max"], rel=1e-3)
     assert view["spend"]["rounds"]["max"][-1] == pytest.approx(max(spent), rel=2e-3)
+    assert view["spend"]["lifetime"] is None  # these clients are new
+    assert len(set(run_view(second, private=True)["spend"]["ids"])) == 12
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A first and a second run of the same clients on one ledger, and the ledger."""
+    place = tmp_path_factory.mktemp("shared")
+    ledger = place / "clients.sqlite"
+    common: dict[str, Any] = {"mode": "certified", "ledger": str(ledger), "allowance": 6.0}
+    common |= {"client_test_fraction": 0.3}
+    first = small_run(place, **common, epsilon=1.0)
+    return first, small_run(place, **common, epsilon=2.0), ledger
+
+
+def test_a_later_run_begins_at_what_was_spent_before(two_runs: tuple[Path, Path, Path]) -> None:
+    first, second, ledger = two_runs
+    before, after = (run_view(run)["spend"] for run in (first, second))
+    assert before["lifetime"] is None
+    past = after["lifetime"]
+    assert past["max"][0] == before["rounds"]["max"][-1] > 0
+    assert len(past["max"]) == 7
+    with Ledger.open(ledger, read_only=True) as opened:
+        most = float(opened.populations()[0].epsilons().max())
+    assert past["max"][-1] == pytest.approx(most, rel=1e-3)
+    assert after["rounds"]["max"][0] < past["max"][1]
+    assert sum(amount > 0 for amount in past["before"]) == sum(e > 0 for e in before["epsilons"])
+
+
+def test_two_runs_at_once_count_each_other(two_runs: tuple[Path, Path, Path]) -> None:
+    """What others were charged in between is in the levels, and in nobody's single line."""
+    _, second, _ = two_runs
+    run_id = json.loads((second / "ledger.json").read_text())["run_id"]
+    place = json.loads((second / "ledger.json").read_text())["ledger"]
+    with Ledger.open(second / place, read_only=True) as ledger:
+        population = ledger.populations()[0]
+        run = next(run for run in population.runs() if run.name == run_id)
+        charges = population.charges()
+        own = [i for i, one in enumerate(charges) if one.run == run.key]
+        other = dataclasses.replace(charges[0], charges_mu2=charges[0].charges_mu2 + 1.0)
+        mixed = [*charges[: own[2]], other, *charges[own[2] :]]
+        calm = lifetime_view(population, run, np.arange(12), 6)
+        population.charges = lambda *_: mixed  # type: ignore[method-assign]
+        busy = lifetime_view(population, run, np.arange(12), 6)
+    assert calm is not None
+    assert busy is not None
+    assert busy["max"][:3] == calm["max"][:3]
+    assert busy["max"][3] > calm["max"][3]
+    assert (calm["before"] is None, busy["before"] is None) == (False, True)
+
+
+def test_names_of_the_ledger_and_where_it_lies_are_the_owner_s(
+    two_runs: tuple[Path, Path, Path],
+) -> None:
+    _, second, ledger = two_runs
+    with Ledger.open(ledger, read_only=True) as opened:
+        names = opened.populations()[0].ids()
+    own = run_view(second, private=True)
+    assert own["spend"]["ids"] == names
+    assert any(str(ledger) in note for note in own["claim"]["notes"])
+    public = json.dumps(page_view([second]))
+    assert not any(name in public for name in names)
+    assert str(ledger.parent) not in public
+    assert "runs of ledger clients.sqlite" in public
+
+
+def test_what_clients_measured_is_the_owner_s(two_runs: tuple[Path, Path, Path]) -> None:
+    _, second, _ = two_runs
+    assert page_view([second], look=False)["runs"][0]["measured"] is None
+    measured = with_comparison(page_view([second], private=True, look=False))["runs"][0]["measured"]
+    assert measured["rounds"] == 6
+    assert measured["groups"][0]["name"] == "all clients"
+    assert {"joined most", "class 3"} <= {group["name"] for group in measured["groups"]}
+    assert len(measured["clients"]) == 12
 
 
 def test_a_ledger_that_is_gone_is_said(certified: Path, tmp_path: Path) -> None:
@@ -197,4 +279,4 @@ def test_under_a_secret_coin_the_roster_is_who_was_available(tmp_path: Path) -> 
     assert view["roster_is"] == "available"
     result = json.loads((run / "result.json").read_text())
     assert view["joins"] == result["joins"]
-    assert "time" not in json.dumps(view["spend"])
+    assert '"time"' not in json.dumps(view["spend"])

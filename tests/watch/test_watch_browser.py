@@ -94,3 +94,5 @@ def test_the_operator_s_page(ledger: Path, visit: Visit) -> None:
         assert re.match(r"\d+ of 12 clients", page.locator("#clients [role=status]").inner_text())
         assert axe(page) == []
         assert seen.trouble == []
+        page.set_viewport_size({"width": 340, "height": 700})
+        assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0

@@ -1,4 +1,4 @@
-"""`fedquilt clients RUN`: what clients measured on their own samples, for the owner."""
+"""`fedquilt clients RUN...`: what clients measured on their own samples, for the owner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedquilt.common.errors import RunFolderError
 
 
 def clients(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of finished runs.")],
     worst: Annotated[int, typer.Option(min=0, help="How many of the lowest to list.")] = 5,
     figure: Annotated[str | None, typer.Option(help="Draw them into this file.")] = None,
     as_json: Annotated[bool, JSON] = False,
@@ -21,15 +21,26 @@ def clients(
     from fedquilt.report.clients import client_tables, plot_clients
     from fedquilt.run_folder import RunFolder
 
-    folder = RunFolder.open(run)
-    result, metrics = folder.read_result(), folder.read_client_metrics()
-    if result is None:
-        raise RunFolderError(f"run folder {run!r} is not finished: resume it first")
-    text = client_tables(result, metrics, worst)
-    drawn = None if figure is None else plot_clients(result, metrics, figure)
+    results, measured = [], []
+    for run in runs:
+        folder = RunFolder.open(run)
+        result = folder.read_result()
+        if result is None:
+            raise RunFolderError(f"run folder {run!r} is not finished: resume it first")
+        results.append(result)
+        measured.append(folder.read_client_metrics())
+    texts = [client_tables(*pair, worst) for pair in zip(results, measured, strict=True)]
+    drawn = None
+    if figure is not None:
+        drawn = (
+            plot_clients(results[0], measured[0], figure)
+            if len(runs) == 1
+            else plot_clients(results, measured, figure)
+        )
     if as_json:
-        print(json.dumps({"evaluations": metrics, "figure": drawn}))
+        evaluations = measured[0] if len(runs) == 1 else dict(zip(runs, measured, strict=True))
+        print(json.dumps({"evaluations": evaluations, "figure": drawn}))
         return
-    print(text)
+    print("\n\n".join(texts))
     if drawn is not None:
         print(f"\nfigure: {drawn}")

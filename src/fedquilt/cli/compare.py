@@ -34,8 +34,8 @@ SEEDS_OPTION = typer.Option("--seeds", metavar="NUMBERS", help="Seeds, joined by
 RUNS = typer.Argument(metavar="[RUN...]", help="Compare these finished runs; train nothing.")
 FIGURES_OPTION = typer.Option(
     "--figures",
-    help="Of RUN...: comparison, seeds (one figure a setting), paper (its figures 2 and 3), "
-    "joined by commas; all, or none.",
+    help="Of RUN...: comparison, training, seeds (one figure a setting), paper (its figures 2 "
+    "and 3), joined by commas; all, or none.",
 )
 FORMAT_OPTION = typer.Option("--format", help="Of figures: png, pdf or svg.")
 OUTPUT_OPTION = typer.Option(
@@ -207,7 +207,11 @@ def _figures(text: str) -> list[str]:
 def _draw(
     results: dict[str, dict[str, Any]], wanted: list[str], folder: Path, figure_format: str
 ) -> list[str]:
-    from fedquilt.report import plot_comparison, plot_multi_seed_comparison
+    from fedquilt.report import (
+        plot_comparison,
+        plot_multi_seed_comparison,
+        plot_training_history,
+    )
     from fedquilt.report.comparison_files import entries_of
     from fedquilt.report.paper import plot_paper_figures_of_runs
     from fedquilt.report.together import lay_together
@@ -220,6 +224,9 @@ def _draw(
         # One line a setting: two settings of a mode are not seeds of one another.
         named = [{**runs[i], "mode": one.label} for one in series for i in one.members]
         drawn.append(plot_comparison(named, str(folder / f"comparison.{figure_format}"), settings))
+    if "training" in wanted:
+        path = folder / f"training.{figure_format}"
+        drawn.append(plot_training_history(runs, config=settings, save_path=str(path)))
     if "seeds" in wanted:
         for number, one in enumerate(series):
             path = folder / f"seeds_{number}_{one.mode}.{figure_format}"

@@ -29,5 +29,11 @@ def data(
         shape = "x".join(str(size) for size in train.images.shape[1:])
         print(f"{name}: {len(train)} training and {len(test)} test samples of {shape}, verified")
         return
-    rows = [(key, printable(dataset_status(key, data_dir).summary())) for key in DATASETS]
+    found = {key: dataset_status(key, data_dir) for key in DATASETS}
+    rows = [(key, printable(status.summary())) for key, status in found.items()]
     say(tabulate(rows, headers=["data set", "status"]))
+    absent = [key for key, status in found.items() if status.missing]
+    if absent:
+        places = ", ".join(str(folder.absolute()) for folder in found[absent[0]].searched)
+        say(f"\nlooked in {places} (the folders of --data-dir, then of FEDQUILT_DATA, else ./data)")
+        say(f"fetch one with  fedquilt data {absent[0]}")

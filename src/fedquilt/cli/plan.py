@@ -49,7 +49,9 @@ def plan(
     selector = build_selector(asked, _num_clients(asked))
     made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
-        planning.plan_figure(made, figure)
+        from fedquilt.report.plan import plan_figure
+
+        plan_figure(made, figure)
     if as_json:
         print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made)}))
         return

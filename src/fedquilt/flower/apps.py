@@ -14,6 +14,7 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
 | `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
+| `FEDQUILT_FLOWER_TRACKER` | trackers of runs (`wandb,tensorboard,mlflow`); default none |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
 
 A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
@@ -37,6 +38,7 @@ from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
+from fedquilt.observe.tracked import tracked
 from fedquilt.record import RunResult
 
 _OPERATORS = frozenset(
@@ -137,18 +139,19 @@ def run_from(
     if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
         options["spend_everything"] = True
     output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
-    return run_on_grid(
-        grid,
-        directory,
-        make_model,
-        test_data,
-        options,
-        settings,
-        client_ids=client_ids,
-        output_dir=output_dir,
-        resume=_to_resume(output_dir) if settings.resume else None,
-        observer=ServerLog(),
-    )
+    with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
+        return run_on_grid(
+            grid,
+            directory,
+            make_model,
+            test_data,
+            options,
+            settings,
+            client_ids=client_ids,
+            output_dir=output_dir,
+            resume=_to_resume(output_dir) if settings.resume else None,
+            observer=observer,
+        )
 
 
 def _to_resume(output_dir: str) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.observer import Observer
+from fedquilt.common.observer import Observer, Observers, as_observer
 from fedquilt.observe.tracking import Trackers
 
 
@@ -42,6 +44,18 @@ class Tracked(Observer):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._trackers is not None:
             self._trackers.close(failed=kind is not None)
+
+
+@contextmanager
+def tracked(
+    names: str, observer: Callable[[Any, dict[str, Any]], None] | None
+) -> Iterator[Callable[[Any, dict[str, Any]], None] | None]:
+    """Yield an observer that also logs to the named trackers; the observer itself for "none"."""
+    if names == "none":
+        yield observer
+        return
+    with Tracked(names) as logging:
+        yield Observers(as_observer(observer), logging)
 
 
 def tracker_names(config: Any) -> tuple[str, str]:

@@ -28,16 +28,12 @@ cancels.
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fedquilt.common import checks, optional
+from fedquilt.common import checks
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.storage import write_file
 from fedquilt.privacy.accounting import (
     Adjacency,
     Release,
@@ -47,11 +43,6 @@ from fedquilt.privacy.accounting import (
 )
 from fedquilt.privacy.accounting import epsilon as total_epsilon
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
-_COHORT_FACTORS = {1: "#1f4e79", 10: "#7b3f9e", 100: "#c77700"}
 _WEAK_EPSILON = 10.0
 WORKABLE, HOPELESS = 0.55, 1.5
 """Ratios of the run: below the first it is workable, from the second on hopeless."""
@@ -94,6 +85,11 @@ class Feasibility:
     def workable(self) -> bool:
         """Whether the noise of the whole run stays well below the largest signal."""
         return self.noise_to_signal_run < WORKABLE
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The noise/signal below which a run is workable, and from which it is hopeless."""
+        return WORKABLE, HOPELESS
 
     @property
     def line(self) -> str:
@@ -218,62 +214,6 @@ def plan_table(plan: Feasibility) -> str:
         ("verdict", plan.verdict),
     ]
     return str(tabulate(rows, tablefmt="simple", disable_numparse=True))
-
-
-def plan_figure(plan: Feasibility, path: str | Path) -> Path:
-    """Draw noise/signal of the run against trainable parameters, and save it at `path`.
-
-    One line each for the asked cohort, 10 and 100 times as many clients per
-    round; the asked point is marked.  The suffix chooses png, pdf or svg.
-    """
-    optional.load("matplotlib", "a figure")
-    from matplotlib.figure import Figure
-
-    path = Path(path)
-    checks.choice("suffix of the figure", path.suffix.lower(), _FIGURE_SUFFIXES)
-    figure = Figure(figsize=(7.2, 5.2), layout="constrained")
-    _draw(figure.add_subplot(), plan)
-    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
-    write_file(path, drawn.getvalue())
-    return path
-
-
-def _draw(axes: Axes, plan: Feasibility) -> None:
-    most = 10.0 ** math.ceil(math.log10(max(10.0 * plan.parameters, 1e6)))
-    slope = plan.noise_to_signal_run / math.sqrt(plan.parameters)
-    for factor, colour in _COHORT_FACTORS.items():
-        label = (
-            f"{_count(plan.cohort * factor)} clients per round: "
-            f"workable up to {_count(math.ceil((WORKABLE * factor / slope) ** 2) - 1)} parameters"
-        )
-        ends = [slope / factor, slope / factor * math.sqrt(most)]
-        axes.plot([1.0, most], ends, color=colour, label=label)
-    lowest, highest = slope / max(_COHORT_FACTORS), max(10.0, 2 * slope * math.sqrt(most))
-    axes.axhline(WORKABLE, color="black", linestyle="--", linewidth=1)
-    axes.axhline(HOPELESS, color="black", linestyle=":", linewidth=1)
-    axes.axhspan(min(lowest, 0.1), WORKABLE, color="black", alpha=0.06, linewidth=0)
-    axes.text(1.3, 0.9 * WORKABLE, "workable below this line", va="top", fontsize=9)
-    axes.text(1.3, 1.1 * HOPELESS, "hopeless above this line", va="bottom", fontsize=9)
-    found = f"{plan.noise_to_signal_run:.3g} ({plan.verdict})"
-    asked = f"asked: {plan.parameters:,} parameters, {found}"
-    axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color="#b22222", label=asked)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=(1.0, most),
-        ylim=(min(lowest, 0.1), highest),
-        xlabel="trainable parameters",
-        ylabel="noise / largest signal, whole run",
-        title=f"epsilon {plan.epsilon:g}, delta {plan.delta:g}, {plan.rounds:,} rounds, "
-        f"{plan.joins:,.4g} joins a client",
-    )
-    axes.grid(alpha=0.3)
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
 
 
 def _cohort(cohort: object, most: float) -> float:

@@ -14,7 +14,9 @@ from fedquilt.report.series import ROUND, run_label
 from fedquilt.report.style import (
     BLUE,
     GREEN,
+    PALETTE,
     VERMILION,
+    as_drawn,
     drawing,
     figure_path,
     figure_settings,
@@ -22,6 +24,7 @@ from fedquilt.report.style import (
     save_figure,
     whole_rounds,
 )
+from fedquilt.report.together import entry_of_result, lay_together
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,12 +129,17 @@ def _last(metrics: Metrics) -> int:
 
 
 def plot_clients(
-    result: Mapping[str, Any],
-    metrics: Metrics,
+    result: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    metrics: Metrics | Sequence[Metrics],
     save_path: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> str:
-    """Draw accuracy by round (mean, worst decile) and by group; return the path."""
+    """Draw accuracy by round (mean, worst decile) and by group; return the path.
+
+    Several results, and as many metrics, are drawn together, a colour a run.
+    """
+    if not isinstance(result, Mapping) or not isinstance(metrics, Mapping):
+        return _plot_several(list(result), list(metrics), save_path, config)  # type: ignore[arg-type]
     groups = client_groups(metrics[_last(metrics)], result.get("joins", []))
     settings = figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(groups))))
     path = figure_path(save_path, "clients", settings)
@@ -140,6 +148,53 @@ def plot_clients(
         figure.suptitle(f"What clients measure: {_title(result)}")
         _draw_rounds(left, metrics)
         _draw_groups(right, groups)
+        return save_figure(figure, path, settings)
+
+
+def _plot_several(
+    results: Sequence[Mapping[str, Any]],
+    measured: Sequence[Metrics],
+    save_path: str | os.PathLike[str] | None,
+    config: Mapping[str, Any] | None,
+) -> str:
+    groups = [
+        client_groups(metrics[_last(metrics)], result.get("joins", []))
+        for result, metrics in zip(results, measured, strict=True)
+    ]
+    names = list(dict.fromkeys(name for found in groups for name in found))
+    series = lay_together([entry_of_result(result, str(i)) for i, result in enumerate(results)])
+    labels = {
+        member: as_drawn(f"{one.label}, seed {entry.seed}")
+        for one in series
+        for member, entry in zip(one.members, one.entries, strict=True)
+    }
+    settings = figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(names))))
+    path = figure_path(save_path, "clients", settings)
+    with drawing(settings) as figure:
+        left, right = figure.subplots(1, 2)
+        figure.suptitle(f"What clients measure: {len(results)} runs")
+        rounds = [np.asarray(sorted(metrics), dtype=np.float64) for metrics in measured]
+        for index, (at, metrics) in enumerate(zip(rounds, measured, strict=True)):
+            told = [spread([row["accuracy"] for row in metrics[int(r)]], "mean") for r in at]
+            color = PALETTE[index % len(PALETTE)]
+            for key, dash, name in (
+                ("mean", "-", labels[index]),
+                ("mean_worst_decile", "--", None),
+            ):
+                values = [found.get(key, np.nan) for found in told]
+                left.plot(at, values, dash, color=color, marker="o", markersize=4, label=name)
+            means = [groups[index].get(name, {}).get("mean", np.nan) for name in names]
+            right.plot(means, np.arange(len(names)), "o", color=color, alpha=0.8)
+        left.set_ylim(-0.02, 1.02)
+        left.set_ylabel("Accuracy on the clients' own samples")
+        whole_rounds(left, np.concatenate(rounds), ROUND)
+        panel_title(left, "Over all clients", [RAW, "line: mean; dashed: worst decile"])
+        right.set_yticks(np.arange(len(names)), names)
+        right.invert_yaxis()
+        right.set_xlim(0, 1)
+        right.set_xlabel("Accuracy at the end of the run")
+        panel_title(right, "By group", ["dots: mean of the group, a colour a run"])
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
         return save_figure(figure, path, settings)
 
 

@@ -21,7 +21,7 @@ from fedquilt.report.together import (
 )
 
 Result = Mapping[str, Any]
-FIGURES = ("comparison", "seeds", "paper")
+FIGURES = ("comparison", "training", "seeds", "paper")
 _COLUMNS = {
     "level": "promise",
     "label": "what ran",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,15 +106,25 @@ def _consumption(
 
 
 def plot_privacy_consumption_by_group(
-    history: Mapping[str, Any],
+    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     num_clients: int,
     save_path: str | os.PathLike[str] | None = None,
     dataset_name: str = "",
     config: Mapping[str, Any] | None = None,
     fraction: float = 0.2,
 ) -> str:
-    """Draw the nominal epsilon of frequent and rare participants; return the path."""
+    """Draw the nominal epsilon of frequent and rare participants; return the path.
+
+    Several whole results instead of a history are drawn together, each with its own clients.
+    """
     settings = figure_settings(config, _PAPER_SIZE)
+    if not isinstance(history, Mapping):
+        from fedquilt.report.paper import draw_groups_of_runs
+
+        path = figure_path(save_path, f"{dataset_name or 'runs'}_privacy_by_group", settings)
+        with drawing(settings) as figure:
+            draw_groups_of_runs(figure.subplots(), history, fraction)
+            return save_figure(figure, path, settings)
     path = figure_path(save_path, f"{dataset_name or 'run'}_privacy_by_group", settings)
     most, least = consumption_by_group(history, num_clients, fraction)
     with drawing(settings) as figure:
@@ -154,7 +164,7 @@ def _draw_groups(
 
 
 def plot_paper_figures(
-    history: Mapping[str, Any],
+    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     num_clients: int,
     dataset_name: str,
     save_dir: str | os.PathLike[str],
@@ -163,8 +173,13 @@ def plot_paper_figures(
     """Draw the QuAP-FL paper's two figures of one run into `save_dir` and return their paths.
 
     The accuracy curve (figure 2) and the cumulative epsilon of the 20 % most and
-    least frequent participants (figure 3).
+    least frequent participants (figure 3).  Several whole results instead of a history are
+    drawn together, seeds of one setting as a band (`plot_paper_figures_of_runs`).
     """
+    if not isinstance(history, Mapping):
+        from fedquilt.report.paper import plot_paper_figures_of_runs
+
+        return plot_paper_figures_of_runs(history, save_dir, config)
     settings = figure_settings(config, _PAPER_SIZE)
     folder = Path(save_dir)
     consumption_by_group(history, num_clients)  # refuses bad ids before anything is written

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from fedquilt.common.spread import spread
 from fedquilt.config.modes import MODE_TABLE
+from fedquilt.report.clients import client_groups
 from fedquilt.report.together import (
     RunSeries,
     differences,
@@ -96,6 +98,9 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
     for place, one in enumerate(series):
         for index in one.members:
             runs[index]["series"] = place
+    for run in runs:
+        if run.get("measured"):
+            run["measured"] = _measured(run["measured"], run["joins"])
     looks = _styles(series)
     return {
         **view,
@@ -103,6 +108,26 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
         "series": [{**_plain(one), **look} for one, look in zip(series, looks, strict=True)],
         "levels": [{"heading": one.heading, "series": list(one.series)} for one in levels(series)],
         "pairs": _pairs(series),
+    }
+
+
+def _measured(found: Mapping[str, Any], joins: Sequence[int]) -> dict[str, Any]:
+    """Return the accuracy of each client on its own samples, and its spread over groups."""
+    rows = found["rows"]
+    everybody = {"all clients": spread([row.get("accuracy") for row in rows], "mean")}
+    groups = {**everybody, **client_groups(rows, joins)}
+    return {
+        "rounds": found["rounds"],
+        "clients": {str(row["client"]): _five(row.get("accuracy")) for row in rows},
+        "groups": [
+            {
+                "name": name,
+                "mean": _five(values.get("mean")),
+                "worst": _five(values.get("mean_worst_decile")),
+                "gini": _five(values.get("mean_gini")),
+            }
+            for name, values in groups.items()
+        ],
     }
 
 

@@ -111,15 +111,42 @@ def plot_ledger(
     save_path: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> str:
-    """Draw, for each population, spend against joins and who is near the end."""
+    """Draw, for each population, spend against joins, and how much of its allowance is gone.
+
+    Clients near the end have a mark of their own.
+    """
     count = max(1, len(summaries))
-    settings = figure_settings(config, (9.0, 1.0 + 3.9 * count))
+    settings = figure_settings(config, (12.0, 0.6 + 4.2 * count))
     path = figure_path(save_path, "ledger", settings)
     with drawing(settings) as figure:
-        axes = np.atleast_1d(np.asarray(figure.subplots(count, 1)))
-        for one, summary in zip(axes, summaries, strict=False):
-            _draw(one, summary, rows[summary.population])
+        panels = figure.subplots(count, 2, squeeze=False, width_ratios=[1.5, 1])
+        for (left, right), summary in zip(panels, summaries, strict=False):
+            _draw(left, summary, rows[summary.population])
+            _draw_shares(right, summary, rows[summary.population])
         return save_figure(figure, path, settings)
+
+
+def _draw_shares(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
+    """Draw how many clients have spent which tenth of their allowance, in units that add up."""
+    from matplotlib.ticker import MaxNLocator
+
+    used = np.asarray([row.mu2_spent for row in rows])
+    whole = used + np.asarray([row.mu2_left for row in rows])
+    known = np.isfinite(used) & (whole > 0)
+    shares = np.minimum(used[known] / whole[known], 1.0)
+    never = int((shares == 0).sum())
+    counts, edges = np.histogram(shares[shares > 0], bins=10, range=(0.0, 1.0))
+    colors = [VERMILION if edge >= NEAR_END - 1e-9 else BLUE for edge in edges[:-1]]
+    axes.bar(edges[:-1] + 0.05, counts, width=0.09, color=colors, alpha=0.8)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("share of the allowance that is spent")
+    axes.set_ylabel("clients")
+    told = "shares of squared GDP units, which add up"
+    notes = [f"{never} of {summary.clients} clients have spent nothing; {told}"]
+    left = f"epsilon that everybody can still pay: {format_left(summary.largest_run_epsilon)}"
+    panel_title(axes, "How much is gone", [*notes, left])
 
 
 def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
@@ -130,10 +157,9 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     bounded = np.isfinite(spent)
     near = bounded & (used > NEAR_END * (used + left)) & (used > 0)
     calm = bounded & ~near
-    scatter_counts(axes, joins[calm], spent[calm], BLUE, "o", f"{calm.sum()} clients")
+    scatter_counts(axes, joins[calm], spent[calm], BLUE, "o")
     if near.any():
-        label = f"{near.sum()} near the end or used up"
-        scatter_counts(axes, joins[near], spent[near], VERMILION, "D", label)
+        scatter_counts(axes, joins[near], spent[near], VERMILION, "D")
     allowance = summary.epsilon_allowance
     axes.axhline(allowance, color=GREY, linestyle="--", linewidth=1.2)
     notes = [
@@ -144,7 +170,8 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     axes.set_ylim(0, 1.12 * allowance)
     axes.set_ylabel(f"epsilon spent at delta {format_bound(summary.delta, 6)}")
     whole_rounds(axes, np.append(joins, 0).astype(np.float64), "joins")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    if near.any():
+        notes.append(f"diamonds: {near.sum()} clients near the end or used up")
     panel_title(axes, f"{as_drawn(summary.population)}: {summary.clients} clients", notes)
 
 
@@ -154,13 +181,11 @@ def scatter_counts(
     up: NDArray[Any],
     color: str,
     marker: str,
-    label: str,
 ) -> None:
     """Draw one mark for all clients at a place, its area as their number."""
     places, counts = np.unique(np.stack([across, up], axis=1), axis=0, return_counts=True)
     style: dict[str, Any] = {"color": color, "alpha": 0.6, "marker": marker}
     axes.scatter(places[:, 0], places[:, 1], s=14 + 6 * counts, **style)
-    axes.scatter([], [], s=20, label=label, **style)
 
 
 def _spent(epsilon: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.series import (
+    ROUND,
     Array,
     Series,
     aligned,
@@ -19,6 +20,7 @@ from fedquilt.report.series import (
     per_evaluation,
     target_accuracy,
 )
+from fedquilt.report.spend import spend_by_round
 from fedquilt.report.style import (
     BLUE,
     GREEN,
@@ -178,12 +180,19 @@ def _draw_loss(axes: Axes, histories: Histories) -> None:
 
 
 def _draw_budgets(axes: Axes, histories: Histories) -> None:
-    """Draw the histogram of the nominal epsilon of single rounds, over all seeds."""
+    """Draw the histogram of the nominal epsilon of single rounds, over all seeds.
+
+    Runs with a bound have no nominal budgets: what the worst client has spent is drawn.
+    """
     from matplotlib.ticker import MaxNLocator
 
     title = "Privacy Budget Distribution"
     values = np.concatenate([column(history, "privacy_budgets") for history in histories])
     values = values[np.isfinite(values)]
+    spent = [spend_by_round(history) for history in histories]
+    if not values.size and all(spent):
+        _draw_spent(axes, [found["worst"] for found in spent])
+        return
     if not values.size:
         panel_title(axes, title)
         absent = all(is_absent(history, "privacy_budgets") for history in histories)
@@ -195,6 +204,16 @@ def _draw_budgets(axes: Axes, histories: Histories) -> None:
     axes.set_xlabel("nominal epsilon of one round (not a guarantee)")
     axes.set_ylabel("Rounds, over all seeds")
     panel_title(axes, title, [f"{values.size} rounds, mean {values.mean():.4g}"])
+
+
+def _draw_spent(axes: Axes, worst: Sequence[Array]) -> None:
+    for index, values in enumerate(worst):
+        rounds = np.arange(1.0, values.size + 1)
+        line(axes, Series(rounds, values, ROUND), _color(index, len(worst)), marker="")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("epsilon of the worst client")
+    whole_rounds(axes, np.arange(1.0, max(values.size for values in worst) + 1), ROUND)
+    panel_title(axes, "Privacy Spent", ["each line: one seed"])
 
 
 def _bins(values: Array, most: int) -> list[float]:

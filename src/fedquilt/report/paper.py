@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.groups import GroupConsumption, consumption_by_group
 from fedquilt.report.series import ROUND, is_absent, no_budget_in_words
 from fedquilt.report.style import (
+    COLORS,
     PALETTE,
     accuracy_limits,
     drawing,
@@ -34,6 +36,8 @@ _DASHES = ("-", "--", ":", "-.")
 _FRACTION = 0.2
 
 Result = Mapping[str, Any]
+Look = tuple[str, str]
+"""A colour and a dash."""
 
 
 def plot_paper_figures_of_runs(
@@ -58,13 +62,12 @@ def plot_paper_figures_of_runs(
 
 def _accuracy(axes: Axes, series: Sequence[RunSeries], results: Sequence[Result]) -> None:
     title, drawn = "Test accuracy by round", []
-    for index, one in enumerate(series):
+    for (color, dash), one in zip(looks_of(series), series, strict=True):
         rounds = np.asarray(one.curve["rounds"], dtype=float)
         if not rounds.size:
             continue
         mean, low, high = (np.asarray(one.curve[k], dtype=float) for k in ("mean", "low", "high"))
-        color, dash = _look(index)
-        axes.plot(rounds, mean, color=color, ls=dash, label=_label(one))
+        axes.plot(rounds, mean, color=color, ls=dash, label=label_of(one))
         if len(one.members) > 1:
             axes.fill_between(rounds, low, high, color=color, alpha=0.2, linewidth=0)
         drawn += [mean, low, high]
@@ -79,18 +82,30 @@ def _accuracy(axes: Axes, series: Sequence[RunSeries], results: Sequence[Result]
     panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
 
 
-def _groups(axes: Axes, series: Sequence[RunSeries], results: Sequence[Result]) -> None:
+def draw_groups_of_runs(axes: Axes, results: Sequence[Result], fraction: float) -> None:
+    """Draw the nominal epsilon of the most and the least frequent clients of runs."""
+    series = lay_together([entry_of_result(result, str(i)) for i, result in enumerate(results)])
+    _groups(axes, series, results, fraction)
+
+
+def _groups(
+    axes: Axes,
+    series: Sequence[RunSeries],
+    results: Sequence[Result],
+    fraction: float = _FRACTION,
+) -> None:
     title = "Nominal epsilon by participation"
     longest = 0
-    for index, one in enumerate(series):
+    for (color, _), one in zip(looks_of(series), series, strict=True):
         own = [results[member] for member in one.members]
         if any(is_absent(result["history"], "privacy_budgets") for result in own):
             continue
-        pairs = [consumption_by_group(r["history"], len(r["joins"]), _FRACTION) for r in own]
-        color, _ = _look(index)
+        pairs = [consumption_by_group(r["history"], len(r["joins"]), fraction) for r in own]
         for place, (name, dash) in enumerate((("most", "-"), ("least", "--"))):
             rounds = _draw_group(axes, [pair[place] for pair in pairs], color, dash)
-            axes.plot([], [], color=color, ls=dash, label=f"{one.label}: {name} frequent 20 %")
+            axes.plot(
+                [], [], color=color, ls=dash, label=f"{one.label}: {name} frequent {fraction:.0%}"
+            )
             longest = max(longest, rounds)
     if not longest:
         panel_title(axes, title)
@@ -115,10 +130,15 @@ def _draw_group(axes: Axes, groups: Sequence[GroupConsumption], color: str, dash
     return length
 
 
-def _look(index: int) -> tuple[str, str]:
-    return PALETTE[index % len(PALETTE)], _DASHES[index % len(_DASHES)]
+def looks_of(series: Sequence[RunSeries]) -> list[Look]:
+    """Return colour and dash of each series: the colour of its mode where it is alone there."""
+    modes = [one.mode for one in series]
+    alone = len(set(modes)) == len(modes) and all(mode in MODE_TABLE for mode in modes)
+    colors = [COLORS[MODE_TABLE[mode].color] for mode in modes] if alone else PALETTE
+    return [(colors[i % len(colors)], _DASHES[i % len(_DASHES)]) for i in range(len(series))]
 
 
-def _label(one: RunSeries) -> str:
+def label_of(one: RunSeries) -> str:
+    """Return what a series is called, with the number of its seeds."""
     count = len(one.members)
     return one.label if count == 1 else f"{one.label} ({count} seeds)"

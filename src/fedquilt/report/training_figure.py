@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,20 +49,23 @@ if TYPE_CHECKING:
 
 
 def plot_training_history(
-    history: Mapping[str, Any],
-    dataset_name: str,
-    seed: int,
+    history: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    dataset_name: str = "",
+    seed: int = 0,
     config: Mapping[str, Any] | None = None,
     save_path: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Draw the four panels of one run and return the path of the file.
+    """Draw the four panels of one run, or of several, and return the path of the file.
 
     Parameters
     ----------
-    history : mapping
-        What the run recorded; lists may be missing or hold None and NaN.
+    history : mapping or sequence of mappings
+        What the run recorded; lists may be missing or hold None and NaN.  Or several whole
+        results (`RunResult.result`), laid over one another: seeds of one setting are a line
+        with a band (`plot_training_of_runs`).
     dataset_name, seed
-        Named in the title; the data set also decides the target line.
+        Named in the title; the data set also decides the target line.  Several results say
+        both themselves.
     config : mapping, optional
         Keys of VISUALIZATION_CONFIG, merged over its defaults.  The run's own
         `epsilon` (or `epsilon_total`) and `target_accuracy` may stand here too
@@ -81,6 +84,10 @@ def plot_training_history(
     StorageError
         When the file cannot be written.
     """
+    if not isinstance(history, Mapping):
+        from fedquilt.report.training_of_runs import plot_training_of_runs
+
+        return plot_training_of_runs(history, save_path, config)
     settings = figure_settings(config)
     path = figure_path(save_path, f"{dataset_name}_seed{seed}_training", settings)
     with drawing(settings) as figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedquilt.common.bounds import format_bound
@@ -12,8 +13,13 @@ from fedquilt.privacy.statement import ADJACENCIES, Statement
 _UNFINISHED = "No statement yet"
 
 
-def claim_view(result: Mapping[str, Any] | None, rounds: int, planned: int) -> dict[str, Any]:
-    """Return headline, explanation, facts and notes of the statement of a run."""
+def claim_view(
+    result: Mapping[str, Any] | None, rounds: int, planned: int, *, private: bool = False
+) -> dict[str, Any]:
+    """Return headline, explanation, facts and notes of the statement of a run.
+
+    Where the ledger lies on somebody's machine is said with `private` only.
+    """
     if result is None:
         return {
             "bounded": False,
@@ -31,18 +37,24 @@ def claim_view(result: Mapping[str, Any] | None, rounds: int, planned: int) -> d
     except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(f"the statement of a run lacks or spoils {error}") from error
     record = statement.as_json()
+    hidden = None if private else (result.get("ledger") or {}).get("ledger")
     return {
         "bounded": statement.is_bounded,
         "finished": True,
         "headline": _headline(statement),
         "explained": _explained(statement),
         "facts": _facts(statement),
-        "notes": list(statement.notes),
+        "notes": [_without_place(note, hidden) for note in statement.notes],
         "epsilon_max": record["epsilon_max"],
         "delta": record["delta"],
         "adjacency": record["adjacency"],
-        "text": statement.as_text(),
+        "text": _without_place(statement.as_text(), hidden),
     }
+
+
+def _without_place(text: str, path: str | None) -> str:
+    """Return a text in which a file has its name only."""
+    return text if path is None else text.replace(path, Path(path).name)
 
 
 def _headline(statement: Statement) -> str:

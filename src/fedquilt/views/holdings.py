@@ -1,4 +1,4 @@
-"""What clients hold: samples by class.  For the owner only."""
+"""What clients hold, samples by class, and what they measured on it.  For the owner only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fedquilt.assemble import build_problem
 from fedquilt.common.errors import FedquiltError
 from fedquilt.config import RunConfig
 from fedquilt.data import DATASETS
+from fedquilt.run_folder import RunFolder
 
 
 def holdings_view(config: RunConfig) -> dict[str, Any] | None:
@@ -29,3 +30,12 @@ def holdings_view(config: RunConfig) -> dict[str, Any] | None:
         for part in problem.task.clients
     ]
     return {"classes": problem.num_classes, "counts": counts}
+
+
+def measured_view(folder: RunFolder) -> dict[str, Any] | None:
+    """Return what each client measured last on samples of its own, None where nobody did."""
+    measured = folder.read_client_metrics()
+    if not measured:
+        return None
+    rounds = max(measured)
+    return {"rounds": rounds, "rows": measured[rounds]}

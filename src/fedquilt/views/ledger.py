@@ -101,6 +101,7 @@ def client_history(path: str | Path, population: str, client: int) -> dict[str, 
         info = chosen.info
         checks.integer("client", client, at_least=0, at_most=info.num_clients - 1)
         names = {run.key: run.name for run in chosen.runs()}
+        name = chosen.ids()[client] if info.named else None
         spent, records = 0.0, []
         for one in chosen.charges():
             place = int(np.searchsorted(one.clients, client))
@@ -119,7 +120,8 @@ def client_history(path: str | Path, population: str, client: int) -> dict[str, 
         }
         for (one, paid, _), epsilon in zip(records, after, strict=True)
     ]
-    return {"client": client, "count": len(rows), "rows": rows[-_MOST_HISTORY:]}
+    shown = rows[-_MOST_HISTORY:]
+    return {"client": client, "id": name, "count": len(rows), "rows": shown}
 
 
 def planned_cost(path: str | Path, population: str, epsilon: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from fedquilt._version import __version__
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.run_folder import RunFolder
-from fedquilt.views.holdings import holdings_view
+from fedquilt.views.holdings import holdings_view, measured_view
 from fedquilt.views.look import look_view
 from fedquilt.views.pictures import images_view
 from fedquilt.views.run import run_view
@@ -70,4 +70,5 @@ def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:
     view["images"] = images_view(folder)
     view["look"] = look_view(path) if look and view["finished"] else None
     view["holdings"] = holdings_view(folder.read_config()) if private else None
+    view["measured"] = measured_view(folder) if private else None
     return view

@@ -51,7 +51,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
     result = None if found is None else (found if private else published(found))
     cohorts = [list(line.get("cohort") or ()) for line in lines]
     num_clients = _num_clients(config, result, cohorts)
-    spend = spend_view(folder, cohorts, num_clients)
+    spend = spend_view(folder, cohorts, num_clients, private=private)
     return {
         "name": folder.path.name,
         "folder": str(folder.path.resolve()) if private else folder.path.name,
@@ -65,7 +65,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "planned": config.num_rounds,
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
-        "claim": claim_view(result, len(lines), config.num_rounds),
+        "claim": claim_view(result, len(lines), config.num_rounds, private=private),
         "accuracy": _accuracy(lines),
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),

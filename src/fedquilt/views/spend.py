@@ -20,11 +20,17 @@ from fedquilt.privacy.ledger.balances import bounded_epsilons
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.run_folder import RunFolder
 from fedquilt.views.compact import short, upward
+from fedquilt.views.lifetime import (
+    LEVELS,
+    as_epsilons,
+    levels_of,
+    lifetime_view,
+    places_of_run,
+)
 
 MOST_CHARGES = 120_000
 """More single charges than this are left out of a page: it stays small, and its sums stay."""
 _CURVE = 256
-_LEVELS = {"max": 1.0, "high": 0.75, "median": 0.5, "low": 0.25}
 
 Cohorts = Sequence[Sequence[int]]
 
@@ -38,23 +44,31 @@ def open_ledger(path: Path) -> Ledger:
     return Ledger.open(path, read_only=not writable)
 
 
-def spend_view(folder: RunFolder, cohorts: Cohorts, num_clients: int) -> dict[str, Any] | None:
+def spend_view(
+    folder: RunFolder, cohorts: Cohorts, num_clients: int, *, private: bool = False
+) -> dict[str, Any] | None:
     """Return the spend of a run's clients, None for a run without a ledger.
 
-    A ledger that cannot be read gives the reason under `missing` and nothing else.
+    A ledger that cannot be read gives the reason under `missing` and nothing else.  With
+    `private` the names that the ledger has for the clients are there too.
     """
     try:
         account = folder.read_account()
         if account is None:
             return None
         with open_ledger(Path(account["ledger"])) as ledger:
-            return _spend(ledger, account["run_id"], folder, cohorts, num_clients)
+            return _spend(ledger, account["run_id"], folder, cohorts, num_clients, private)
     except (FedquiltError, OSError) as error:
         return {"missing": f"the ledger could not be read: {error}"}
 
 
 def _spend(
-    ledger: Ledger, run_id: str, folder: RunFolder, cohorts: Cohorts, num_clients: int
+    ledger: Ledger,
+    run_id: str,
+    folder: RunFolder,
+    cohorts: Cohorts,
+    num_clients: int,
+    private: bool,
 ) -> dict[str, Any]:
     population = ledger.population_of(run_id)
     run = None if population is None else _named(population, run_id)
@@ -63,6 +77,8 @@ def _spend(
     info, charges = population.info, population.charges(run)
     paid = [one for one in charges if np.isfinite(one.charges_mu2).all()]
     same = _same_numbers(paid, cohorts, num_clients)
+    places = places_of_run(population, run, num_clients, same)
+    lifetime = None if places is None else lifetime_view(population, run, places, len(cohorts))
     epsilon = info.epsilon if run.epsilon is None else run.epsilon
     return {
         "population": info.name,
@@ -74,13 +90,23 @@ def _spend(
         "rounds": _by_round(paid, len(cohorts), num_clients, info.delta),
         "epsilons": _by_client(paid, population, folder, num_clients, same),
         "charges": _single(paid, cohorts, same),
-        "curve": _curve(epsilon, info.delta),
+        "lifetime": lifetime,
+        "ids": _ids(population, places) if private else None,
+        "curve": _curve(epsilon if lifetime is None else info.epsilon, info.delta),
         "settled": len({one.round_index for one in charges}),
     }
 
 
 def _named(population: Population, run_id: str) -> RunInfo | None:
     return next((run for run in population.runs() if run.name == run_id), None)
+
+
+def _ids(population: Population, places: NDArray[np.int64] | None) -> list[str] | None:
+    """Return what the ledger calls the clients of a run; None where it has numbers only."""
+    if places is None or not population.info.named:
+        return None
+    names = population.ids()
+    return [names[place] for place in places.tolist()]
 
 
 def _same_numbers(paid: Sequence[Charge], cohorts: Cohorts, num_clients: int) -> bool:
@@ -98,27 +124,18 @@ def _same_numbers(paid: Sequence[Charge], cohorts: Cohorts, num_clients: int) ->
 def _by_round(
     paid: Sequence[Charge], rounds: int, num_clients: int, delta: float
 ) -> dict[str, list[Any]]:
-    """Return levels of the clients' epsilons after every round.
-
-    Epsilon grows with what was charged, so the level of the epsilons is the epsilon of
-    the level; a level between two clients is the upper one's.
-    """
+    """Return levels of the clients' epsilons after every round."""
     size = max([num_clients, *(int(one.clients[-1]) + 1 for one in paid if one.clients.size)])
     spent = np.zeros(size)
-    levels = np.zeros((rounds, len(_LEVELS)))
+    reached = np.zeros((rounds, len(LEVELS)))
     by_round: dict[int, list[Charge]] = {}
     for one in paid:
         by_round.setdefault(one.round_index, []).append(one)
-    places = [min(num_clients - 1, int(np.ceil(q * (num_clients - 1)))) for q in _LEVELS.values()]
     for index in range(rounds):
         for one in by_round.get(index, ()):
             spent[one.clients] += one.charges_mu2
-        levels[index] = np.sort(spent)[-num_clients:][places]
-    epsilons = epsilon_spent(levels.ravel(), delta).reshape(levels.shape) if rounds else levels
-    return {
-        name: [upward(float(value)) for value in epsilons[:, place]]
-        for place, name in enumerate(_LEVELS)
-    }
+        reached[index] = levels_of(np.sort(spent)[-num_clients:])
+    return as_epsilons(reached, delta)
 
 
 def _by_client(

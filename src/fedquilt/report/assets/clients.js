@@ -1,11 +1,12 @@
 // The table of clients: only the rows in sight are in the document, however many there are.
-const ROW = 30, SPARE = 8;
+const ROW = 30, SPARE = 8, MOST_PRINTED = 200;
 
 function clientRows(run) {
   const epsilons = run.spend && run.spend.epsilons, budget = run.spend && run.spend.budget;
   const last = new Int32Array(run.num_clients).fill(-1);
   rosterOf(run).forEach((members, r) => members.forEach((client) => { last[client] = r + 1; }));
-  const held = run.holdings && run.holdings.counts;
+  const held = run.holdings && run.holdings.counts, ids = run.spend && run.spend.ids;
+  const measured = (run.measured && run.measured.clients) || null;
   return run.joins.map((joins, client) => {
     const spent = epsilons ? epsilons[client] : null;
     return {
@@ -14,20 +15,23 @@ function clientRows(run) {
       epsilon: spent === "inf" ? Infinity : spent,
       share: known(spent) && known(budget) ? spent / budget : null,
       samples: held ? held[client].reduce((a, b) => a + b, 0) : null,
+      id: ids ? ids[client] : null, accuracy: measured ? measured[client] ?? null : null,
     };
   });
 }
 
 const COLUMNS = [
   { key: "client", name: "client", show: (v) => String(v) },
+  { key: "id", name: "name in the ledger", text: true, show: (v) => v ?? "-" },
   { key: "joins", name: "joins", show: (v) => String(v) },
   { key: "rate", name: "share of rounds", show: percent },
   { key: "last", name: "last round", show: (v) => (v === null ? "-" : String(v)) },
   { key: "epsilon", name: "ε spent", show: (v) => (v === Infinity ? "∞" : bound(v)) },
   { key: "share", name: "of its budget", show: percent },
   { key: "samples", name: "samples", show: (v) => (v === null ? "-" : String(v)) },
+  { key: "accuracy", name: "its own accuracy", show: (v) => number(v, 3) },
 ];
-const NAMES = { left: "left",  joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
+const NAMES = { accuracy: "accuracy", left: "left", joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
 const TESTS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
 // "17" finds clients whose number has 17 in it; "joins>=5 eps<2" compares.
@@ -45,7 +49,7 @@ function matcher(text) {
 
 function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note = "A client's number shows its own spend in the chart above." } = {}) {
   let rows = [], chosen = [], columns = all, run = null;
-  const count = el("p", { class: "note", role: "status" });
+  const count = el("p", { class: "note", role: "status" }), left = el("p", { class: "note" });
   const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "17, or joins>=5 eps<2",
     oninput: () => { state.filter = input.value; refresh(); } });
   const head = el("tr", {}), body = el("tbody", {});
@@ -82,8 +86,9 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
   }
 
   function paint() {
-    const first = Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
-    const end = Math.min(chosen.length, first + Math.ceil((box.clientHeight || 400) / ROW) + 2 * SPARE);
+    const first = paper.on ? 0 : Math.max(0, Math.floor(box.scrollTop / ROW) - SPARE);
+    const end = Math.min(chosen.length, paper.on ? MOST_PRINTED : first + Math.ceil((box.clientHeight || 400) / ROW) + 2 * SPARE);
+    left.textContent = paper.on && end < chosen.length ? `The first ${end} of ${chosen.length} clients; the page on a screen has them all.` : "";
     const held = document.activeElement && body.contains(document.activeElement) ? document.activeElement.dataset.client : null;
     const gap = (height) => {
       const row = el("tr", { class: "gap", "aria-hidden": "true" }, el("td", { colspan: String(columns.length) }));
@@ -92,7 +97,7 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
       return height > 0 ? row : null;
     };
     body.replaceChildren();
-    put(body, gap(first * ROW), chosen.slice(first, end).map((row, i) => line(row, first + i + 2)), gap((chosen.length - end) * ROW));
+    put(body, gap(first * ROW), chosen.slice(first, end).map((row, i) => line(row, first + i + 2)), paper.on ? null : gap((chosen.length - end) * ROW));
     if (held !== null) body.querySelector(`[data-client="${Number(held)}"]`)?.focus({ preventScroll: true });
   }
 
@@ -103,9 +108,10 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
       el("th", { scope: "row", class: "number" }, pick), columns.slice(1).map((c) => el("td", { class: c.text ? null : "number" }, c.show(row[c.key]))));
   }
 
+  paper.listeners.add(() => paint());
   return {
-    host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box,
-      el("p", { class: "note" }, note)),
+    host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box, left,
+      el("p", { class: "note hint" }, note)),
     update(now) {
       if (now === run) return;
       run = now;

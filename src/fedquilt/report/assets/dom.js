@@ -86,3 +86,28 @@ function slot(fill) {
     },
   };
 }
+
+// Paper has no scroll bar, no dark side and nothing to click: while a page is printed, lists are
+// in full, what is folded and marked for paper is open, and colours are those of daylight.
+const paper = { on: false, listeners: new Set() };
+function followPaper() {
+  const root = document.documentElement;
+  let theme, opened = [];
+  addEventListener("beforeprint", () => {
+    if (paper.on) return;
+    theme = root.dataset.theme;
+    root.dataset.theme = "light";
+    opened = [...document.querySelectorAll("details.paper:not([open])")];
+    turn(true);
+  });
+  addEventListener("afterprint", () => {
+    if (theme === undefined) delete root.dataset.theme; else root.dataset.theme = theme;
+    turn(false);
+  });
+  function turn(on) {
+    paper.on = on;
+    opened.forEach((details) => { details.open = on; });
+    repaintAll();
+    paper.listeners.forEach((listener) => listener());
+  }
+}

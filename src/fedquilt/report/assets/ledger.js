@@ -85,7 +85,7 @@ function ledgerPage(first) {
     if (own.client === null || !data.live) { past.replaceChildren(); return; }
     const query = new URLSearchParams({ population: chosen().name, client: String(own.client) });
     ask(`${data.live.history}?${query}`, past, (found) => (found.error ? el("p", { class: "note" }, found.error) : [
-      el("p", {}, `Client ${found.client}: ${found.count} releases${found.count > found.rows.length ? `, the last ${found.rows.length} below` : ""}.`),
+      el("p", {}, `Client ${found.client}${found.id ? ` (${found.id})` : ""}: ${found.count} releases${found.count > found.rows.length ? `, the last ${found.rows.length} below` : ""}.`),
       lineChart({ title: "Its spend, release by release", series: [{ name: "ε spent", color: "blue", x: found.rows.map((_, i) => i + 1), y: found.rows.map((r) => r.epsilon) }], xLabel: "release", xName: "release", wholeX: true, yRange: [0],
         references: [{ y: chosen().allowance, label: `allowance ${bound(chosen().allowance)}` }], noTable: true }),
       table([{ name: "run" }, { name: "round", kind: "number" }, { name: "when" }, { name: "charge (μ²)", kind: "number" }, { name: "ε afterwards", kind: "number" }],

@@ -89,6 +89,7 @@ function waiting(first) {
 function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   put(document.getElementById("tools"), theme());
+  followPaper();
   document.getElementById("foot").textContent = `Made by fedquilt ${data.fedquilt}. One file, nothing is fetched. Bounds are rounded up.`;
   const update = data.ledger ? ledgerPage(data) : waiting(data);
   if (data.live) follow(data.live, update);

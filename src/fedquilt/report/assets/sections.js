@@ -7,7 +7,7 @@ function claimSection(data) {
       el("p", { class: "who" }, `${run.mode}, seed ${run.seed}: ${run.name}`),
       el("p", {}, claim.explained),
       facts(claim.facts),
-      claim.notes.length ? el("details", { open: data.runs.length === 1 }, el("summary", {}, claim.notes.length === 1 ? "1 note" : `${claim.notes.length} notes`),
+      claim.notes.length ? el("details", { class: "paper", open: data.runs.length === 1 }, el("summary", {}, claim.notes.length === 1 ? "1 note" : `${claim.notes.length} notes`),
         el("ul", { class: "notes" }, claim.notes.map((note) => el("li", {}, note)))) : null,
       run.stopped ? el("p", { class: "note" }, `Ended after round ${run.rounds}: ${run.stopped}.`) : null);
   };
@@ -23,7 +23,7 @@ function comparisonSection(data) {
   const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
     s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon), s.claim])]);
   return [el("p", { class: "note" }, "Rows under one heading promise every client the same: only those may be compared by accuracy alone."), table(columns, rows, "Runs compared"),
-    data.pairs && data.pairs.length ? el("details", {}, el("summary", {}, "Differences on the same seeds"), table(
+    data.pairs && data.pairs.length ? el("details", { class: "paper" }, el("summary", {}, "Differences on the same seeds"), table(
       [{ name: "difference" }, { name: "mean", kind: "number" }, { name: "95 % interval", kind: "number" }, { name: "p", kind: "number" }, { name: "seeds", kind: "number" }],
       data.pairs.map((p) => [p.label, number(p.mean), known(p.low) ? `${number(p.low)} to ${number(p.high)}` : "-", number(p.p, 2), String(p.seeds)]), "Paired differences")) : null];
 }
@@ -39,42 +39,54 @@ function accuracySection(data) {
 
 const count = (length) => Array.from({ length }, (_, i) => i + 1);
 
-function ownSpend(run, client) {
+// What one client has spent after each round, from an amount that it may have spent before.
+function ownSpend(run, client, before = 0) {
   const spend = run.spend;
-  if (!spend || !spend.charges) return null;
+  if (!spend || !spend.charges || !known(before)) return null;
   const { mu2, epsilon } = spend.curve;
-  let spent = 0;
+  let spent = before;
   const worth = (amount) => {
     if (amount === 0) return 0;
     let low = 0, high = mu2.length - 1;
     while (low < high) { const middle = (low + high) >> 1; if (mu2[middle] >= amount * (1 - 1e-5)) high = middle; else low = middle + 1; }
     return epsilon[low];
   };
-  return rosterOf(run).map((members, r) => {
+  const rounds = rosterOf(run).map((members, r) => {
     const place = members.indexOf(client), charge = spend.charges[r];
     if (place >= 0) spent += Array.isArray(charge) ? charge[place] : charge;
     return worth(spent);
   });
+  return [worth(before), ...rounds];
+}
+
+const clientName = (run, client) => (run.spend && run.spend.ids ? `client ${client} (${run.spend.ids[client]})` : `client ${client}`);
+
+function spendChart(run, client, { title, levels, from, before, references, note }) {
+  const spend = run.spend, x = levels.max.map((_, i) => i + from);
+  const series = [
+    { name: "the client that spent most", color: "vermilion", x, y: levels.max },
+    { name: "median client (band: middle half)", color: "blue", x, y: levels.median, low: levels.low, high: levels.high }];
+  const own = client === null ? null : ownSpend(run, client, before);
+  if (own) series.push({ name: clientName(run, client), color: "green", dash: "7 3", x, y: own.slice(from) });
+  return lineChart({ title, note: `ε at δ = ${spend.delta}, ${spend.adjacency}; ${note}`, series, xLabel: "round", wholeX: true, yRange: [0], references, alwaysNamed: true });
 }
 
 function spendSection(run, client) {
   const spend = run.spend;
   if (!spend) return el("p", { class: "note" }, "This run keeps no ledger: no client's spend is bounded or counted.");
   if (spend.missing) return el("p", { class: "note" }, spend.missing);
-  const x = count(spend.rounds.max.length);
-  const series = [
-    { name: "the client that spent most", color: "vermilion", x, y: spend.rounds.max },
-    { name: "median client (band: middle half)", color: "blue", x, y: spend.rounds.median, low: spend.rounds.low, high: spend.rounds.high }];
-  const own = client === null ? null : ownSpend(run, client);
-  if (own) series.push({ name: `client ${client}`, color: "green", dash: "7 3", x, y: own });
-  const references = [{ y: spend.budget, label: `budget of the run ${bound(spend.budget)}` }];
-  if (spend.allowance !== spend.budget) references.push({ y: spend.allowance, label: `lifetime allowance ${bound(spend.allowance)}` });
-  const parts = [lineChart({ title: "Spend against allowance, by round", note: `ε at δ = ${spend.delta}, ${spend.adjacency}; the ledger refuses what would pass the line.`, series, xLabel: "round", wholeX: true, yRange: [0], references, alwaysNamed: true })];
+  const allowance = { y: spend.allowance, label: `lifetime allowance ${bound(spend.allowance)}` };
+  const references = [{ y: spend.budget, label: `budget of the run ${bound(spend.budget)}` }], past = spend.lifetime;
+  if (spend.allowance !== spend.budget && !past) references.push(allowance);
+  const parts = past ? [spendChart(run, client, { title: "Spend against the lifetime allowance, by round", levels: past, from: 0, before: client === null || !past.before ? null : past.before[client], references: [allowance],
+    note: "all runs of the ledger together: round 0 is what was spent before this run." })] : [];
+  parts.push(spendChart(run, client, { title: past ? "Spend in this run against its budget, by round" : "Spend against allowance, by round", levels: spend.rounds, from: 1, before: 0, references,
+    note: "the ledger refuses what would pass the line." }));
   if (spend.epsilons) {
     const cells = new Map();
     spend.epsilons.forEach((e, i) => { if (known(e)) { const key = `${run.joins[i]}|${e.toPrecision(3)}`; cells.set(key, (cells.get(key) || 0) + 1); } });
     const points = [...cells].map(([key, n]) => [...key.split("|").map(Number), n]).sort((a, b) => a[0] - b[0]);
-    parts.push(lineChart({ title: "Spend against joins", note: "A dot for each client; a larger one for several alike.", noTable: true, xName: "joins", xLabel: "joins", wholeX: true, yRange: [0], references,
+    parts.push(lineChart({ title: past ? "Spend in this run against joins" : "Spend against joins", note: "A dot for each client; a larger one for several alike.", noTable: true, xName: "joins", xLabel: "joins", wholeX: true, yRange: [0], references,
       series: [{ name: "clients", color: "blue", dots: true, x: points.map((p) => p[0]), y: points.map((p) => p[1]), size: points.map((p) => p[2]) }] }));
   }
   return [el("div", { class: "charts" }, parts),
@@ -116,9 +128,9 @@ const did = (run) => (run.roster_is === "available" ? "were available" : "joined
 
 function tiersTable(run) {
   if (!run.slices) return null;
-  const seen = (run.look && run.look.tiers) || {};
+  const seen = (run.look && run.look.tiers) || {}, measured = (t) => seen[String(t.width)] ?? t.test_accuracy ?? t.accuracy ?? null;
   const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", "test accuracy"].map((name) => ({ name, kind: "number" }))];
-  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number(seen[String(t.width)] ?? null)]);
+  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number(measured(t))]);
   return [el("h3", {}, `Tiers (${run.slices.method})`), table(columns, rows, "Tiers")];
 }
 
@@ -132,8 +144,16 @@ function groupTable(run) {
     epsilons ? bound(mean(ids, epsilons)) : "-", epsilons ? bound(Math.max(...ids.map((i) => (epsilons[i] === "inf" ? Infinity : epsilons[i])))) : "-"]), "Groups by participation")];
 }
 
+// What clients measured on samples of their own, by group: for the owner.
+function measuredTable(run) {
+  if (!run.measured) return null;
+  const columns = [{ name: "group" }, ...["accuracy, mean", "worst decile", "Gini"].map((name) => ({ name, kind: "number" }))];
+  return [el("h3", {}, `What clients measured after round ${run.measured.rounds} on their own samples (private)`),
+    table(columns, run.measured.groups.map((g) => [g.name, ...[g.mean, g.worst, g.gini].map((v) => number(v))]), "Accuracy by group")];
+}
+
 function groupsSection(run) {
-  const look = run.look, parts = [groupTable(run), tiersTable(run)], charts = [];
+  const look = run.look, parts = [groupTable(run), tiersTable(run), measuredTable(run)], charts = [];
   if (look && look.classes) charts.push(barChart({ title: "Test accuracy by class", note: "Of the released model, on data that no client holds.", xLabel: "class", yRange: [0, 1], bars: look.classes.map((c) => ({ label: String(c.label), value: c.accuracy })) }));
   if (run.holdings && run.holdings.counts) charts.push(holdingsChart(run.holdings));
   if (run.holdings && run.holdings.missing) parts.push(el("p", { class: "note" }, `What clients hold: ${run.holdings.missing}`));
@@ -163,7 +183,7 @@ function configSection(run) {
   const rows = run.config.filter((c) => !c[2] && c[1] !== "(a path)");
   const shown = (list) => table([{ name: "option" }, { name: "value", kind: "wrap" }], list.map((c) => [c[0], c[1]]), "Options");
   return [el("p", {}, "Save the file below as ", el("code", {}, "run.toml"), " and run ", el("code", {}, run.repeat.command), ". Noise that protects is drawn afresh: figures of a private run differ from one to the next."),
-    el("details", {}, el("summary", {}, "run.toml"), el("pre", { tabindex: "0" }, run.repeat.toml)),
+    el("details", { class: "paper" }, el("summary", {}, "run.toml"), el("pre", { tabindex: "0" }, run.repeat.toml)),
     el("h3", {}, `${rows.length} options are not the default`), shown(rows),
     el("details", {}, el("summary", {}, `All ${run.config.length} options`), shown(run.config)),
     run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
