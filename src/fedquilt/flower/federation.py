@@ -29,7 +29,7 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.flower import keys, processes
-from fedquilt.flower.directory import NodeRoster, fingerprint
+from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
 
 CONNECTION = "fedquilt"
@@ -50,9 +50,13 @@ class Federation:
         nodes: int | Sequence[str] = 4,
         *,
         node_config: Mapping[str, str] | None = None,
+        seats: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
-        """Write certificates, keys, roster and configuration; keep those that are there."""
+        """Write certificates, keys, roster and configuration; keep those that are there.
+
+        `seats` are accounts for nodes that may join while a run goes on.
+        """
         names = [f"node{i}" for i in range(nodes)] if isinstance(nodes, int) else list(nodes)
         if not names:
             raise InvalidValueError("nodes=0 must be >= 1")
@@ -69,7 +73,7 @@ class Federation:
             keys.make_secret(self.folder / f"{name}.secret")
         ports = processes.free_ports(2 + len(names))
         public = {name: self._node_key(name) for name in names}
-        self._write_roster(public)
+        self._write_roster(public, seats)
         given = node_config or {}
         config = {
             "app": str(app),
@@ -146,10 +150,14 @@ class Federation:
 
     # -- who is there
 
+    def exists(self) -> bool:
+        """Tell whether there is a federation in this folder, up or down."""
+        return (self.folder / processes.CONFIG).exists()
+
     def config(self) -> dict[str, Any]:
         """Return what the federation consists of."""
         path = self.folder / processes.CONFIG
-        if not path.exists():
+        if not self.exists():
             raise InvalidValueError(
                 f"{str(self.folder)!r} must be the folder of a federation: "
                 "`fedquilt flower up` makes one"
@@ -163,6 +171,16 @@ class Federation:
 
     def online(self) -> dict[str, str]:
         """Return the nodes that the SuperLink says are connected, and their fingerprints."""
+        roster = self.roster()
+        names = roster.client_of()
+        return {
+            roster.names[names[value]]: value
+            for value, status in self.keys_seen().items()
+            if status == "online" and value in names
+        }
+
+    def keys_seen(self) -> dict[str, str]:
+        """Return the fingerprint of every key that the SuperLink knows, and its node's status."""
         if not self.is_up() or not self._superlink_answers():
             return {}
         from flwr.proto.control_pb2 import ListNodesRequest
@@ -179,14 +197,7 @@ class Federation:
             nodes = client.ListNodes(ListNodesRequest()).nodes_info
         finally:
             client.close()
-        names = self.roster().client_of()
-        found = {}
-        for node in nodes:
-            if node.status == "online":
-                value = fingerprint(bytes(node.public_key))
-                if value in names:
-                    found[self.roster().names[names[value]]] = value
-        return found
+        return {fingerprint(bytes(node.public_key)): node.status for node in nodes}
 
     def roster(self) -> NodeRoster:
         """Return who is who."""
@@ -233,17 +244,19 @@ class Federation:
         self._write_config({**config, "trusted": value, "nodes": nodes})
         return value
 
-    def join(self, name: str, node_config: str) -> None:
+    def join(self, name: str, node_config: str) -> bool:
         """Let a node join: a key, a line of the roster, processes.
 
-        It takes part in runs that begin from now on; in a run that goes on its clients are
-        those it began with.
+        Returns whether it takes part in a run that goes on, from its next round: it has an
+        account which that run has named when it began, a seat or the one it had before.
         """
         config = self.config()
+        before = set(self.roster().client_ids)
         self._write_roster({name: self._node_key(name)})
         known = config["nodes"].get(name, {"port": processes.free_ports(1)[0]})
         config["nodes"][name] = {**known, "config": node_config}
         self._write_config(config)
+        return self.roster().keys[name][0] in before
 
     def leave(self, name: str) -> None:
         """Let a node leave: its processes end, its line of the roster and its account stay."""
@@ -257,7 +270,8 @@ class Federation:
     def rotate(self, name: str) -> str:
         """Give a node a new key; its account stays the one of its first key.
 
-        The new key is in the roster before the node uses it.  Returns its fingerprint.
+        The new key is in the roster before the node uses it; the old ones no longer count.
+        Returns its fingerprint.
         """
         config = self.config()
         if name not in config["nodes"]:
@@ -267,7 +281,7 @@ class Federation:
         number = len(self.roster().keys[name]) + 1
         stem = f"{name}-key{number}"
         public = keys.make_node_key(self.folder / "nodes" / stem)
-        roster = self.roster().with_key(name, fingerprint(public))
+        roster = self.roster().rotated(name, fingerprint(public))
         roster.write(self.folder / processes.ROSTER)
         options = config["nodes"].pop(name)
         self._write_config(config)  # the old process ends ...
@@ -291,12 +305,13 @@ class Federation:
             raise InvalidValueError(f"node name {name!r} must be letters, digits, '-' and '_'")
         return keys.make_node_key(self.folder / "nodes" / name)
 
-    def _write_roster(self, public: Mapping[str, bytes]) -> None:
+    def _write_roster(self, public: Mapping[str, bytes], seats: int = 0) -> None:
         path = self.folder / processes.ROSTER
-        known = dict(NodeRoster.read(path).keys) if path.exists() else {}
+        roster = NodeRoster.read(path) if path.exists() else roster_of_keys(public.items())
         for name, key in public.items():
-            known.setdefault(name, (fingerprint(key),))
-        NodeRoster(known).write(path)
+            if name not in roster.keys:
+                roster = roster.with_client(name, fingerprint(key))
+        roster.with_seats(max(0, seats - len(roster.seats))).write(path)
 
     def _write_config(self, config: dict[str, Any]) -> None:
         write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode())
@@ -331,7 +346,9 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         "FEDQUILT_FLOWER_LEDGER=/var/lib/fedquilt/ledger.sqlite \\",
         "  python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:8000 \\",
         "  --root-certificates ca.crt --superexec-auth-secret-file superlink.secret",
-        "flwr supernode register NAME.pub fedquilt --name NAME   # for every node, first",
+        "# for every node, first",
+        "flwr supernode register NAME.pub fedquilt --name NAME",
+        "fedquilt flower enroll NAME NAME.pub --roster roster.json",
         "# on every node, with its own key",
         f"flower-supernode --superlink {host}:443 --root-certificates ca.crt \\",
         "  --auth-supernode-private-key NAME --host 127.0.0.1 --port 9094 \\",

@@ -34,7 +34,7 @@ _LEFT_OUT = frozenset(
     }
 )
 
-_FILES = {
+FILES = {
     "README.md": """# {name}
 
 A Flower app that runs fedquilt's round: `quiltapp/task.py` has the model and the data, and is
@@ -159,7 +159,7 @@ def write_app(folder: str | Path, files: dict[str, str] | None = None, **chosen:
     table = "\n".join(
         f"{key} = {json.dumps(value)}" for key, value in run_configuration(**chosen).items()
     )
-    written = {**_FILES, **(files or {}), "pyproject.toml": _PROJECT}
+    written = {**FILES, **(files or {}), "pyproject.toml": _PROJECT}
     for path, text in written.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
