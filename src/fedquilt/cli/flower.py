@@ -204,6 +204,30 @@ def rotate(
 
 
 @flower.command()
+def setup(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="server or node.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="/etc/fedquilt, for the units.")],
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="A server's name or address; repeat it.")
+    ] = None,
+) -> None:
+    """Write the certificates, keys and secrets of a host; what is there is kept."""
+    _needed()
+    from fedquilt.flower import keys
+    from fedquilt.flower.directory import fingerprint
+
+    if kind not in ("server", "node"):
+        raise InvalidValueError(f"kind={kind!r} must be 'server' or 'node'")
+    if (kind == "server") != bool(host):
+        raise InvalidValueError("--host must name a server as nodes reach it, and only a server")
+    if kind == "server":
+        keys.make_server_files(Path(folder), host or ())
+        print("nodes get ca.crt and nothing else; keep ca.key offline")
+    else:
+        print(fingerprint(keys.make_node_files(Path(folder))))
+
+
+@flower.command()
 def enroll(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What people call the client.")],
     key: Annotated[str, typer.Argument(metavar="PUB", help="The public key of its node.")],

@@ -32,9 +32,6 @@ from fedquilt.flower import keys, processes
 from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
 
-CONNECTION = "fedquilt"
-_HOSTS = ("localhost", "127.0.0.1")
-
 
 class Federation:
     """The federation of a folder."""
@@ -65,13 +62,11 @@ class Federation:
             raise InvalidValueError(
                 f"app={str(app)!r} must hold a pyproject.toml; `fedquilt flower new` writes one"
             )
-        for part in ("nodes", "logs", "flwr"):
+        for part in ("nodes", "logs"):
             (self.folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
-        keys.make_authority(self.folder)
-        keys.make_certificate(self.folder, "server", _HOSTS)
-        for name in ("superlink", "nodes"):
-            keys.make_secret(self.folder / f"{name}.secret")
         ports = processes.free_ports(2 + len(names))
+        keys.make_server_files(self.folder, (), ports[0])
+        keys.make_secret(self.folder / "nodes.secret")
         public = {name: self._node_key(name) for name in names}
         self._write_roster(public, seats)
         given = node_config or {}
@@ -90,11 +85,6 @@ class Federation:
             **options,
         }
         self._write_config(config)
-        connection = (
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-            f'address = "127.0.0.1:{ports[0]}"\nroot-certificates = "{self.folder / "ca.crt"}"\n'
-        )
-        write_file(self.folder / "flwr" / "config.toml", connection.encode())
         return config
 
     def up(self, wait: float = 180.0) -> None:
@@ -208,7 +198,7 @@ class Federation:
     def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
         """Submit the app as a run; return the exit code of `flwr run`."""
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
-        command = [_program("flwr"), "run", self.config()["app"], CONNECTION]
+        command = [_program("flwr"), "run", self.config()["app"], keys.CONNECTION]
         command += ["--stream"] if stream else []
         command += ["--run-config", given] if given else []
         return subprocess.run(command, env=self._environment(), check=False).returncode
@@ -335,6 +325,7 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
     trusted = config.get("trusted", "FAB_HASH")
     lines = [
         "# on the server: the SuperLink on loopback, the gate before it, the server's apps",
+        f"fedquilt flower setup server . --host {host}",
         "flower-superlink --host 127.0.0.1 --port 8000 --ssl-ca-certfile ca.crt \\",
         "  --ssl-certfile server.pem --ssl-keyfile server.key --enable-supernode-auth \\",
         "  --database state.db --isolation process \\",
@@ -349,9 +340,10 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         "# for every node, first",
         "flwr supernode register NAME.pub fedquilt --name NAME",
         "fedquilt flower enroll NAME NAME.pub --roster roster.json",
-        "# on every node, with its own key",
+        "# on every node, with its own key (node.pub is what the server enrolls)",
+        "fedquilt flower setup node .",
         f"flower-supernode --superlink {host}:443 --root-certificates ca.crt \\",
-        "  --auth-supernode-private-key NAME --host 127.0.0.1 --port 9094 \\",
+        "  --auth-supernode-private-key node --host 127.0.0.1 --port 9094 \\",
         "  --isolation process --superexec-auth-secret-file node.secret \\",
         "  --node-config 'data=\"/srv/data.npz\"'",
         "python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:9094 --insecure \\",
