@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,12 @@ class Federation:
 
     def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
         """Submit the app as a run; return the exit code of `flwr run`."""
+        config = self.config()
+        if config.get("trusted") not in (None, fab_hash(config["app"])):
+            raise InvalidValueError(
+                f"app={config['app']!r} must be the one that nodes trust, and has changed since: "
+                f"`fedquilt flower trust {config['app']}` lets them run it"
+            )
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
         command = [_program("flwr"), "run", self.config()["app"], keys.CONNECTION]
         command += ["--stream"] if stream else []
@@ -313,11 +321,26 @@ class Federation:
         return processes.answers(self.config()["ports"]["superlink"])
 
 
+# Files of runs and federations that are their owner's alone.
+_PRIVATE = frozenset({"nodes.jsonl", "clients.json", processes.CONFIG, processes.ROSTER})
+
+
 def fab_hash(app: str | Path) -> str:
-    """Return the hash of an app as Flower packs it: what nodes are told to trust."""
+    """Return the hash of an app as Flower packs it: what nodes are told to trust.
+
+    An app is sent to every node.  One that would take the files of runs along is refused.
+    """
     from flwr.cli.build import build_fab_from_disk
 
-    return hashlib.sha256(build_fab_from_disk(Path(app))).hexdigest()
+    packed = build_fab_from_disk(Path(app))
+    with zipfile.ZipFile(io.BytesIO(packed)) as content:
+        private = [name for name in content.namelist() if Path(name).name in _PRIVATE]
+    if private:
+        raise InvalidValueError(
+            f"the app {str(app)!r} must not take {private[0]!r} to every node: put results and "
+            "the federation elsewhere, or name them in the app's .gitignore"
+        )
+    return hashlib.sha256(packed).hexdigest()
 
 
 def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.org") -> str:
@@ -335,6 +358,7 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         "  --ssl-certfile server.pem --ssl-keyfile server.key --root-certificates ca.crt",
         "FEDQUILT_FLOWER_ROSTER=roster.json FEDQUILT_FLOWER_OUTPUT=/var/lib/fedquilt/results \\",
         "FEDQUILT_FLOWER_LEDGER=/var/lib/fedquilt/ledger.sqlite \\",
+        "FEDQUILT_FLOWER_POPULATION=wards \\",
         "  python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:8000 \\",
         "  --root-certificates ca.crt --superexec-auth-secret-file superlink.secret",
         "# for every node, first",
