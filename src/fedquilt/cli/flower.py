@@ -58,7 +58,7 @@ def up(
         int, typer.Option("--seats", min=0, help="Accounts for nodes that join during a run.")
     ] = 0,
     cold: Annotated[
-        bool, typer.Option("--cold", help="A fresh process for every message, as Flower has it.")
+        bool, typer.Option("--cold", help="Flower's own processes: slow, and any app is run.")
     ] = False,
     any_app: Annotated[
         bool, typer.Option("--any-app", help="Let nodes run any app that is submitted.")
