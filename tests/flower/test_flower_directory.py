@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ pytest.importorskip("flwr")
 
 from cryptography.hazmat.primitives import serialization
 
-from fedquilt.common.errors import InvalidValueError
+from command_line import Said
+from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.flower import keys
 from fedquilt.flower.apps import client_app, run_from
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, fingerprint, roster_of_keys
@@ -161,3 +163,131 @@ def test_a_run_cannot_choose_the_operators_places(
     for name in ("ledger", "output_dir", "population", "data-dir", "spend_everything"):
         with pytest.raises(InvalidValueError, match="must not stand in a run configuration"):
             run_from(grid_of([b""]), {name: "/tmp/elsewhere"}, make_model, test_data)
+
+
+def test_a_client_takes_a_seat_and_keeps_its_account(public: list[bytes], tmp_path: Path) -> None:
+    roster = roster_of_keys([("a", public[0])]).with_seats(2)
+    accounts = roster.client_ids
+    assert [len(account) for account in accounts[1:]] == [69, 69]
+    joined = roster.with_client("b", fingerprint(public[1])).with_client(
+        "c", fingerprint(public[2])
+    )
+    assert joined.names == ("a", "b", "c")
+    assert joined.client_ids == accounts
+    assert joined.seats == ()
+    assert joined.client_of()[fingerprint(public[2])] == 2
+    later = joined.with_client("d", fingerprint(public[3]))
+    assert later.client_ids[3] == fingerprint(public[3]), "there is no seat left"
+    joined.write(tmp_path / "roster.json")
+    assert NodeRoster.read(tmp_path / "roster.json") == joined
+    for name, key in (("a", public[3]), ("d", public[2])):
+        with pytest.raises(InvalidValueError, match="must be new"):
+            joined.with_client(name, fingerprint(key))
+
+
+def test_an_old_key_counts_no_more(public: list[bytes]) -> None:
+    roster = roster_of_keys([("a", public[0]), ("b", public[1])])
+    rotated = roster.rotated("a", fingerprint(public[2])).rotated("a", fingerprint(public[3]))
+    assert rotated.client_ids == roster.client_ids
+    grid = grid_of([pem(public[0]), pem(public[2]), pem(public[3])])
+    assert KeyDirectory(grid, rotated).nodes() == {0: 1002}
+    with pytest.raises(InvalidValueError, match="must be new"):
+        rotated.rotated("b", fingerprint(public[2]))
+    with pytest.raises(InvalidValueError, match="client 'c' must be one of 'a', 'b'"):
+        rotated.rotated("c", fingerprint(public[4]))
+
+
+class Changing(InProcessGrid):
+    """A grid during whose second round the roster's file changes."""
+
+    def __init__(self, held: list[bytes], change: Callable[[], None], orders: int = 99) -> None:
+        super().__init__(client_app(make_model, client_data), len(held), public_keys=held)
+        self._change, self._left = change, orders
+        self.asked: list[tuple[int, int]] = []
+
+    def get_nodes(self) -> Any:
+        return super().get_nodes() if self._left > 0 else []
+
+    def _answer(self, message: Any) -> Any:
+        index = message.content["config"]["round_index"]
+        if index == 1 and not any(asked[0] == 1 for asked in self.asked):
+            self._change()
+        self.asked.append((index, message.metadata.dst_node_id - 1000))
+        self._left -= 1
+        return super()._answer(message)
+
+
+def during(grid: InProcessGrid, path: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
+    monkeypatch.setenv("FEDQUILT_FLOWER_ROSTER", str(path))
+    monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(path.parent / "results"))
+    options = {"mode": "certified", "epsilon": 8.0, "num_rounds": 4, "local_epochs": 1}
+    more = {"clients_per_round": 1.0, "flower_poll": 0.01, "flower_wait": 0.2}
+    return run_from(grid, {**options, **more, **given}, make_model, test_data)
+
+
+def test_nodes_join_and_change_keys_while_a_run_goes_on(
+    public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "roster.json"
+    roster = roster_of_keys([("a", public[0]), ("b", public[1])]).with_seats(1)
+    roster.write(path)
+
+    def change() -> None:
+        new = roster.rotated("b", fingerprint(public[2]))
+        new.with_client("c", fingerprint(public[3])).with_client(
+            "too late", fingerprint(public[4])
+        ).write(path)
+
+    grid = Changing([pem(key) for key in public], change)
+    result = during(grid, path, monkeypatch)
+    rounds = {index: sorted(n for i, n in grid.asked if i == index) for index in range(4)}
+    assert rounds == {0: [0, 1], 1: [0, 1], 2: [0, 2, 3], 3: [0, 2, 3]}
+    assert result.result["cohorts"] == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
+    with Ledger.open(result.folder / "ledger.sqlite") as ledger:
+        (population,) = ledger.populations()
+        assert tuple(population.ids()) == roster.client_ids
+        assert population.joins().tolist() == [4, 4, 2]
+
+
+def test_a_run_is_resumed_with_its_own_clients_after_others_have_joined(
+    public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "roster.json"
+    roster = roster_of_keys([("a", public[0]), ("b", public[1])])
+    roster.write(path)
+    held = [pem(key) for key in public[:3]]
+    with pytest.raises(NotReadyError):
+        during(Changing(held, lambda: None, orders=4), path, monkeypatch)
+    roster.with_client("c", fingerprint(public[2])).write(path)
+    result = during(grid_of(held), path, monkeypatch, flower_resume=True)
+    assert result.result["rounds"] == 4
+    assert result.result["cohorts"] == [[0, 1]] * 4
+
+
+def test_a_roster_that_cannot_be_read_changes_nothing(public: list[bytes], tmp_path: Path) -> None:
+    path = tmp_path / "roster.json"
+    roster = roster_of_keys([("a", public[0])])
+    path.write_text("{half")
+    directory = KeyDirectory(grid_of([pem(public[0])]), roster, path)
+    assert directory.nodes() == {0: 1000}
+    roster_of_keys([("b", public[1])]).write(path)
+    assert directory.nodes() == {}, "its line is gone"
+
+
+def test_the_commands_of_a_servers_roster(
+    cli: Callable[..., Said], public: list[bytes], tmp_path: Path
+) -> None:
+    path, key = str(tmp_path / "roster.json"), [str(tmp_path / f"node{i}.pub") for i in range(4)]
+    assert cli("flower", "enroll", "a", key[0], "--roster", path).code == 0
+    assert cli("flower", "seats", "1", "--roster", path).code == 0
+    seat = NodeRoster.read(path).client_ids[1]
+    assert cli("flower", "enroll", "b", key[1], "--roster", path).code == 0
+    said = cli("flower", "rotate", "b", "--key", key[2], "--roster", path)
+    assert said.out.strip() == fingerprint(public[2])
+    roster = NodeRoster.read(path)
+    assert roster.keys["b"] == (seat, fingerprint(public[1]), fingerprint(public[2]))
+    assert roster.revoked == {fingerprint(public[1])}
+    assert cli("flower", "enroll", "b", key[3], "--roster", path).code == 2
+    assert cli("flower", "enroll", "c", str(tmp_path / "none"), "--roster", path).code == 2
+    assert cli("flower", "rotate", "b", "--key", key[3]).code == 2
+    assert NodeRoster.read(path) == roster

@@ -55,7 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model_epochs": 2,
     },
     "condensation, certified": {
-        **TABLES,
+        "method": "condense",
+        "ipc": 1,
         "mode": "certified",
         "noise_seed": 3,
         "mean_rounds": 1,

@@ -16,7 +16,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble import build_problem
+from fedquilt.assemble import Own, build_problem
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
 from fedquilt.config import build_config
 from fedquilt.flower import wire
@@ -104,6 +104,73 @@ def test_tasks_of_every_form_agree_with_one_machine(task: str, mode: str) -> Non
     assert any(not torch.equal(began[name], x) for name, x in there.state_dict.items())
     last = here.result["history"]["test_loss"][-1]
     assert there.result["history"]["test_loss"][-1] == pytest.approx(last, abs=1e-4)
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss of somebody's own, the mean over a batch."""
+    return ((outputs - nn.functional.one_hot(targets, 3)) ** 2).mean()
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+
+
+@pytest.mark.parametrize("mode", ["fedavg", "certified"])
+def test_objects_of_the_app_are_the_servers_and_the_nodes(mode: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": mode, "num_rounds": 3, "seed": 2}
+    options |= {"noise_seed": 4, "epsilon": 50.0} if mode == "certified" else {}
+    grid = InProcessGrid(
+        client_app(make_model, client_data, loss=squared, optimizer=momentum), COUNT
+    )
+    own = Own(loss=squared, optimizer=momentum, metrics={"squared": squared})
+    there = run_on_grid(
+        grid,
+        PlaceDirectory(grid, COUNT),
+        make_model,
+        held_by_the_server,
+        options,
+        HOW,
+        output_dir=str(tmp_path),
+        own=own,
+    )
+    here = fedquilt.run(
+        new_model(make_model, 2),
+        [samples(i) for i in range(COUNT)],
+        held_by_the_server(),
+        output_dir=None,
+        loss=squared,
+        optimizer=momentum,
+        **options,
+    )
+    for name, tensor in here.state_dict.items():
+        assert float((tensor - there.state_dict[name]).abs().max()) <= 1e-5
+    assert there.result["history"]["test_squared"][-1] > 0
+    assert "refused" not in (there.folder / "nodes.jsonl").read_text()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("of_node", "of_server"), [(squared, None), (None, squared)])
+def test_an_object_that_only_one_side_has_is_refused(
+    of_node: Any, of_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = InProcessGrid(client_app(make_model, client_data, loss=of_node), COUNT)
+    places, options = PlaceDirectory(grid, COUNT), {"mode": "fedavg", "num_rounds": 1}
+    run_on_grid(
+        *(grid, places, make_model, held_by_the_server, options, HOW),
+        output_dir=str(tmp_path),
+        own=Own(loss=of_server),
+    )
+    assert "must be this node's too" in caplog.text
+    (folder,) = tmp_path.iterdir()
+    assert "the node failed" in (folder / "nodes.jsonl").read_text()
+
+
+def test_a_run_configuration_does_not_name_what_the_app_brings() -> None:
+    grid = InProcessGrid(client_app(make_model, client_data, loss=squared), COUNT)
+    places, options = PlaceDirectory(grid, COUNT), {"mode": "fedavg", "loss": "mse"}
+    with pytest.raises(InvalidValueError, match="loss='mse' must be left out"):
+        run_on_grid(
+            *(grid, places, make_model, held_by_the_server, options, HOW), own=Own(loss=squared)
+        )
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

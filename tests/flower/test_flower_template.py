@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 from command_line import Said
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.flower.apps import client_app, run_from
-from fedquilt.flower.federation import commands_for_hosts, fab_hash
+from fedquilt.flower.federation import Federation, commands_for_hosts, fab_hash
 from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.flower.template import CHOSEN, run_configuration, write_app
@@ -116,6 +116,58 @@ def test_the_hash_of_an_app_is_of_its_source(tmp_path: Path) -> None:
     assert fab_hash(one) in commands_for_hosts({"trusted": fab_hash(one)})
 
 
+def test_an_app_takes_no_files_of_runs_to_the_nodes(tmp_path: Path) -> None:
+    app = write_app(tmp_path / "app")
+    value = fab_hash(app)
+    for path in ("results/run/clients.json", "elsewhere/federation.json", "nodes.jsonl"):
+        (app / path).parent.mkdir(parents=True, exist_ok=True)
+        (app / path).write_text("{}")
+    assert fab_hash(app) == value, "the template names what is sent"
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text().replace("fab-include", "# fab-include"))
+    with pytest.raises(InvalidValueError, match="must not take 'elsewhere/federation"):
+        fab_hash(app)
+
+
+def test_an_app_that_has_changed_is_not_run_before_nodes_trust_it(tmp_path: Path) -> None:
+    federation = Federation(tmp_path / "federation")
+    app = write_app(tmp_path / "app")
+    federation.prepare(app, 1, seats=1)
+    (app / "quiltapp" / "task.py").write_text("print('something else')\n")
+    with pytest.raises(InvalidValueError, match="must be the one that nodes trust"):
+        federation.run()
+    federation.trust(fab_hash(app))
+    assert federation.config()["trusted"] == fab_hash(app)
+    account = federation.roster().client_ids[1]
+    assert federation.join("late", "partition-id=1 num-partitions=2"), "there is a seat"
+    assert federation.roster().keys["late"][0] == account
+    assert not federation.join("later", "partition-id=1 num-partitions=2"), "there is none"
+    value = federation.rotate("late")
+    assert federation.roster().keys["late"][0] == account
+    assert federation.roster().keys["late"][-1] == value
+    assert len(federation.roster().revoked) == 1
+
+
+def test_the_options_of_heflwrs_examples_are_those_of_a_new_app() -> None:
+    for name in ("mnist", "cifar10"):
+        assert options_of(EXAMPLES / name).keys() == run_configuration().keys()
+
+
+def test_a_preset_stands_in_an_apps_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = write_app(tmp_path / "app")
+    task = task_of(app, monkeypatch)
+    monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
+    grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
+    given = {"preset": "paper-mnist", "mode": "", "num_rounds": 1, "noise_layers": "3*"}
+    options = {**options_of(app), **given}
+    result = run_from(grid, options, task.make_model, task.test_data)
+    kept = tomllib.loads((result.folder / "config.toml").read_text())  # type: ignore[operator]
+    assert kept["mode"] == "quap_fl"
+    assert kept["max_clip"] == 1.0
+
+
 @pytest.mark.parametrize("method", ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"])
 def test_heflwrs_mnist_example_runs(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +213,14 @@ def test_the_commands(
         assert said.code == 2
         assert "must be the folder of a federation" in said.words
     assert cli("flower", "down").code == 0
+    said = cli("flower", "trust", "mine")
+    assert said.out.split()[-1] == fab_hash(tmp_path / "mine"), "without a federation, too"
+    assert cli("flower", "setup", "server", "etc", "--host", "10.1.2.3").code == 0
+    assert (tmp_path / "etc" / "server.key").stat().st_mode & 0o077 == 0
+    assert cli("flower", "setup", "node", "host").out.startswith("key:")
+    assert {"node", "node.pub", "node.secret"} <= {x.name for x in (tmp_path / "host").iterdir()}
+    assert cli("flower", "setup", "node", "host", "--host", "a").code == 2
+    assert cli("flower", "setup", "other", "host").code == 2
     said = cli("flower", "up", "nowhere")
     assert said.code == 2
     assert "must hold a pyproject.toml" in said.words

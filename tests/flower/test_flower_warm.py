@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ pytest.importorskip("flwr")
 
 from flwr.supercore.constant import TaskType
 
-from fedquilt.flower import warm
+from fedquilt.flower import internals, warm
 
 pytestmark = pytest.mark.processes
 
@@ -69,3 +70,59 @@ def test_children_that_have_ended_are_buried(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.02)
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must be Linux")
+def test_a_child_dies_with_its_parent_however_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(arguments: list[str]) -> None:
+        (tmp_path / "child").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def parent() -> None:
+        monkeypatch.setattr(warm, "_run_command", stuck)
+        warm.ForkExecutor().launch(spec())
+        time.sleep(60)
+
+    above = warm.fork(parent, tmp_path / "log")
+    until = time.monotonic() + 20
+    while not (tmp_path / "child").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    os.kill(above, signal.SIGKILL)
+    ended(above)
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "told"),
+    [
+        (TaskType.SERVER_APP, signal.SIGKILL, True),
+        (TaskType.SERVER_APP, None, False),
+        (TaskType.CLIENT_APP, signal.SIGKILL, False),
+    ],
+)
+def test_the_superlink_is_told_of_a_serverapp_that_was_killed(
+    kind: TaskType, number: int | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(internals, "report_killed", killed.append)
+    monkeypatch.setattr(
+        warm, "_run_command", lambda arguments: number and os.kill(os.getpid(), number)
+    )
+    executor = warm.ForkExecutor()
+    given = spec(task_type=kind)
+    executor.launch(given)
+    until = time.monotonic() + 20
+    while executor._children and time.monotonic() < until:
+        executor.reconcile()
+        time.sleep(0.02)
+    assert killed == ([given] if told else [])
+
+
+def test_a_superlink_that_is_away_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    internals.report_killed(spec(task_type=TaskType.SERVER_APP))
+    assert "was not told" in caplog.text

@@ -21,6 +21,7 @@ flower = typer.Typer(
 )
 
 FOLDER = typer.Option("--folder", help="The folder of the federation: keys, logs, results.")
+ROSTER = typer.Option("--roster", help="The roster of a server, where it has one of its own.")
 CONFIG = typer.Option("--run-config", "-c", help="Options of the run: 'num_rounds=3 seed=1'.")
 _HERE = "federation"
 
@@ -53,8 +54,11 @@ def up(
     population: Annotated[
         str | None, typer.Option("--population", help="Name of the clients in the ledger.")
     ] = None,
+    seats: Annotated[
+        int, typer.Option("--seats", min=0, help="Accounts for nodes that join during a run.")
+    ] = 0,
     cold: Annotated[
-        bool, typer.Option("--cold", help="A fresh process for every message, as Flower has it.")
+        bool, typer.Option("--cold", help="Flower's own processes: slow, and any app is run.")
     ] = False,
     any_app: Annotated[
         bool, typer.Option("--any-app", help="Let nodes run any app that is submitted.")
@@ -71,7 +75,7 @@ def up(
     if ledger is not None:
         options["ledger"] = str(Path(ledger).expanduser().resolve())
         options["population"] = population or "flower"
-    config = federation.prepare(app, nodes, **options)
+    config = federation.prepare(app, nodes, seats=seats, **options)
     if any_app:
         federation.trust(None)
     federation.up()
@@ -102,9 +106,10 @@ def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
     for name, job in (record or {"processes": {}})["processes"].items():
         state = "running" if is_running(job["pid"], job["began"]) else "not running"
         print(f"  {name:14} {state:12} pid {job['pid']}  restarts {job['restarts']}")
-    online = federation.online()
-    for name, prints in federation.roster().keys.items():
+    online, roster = federation.online(), federation.roster()
+    for name, prints in roster.keys.items():
         known = "connected" if name in online else "away" if name in config["nodes"] else "left"
+        known = "free" if name in roster.seats else known
         print(f"  {name:14} {known:12} {prints[0][:20]}...")
     last = federation.last_run()
     if last is not None:
@@ -143,11 +148,14 @@ def trust(
     app: Annotated[str, typer.Argument(metavar="APP", help="The folder of the app.")] = ".",
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
-    """Let nodes run this version of the app, and no other; after a change to it."""
+    """Print the hash of the app; nodes of a federation here run this version and no other."""
     _needed()
     from fedquilt.flower.federation import fab_hash
 
-    print(_federation(folder).trust(fab_hash(app)))
+    federation, value = _federation(folder), fab_hash(app)
+    if federation.exists():
+        federation.trust(value)
+    print(value)
 
 
 @flower.command()
@@ -156,9 +164,10 @@ def join(
     node_config: Annotated[str, typer.Option("--node-config", help="What the node is told.")],
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
-    """Let a node join; it takes part in runs that begin from now on."""
+    """Let a node join; where there is a seat for it, in the run that goes on as well."""
     _needed()
-    _federation(folder).join(name, node_config)
+    at_once = _federation(folder).join(name, node_config)
+    print(f"{name} takes part " + ("from the next round" if at_once else "in later runs"))
 
 
 @flower.command()
@@ -174,11 +183,90 @@ def leave(
 @flower.command()
 def rotate(
     name: Annotated[str, typer.Argument(metavar="NAME")],
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="PUB", help="With --roster: the new public key.")
+    ] = None,
+    roster: Annotated[str | None, ROSTER] = None,
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
-    """Give a node a new key; its account stays that of its first key."""
+    """Give a node a new key; its account stays that of its first key, which counts no more."""
     _needed()
-    print(_federation(folder).rotate(name))
+    if (key is None) != (roster is None):
+        raise InvalidValueError("--key and --roster must be given together: a server's own roster")
+    if key is None or roster is None:
+        print(_federation(folder).rotate(name))
+        return
+    from fedquilt.flower.directory import NodeRoster
+
+    value = _fingerprint(key)
+    NodeRoster.read(roster).rotated(name, value).write(roster)
+    print(value)
+
+
+@flower.command()
+def setup(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="server or node.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="/etc/fedquilt, for the units.")],
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="A server's name or address; repeat it.")
+    ] = None,
+) -> None:
+    """Write the certificates, keys and secrets of a host; what is there is kept."""
+    _needed()
+    from fedquilt.flower import keys
+    from fedquilt.flower.directory import fingerprint
+
+    if kind not in ("server", "node"):
+        raise InvalidValueError(f"kind={kind!r} must be 'server' or 'node'")
+    if (kind == "server") != bool(host):
+        raise InvalidValueError("--host must name a server as nodes reach it, and only a server")
+    if kind == "server":
+        keys.make_server_files(Path(folder), host or ())
+        print("nodes get ca.crt and nothing else; keep ca.key offline")
+    else:
+        print(fingerprint(keys.make_node_files(Path(folder))))
+
+
+@flower.command()
+def enroll(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What people call the client.")],
+    key: Annotated[str, typer.Argument(metavar="PUB", help="The public key of its node.")],
+    roster: Annotated[str, ROSTER],
+) -> None:
+    """Enter a new client in a server's roster; it takes a free seat where there is one."""
+    _needed()
+    from fedquilt.flower.directory import NodeRoster, roster_of_keys
+
+    value = _fingerprint(key)
+    if Path(roster).exists():
+        NodeRoster.read(roster).with_client(name, value).write(roster)
+    else:
+        roster_of_keys([(name, Path(key).read_bytes())]).write(roster)
+    print(value)
+
+
+@flower.command()
+def seats(
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=1)],
+    roster: Annotated[str, ROSTER],
+) -> None:
+    """Add accounts to a server's roster for clients that may join while a run goes on."""
+    _needed()
+    from fedquilt.flower.directory import NodeRoster
+
+    NodeRoster.read(roster).with_seats(count).write(roster)
+
+
+def _fingerprint(path: str) -> str:
+    """Return what stands for the public key in a file."""
+    from fedquilt.flower.directory import fingerprint
+
+    try:
+        return fingerprint(Path(path).read_bytes())
+    except OSError as error:
+        raise InvalidValueError(
+            f"key {path!r} must be a file that can be read: {error.strerror}"
+        ) from error
 
 
 def _needed() -> None:

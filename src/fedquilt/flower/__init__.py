@@ -13,6 +13,7 @@
 | `settings` | what only this engine asks for: deadline, compression, who is waited for |
 | `internals` | the private parts of Flower that have to be touched |
 | `template` | the app that `fedquilt flower new` writes |
+| `trial` | a node's own file, or a share of a public data set to try an app |
 | `federation`, `processes`, `gate`, `warm` | a federation on this machine |
 """
 

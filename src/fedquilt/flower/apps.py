@@ -32,14 +32,18 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedquilt.assemble import Own
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
+from fedquilt.learning.objective import OwnLoss
+from fedquilt.learning.optimizers import Factory
 from fedquilt.observe.tracked import tracked
 from fedquilt.record import RunResult
+from fedquilt.run_folder import RunFolder
 
 _OPERATORS = frozenset(
     {
@@ -50,7 +54,13 @@ _OPERATORS = frozenset(
 _PREFIX = "FEDQUILT_FLOWER_"
 
 
-def client_app(make_model: MakeModel, client_data: ClientData) -> ClientApp:
+def client_app(
+    make_model: MakeModel,
+    client_data: ClientData,
+    *,
+    loss: OwnLoss | None = None,
+    optimizer: Factory | None = None,
+) -> ClientApp:
     """Return the app that a node runs.
 
     Parameters
@@ -60,8 +70,11 @@ def client_app(make_model: MakeModel, client_data: ClientData) -> ClientApp:
     client_data : callable
         Takes Flower's `Context` (with `node_config`, what this node was started with) and
         returns this client's samples: a pair (x, y), or a data set.  They stay there.
+    loss, optimizer : callable, optional
+        Objects of your own, as `fedquilt.run` takes them; the server's app gets the same.
+        Those that have a name stand in the run configuration.
     """
-    return app_of(OwnData(make_model, client_data))
+    return app_of(OwnData(make_model, client_data, Own(loss=loss, optimizer=optimizer)))
 
 
 def app_of(node_of: NodeOf) -> ClientApp:
@@ -85,6 +98,9 @@ def server_app(
     make_model: MakeModel,
     test_data: Callable[[], object],
     *,
+    loss: OwnLoss | None = None,
+    optimizer: Factory | None = None,
+    metrics: Any = None,
     finished: Callable[[RunResult], None] | None = None,
 ) -> ServerApp:
     """Return the app that runs beside the SuperLink.
@@ -95,14 +111,17 @@ def server_app(
         Returns the model, the same as on the nodes.
     test_data : callable
         Returns what the server evaluates on; it needs no training data.
+    loss, optimizer, metrics : optional
+        Objects of your own, as `fedquilt.run` takes them; the first two are the nodes' too.
     finished : callable, optional
         Given the result.
     """
     app = ServerApp()
+    own = Own(loss=loss, optimizer=optimizer, metrics=metrics)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        result = run_from(grid, context.run_config, make_model, test_data)
+        result = run_from(grid, context.run_config, make_model, test_data, own)
         if finished is not None:
             finished(result)
 
@@ -114,6 +133,7 @@ def run_from(
     run_config: Mapping[str, Any],
     make_model: MakeModel,
     test_data: Callable[[], object],
+    own: Own | None = None,
 ) -> RunResult:
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
@@ -124,12 +144,14 @@ def run_from(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
             f"({_PREFIX}...)"
         )
+    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
     roster_file = os.environ.get(_PREFIX + "ROSTER")
     client_ids = None
     directory: KeyDirectory | PlaceDirectory
+    resume = _to_resume(output_dir) if settings.resume else None
     if roster_file:
-        roster = NodeRoster.read(roster_file)
-        directory, client_ids = KeyDirectory(grid, roster), roster.client_ids
+        roster = _roster_of_run(roster_file, resume)
+        directory, client_ids = KeyDirectory(grid, roster, roster_file), roster.client_ids
     else:
         directory = PlaceDirectory(grid, int(count or len(list(grid.get_node_ids()))))
     for name in ("ledger", "population"):
@@ -138,7 +160,6 @@ def run_from(
             options[name] = value
     if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
         options["spend_everything"] = True
-    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
     with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
         return run_on_grid(
             grid,
@@ -149,9 +170,19 @@ def run_from(
             settings,
             client_ids=client_ids,
             output_dir=output_dir,
-            resume=_to_resume(output_dir) if settings.resume else None,
+            resume=resume,
             observer=observer,
+            own=own,
         )
+
+
+def _roster_of_run(path: str, resume: Path | None) -> NodeRoster:
+    """Return the clients of a run; those of one that is resumed are who they were."""
+    roster = NodeRoster.read(path)
+    if resume is None:
+        return roster
+    count = RunFolder.open(resume).read_config().num_clients
+    return roster if count is None else roster.first(count)
 
 
 def _to_resume(output_dir: str) -> Path:

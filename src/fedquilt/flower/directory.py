@@ -4,17 +4,23 @@ A node's number changes with a new database of the SuperLink, and at every start
 without a key.  Its key stays.  So a client is known by the SHA-256 of its public key (the
 DER form), and its account in the ledger has the fingerprint of its first key for a name:
 whoever comes back, under whatever number, finds the same account, and nobody else's.
+
+A run names its clients in the ledger when it begins, and the ledger lets it charge nobody
+else.  So whoever is to join a run that goes on needs an account that the run has named: a
+*seat*, which has a random name until a client takes it, and keeps that name for ever.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +33,7 @@ from fedquilt.common.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "key:"
+_PREFIX, _SEAT = "key:", "seat:"
 _ASK_SECONDS = 60.0
 
 
@@ -56,11 +62,20 @@ def fingerprint(public_key: bytes) -> str:
 class NodeRoster:
     """The clients of a federation: a name for people, and the fingerprints of its keys.
 
-    The first fingerprint is the client's account in the ledger for ever; a new key is added
-    behind it (`fedquilt flower rotate`), so that it is no new allowance.
+    The first entry of a client is its account in the ledger for ever: the fingerprint of its
+    first key, or the seat that it has taken.  A new key is added behind it (`fedquilt flower
+    rotate`), so that it is no new allowance.
+
+    Parameters
+    ----------
+    keys
+        The account and the further keys of every client, in the order of their numbers.
+    revoked
+        Fingerprints of keys that no longer count; an account may be among them.
     """
 
     keys: Mapping[str, tuple[str, ...]]
+    revoked: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         seen: dict[str, str] = {}
@@ -69,12 +84,8 @@ class NodeRoster:
         for name, prints in self.keys.items():
             if not prints:
                 raise InvalidValueError(f"client {name!r} of the roster must have a fingerprint")
-            for value in prints:
-                if not value.startswith(_PREFIX) or len(value) != len(_PREFIX) + 64:
-                    raise InvalidValueError(
-                        f"fingerprint {value!r} of client {name!r} must be {_PREFIX!r} and "
-                        "64 hexadecimal digits"
-                    )
+            for place, value in enumerate(prints):
+                _check_form(name, value, first=place == 0)
                 if seen.setdefault(value, name) != name:
                     raise InvalidValueError(
                         f"fingerprint {value!r} must be of one client, not of {seen[value]!r} "
@@ -91,31 +102,100 @@ class NodeRoster:
         """What each client is called in the ledger."""
         return tuple(prints[0] for prints in self.keys.values())
 
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The names of the seats that nobody has taken."""
+        return tuple(
+            name
+            for name, prints in self.keys.items()
+            if len(prints) == 1 and prints[0].startswith(_SEAT)
+        )
+
     def client_of(self) -> dict[str, int]:
-        """Return the number of the client behind each fingerprint."""
+        """Return the number of the client behind each key that counts."""
         return {
-            value: number for number, prints in enumerate(self.keys.values()) for value in prints
+            value: number
+            for number, prints in enumerate(self.keys.values())
+            for value in prints
+            if value not in self.revoked
         }
 
     def with_key(self, name: str, value: str) -> NodeRoster:
         """Return the roster with a client's new key, or with a new client."""
         prints = tuple(p for p in self.keys.get(name, ()) if p != value)
         first = value == (self.keys.get(name) or (None,))[0]
-        return NodeRoster({**self.keys, name: (value, *prints) if first else (*prints, value)})
+        kept = {**self.keys, name: (value, *prints) if first else (*prints, value)}
+        return replace(self, keys=kept)
+
+    def rotated(self, name: str, value: str) -> NodeRoster:
+        """Return the roster with a client's new key, and none of its others any more."""
+        if name not in self.keys or name in self.seats:
+            raise InvalidValueError(
+                f"client {name!r} must be one of {', '.join(map(repr, self.names))}, and no "
+                "free seat"
+            )
+        self._check_unused(value)
+        old = frozenset(p for p in self.keys[name] if p.startswith(_PREFIX))
+        return replace(self.with_key(name, value), revoked=self.revoked | old)
+
+    def with_client(self, name: str, value: str) -> NodeRoster:
+        """Return the roster with a new client, at a free seat where there is one."""
+        if name in self.keys:
+            raise InvalidValueError(
+                f"client {name!r} must be new: it is in the roster, with an account of its own "
+                "(a new key: `fedquilt flower rotate`)"
+            )
+        self._check_unused(value)
+        if not self.seats:
+            return self.with_key(name, value)
+        seat = self.seats[0]
+        taken = {
+            name if other == seat else other: (*prints, value) if other == seat else prints
+            for other, prints in self.keys.items()
+        }
+        return replace(self, keys=taken)
+
+    def with_seats(self, count: int) -> NodeRoster:
+        """Return the roster with so many more accounts for clients that are yet to come."""
+        new = [_SEAT + secrets.token_hex(32) for _ in range(count)]
+        seats = {f"seat-{value[len(_SEAT) :][:8]}": (value,) for value in new}
+        return replace(self, keys={**self.keys, **seats})
+
+    def first(self, count: int) -> NodeRoster:
+        """Return the roster of the first clients: those of a run that began before others came."""
+        return replace(self, keys=dict(itertools.islice(self.keys.items(), count)))
+
+    def _check_unused(self, value: str) -> None:
+        if value in self.revoked or any(value in prints for prints in self.keys.values()):
+            raise InvalidValueError(f"key {value!r} must be new: the roster has it already")
 
     @classmethod
     def read(cls, path: str | Path) -> NodeRoster:
-        """Read a roster file: JSON, {"clients": {name: [fingerprint, ...]}}."""
+        """Read a roster file: JSON, {"clients": {name: [account, key, ...]}, "revoked": [key]}."""
         record = read_json(Path(path), InvalidValueError)
-        clients = record.get("clients")
-        if not isinstance(clients, dict):
-            raise InvalidValueError(f"roster {str(path)!r} must hold a table 'clients'")
-        return cls({str(name): tuple(map(str, prints)) for name, prints in clients.items()})
+        clients, revoked = record.get("clients"), record.get("revoked", [])
+        if not isinstance(clients, dict) or not isinstance(revoked, list):
+            raise InvalidValueError(
+                f"roster {str(path)!r} must hold a table 'clients', and may hold a list 'revoked'"
+            )
+        keys = {str(name): tuple(map(str, prints)) for name, prints in clients.items()}
+        return cls(keys, frozenset(map(str, revoked)))
 
     def write(self, path: str | Path) -> None:
         """Write the roster, whole or not at all."""
-        record = {"clients": {name: list(prints) for name, prints in self.keys.items()}}
+        record: dict[str, Any] = {"clients": {name: list(v) for name, v in self.keys.items()}}
+        if self.revoked:
+            record["revoked"] = sorted(self.revoked)
         write_file(Path(path), (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _check_form(name: str, value: str, *, first: bool) -> None:
+    for prefix in (_PREFIX, _SEAT) if first else (_PREFIX,):
+        if value.startswith(prefix) and len(value) == len(prefix) + 64:
+            return
+    raise InvalidValueError(
+        f"fingerprint {value!r} of client {name!r} must be {_PREFIX!r} and 64 hexadecimal digits"
+    )
 
 
 class Directory(Protocol):
@@ -128,16 +208,29 @@ class Directory(Protocol):
 
 
 class KeyDirectory:
-    """Finds clients by the keys of their nodes; a node without one of these is nobody."""
+    """Finds clients by the keys of their nodes; a node without one of these is nobody.
 
-    def __init__(self, grid: Grid, roster: NodeRoster) -> None:
+    Parameters
+    ----------
+    roster : NodeRoster
+        The clients of the run; it has these and no others.
+    path : path, optional
+        The roster's file.  When it changes, new keys of these clients count from the next
+        round, revoked ones no longer, and a client whose line is gone is not asked.
+    """
+
+    def __init__(self, grid: Grid, roster: NodeRoster, path: str | Path | None = None) -> None:
         self._grid = grid
+        self._number = {account: place for place, account in enumerate(roster.client_ids)}
         self._client_of = roster.client_of()
+        self._path = None if path is None else Path(path)
+        self._read_at: int | None = None
         self._prints: dict[bytes, str | None] = {}
         self.num_clients = len(roster.keys)
 
     def nodes(self) -> dict[int, int]:
         """Return the newest node of every client that is connected."""
+        self._read_again()
         found: dict[int, Any] = {}
         for node in self._grid.get_nodes():
             client = self._client_of.get(self._fingerprint(bytes(node.public_key)) or "")
@@ -146,6 +239,26 @@ class KeyDirectory:
             if client not in found or node.online_until >= found[client].online_until:
                 found[client] = node
         return {client: int(node.node_id) for client, node in sorted(found.items())}
+
+    def _read_again(self) -> None:
+        """Learn of new keys; a file that cannot be read changes nothing."""
+        if self._path is None:
+            return
+        try:
+            changed = self._path.stat().st_mtime_ns
+            if changed == self._read_at:
+                return
+            roster = NodeRoster.read(self._path)
+        except (OSError, InvalidValueError) as error:
+            log.warning("the roster cannot be read, and its keys stay as they were: %s", error)
+            return
+        self._read_at = changed
+        accounts = roster.client_ids
+        self._client_of = {
+            value: self._number[accounts[place]]
+            for value, place in roster.client_of().items()
+            if accounts[place] in self._number
+        }
 
     def _fingerprint(self, public_key: bytes) -> str | None:
         if public_key not in self._prints:

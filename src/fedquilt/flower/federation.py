@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,8 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.flower import keys, processes
-from fedquilt.flower.directory import NodeRoster, fingerprint
+from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
-
-CONNECTION = "fedquilt"
-_HOSTS = ("localhost", "127.0.0.1")
 
 
 class Federation:
@@ -50,9 +49,13 @@ class Federation:
         nodes: int | Sequence[str] = 4,
         *,
         node_config: Mapping[str, str] | None = None,
+        seats: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
-        """Write certificates, keys, roster and configuration; keep those that are there."""
+        """Write certificates, keys, roster and configuration; keep those that are there.
+
+        `seats` are accounts for nodes that may join while a run goes on.
+        """
         names = [f"node{i}" for i in range(nodes)] if isinstance(nodes, int) else list(nodes)
         if not names:
             raise InvalidValueError("nodes=0 must be >= 1")
@@ -61,15 +64,13 @@ class Federation:
             raise InvalidValueError(
                 f"app={str(app)!r} must hold a pyproject.toml; `fedquilt flower new` writes one"
             )
-        for part in ("nodes", "logs", "flwr"):
+        for part in ("nodes", "logs"):
             (self.folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
-        keys.make_authority(self.folder)
-        keys.make_certificate(self.folder, "server", _HOSTS)
-        for name in ("superlink", "nodes"):
-            keys.make_secret(self.folder / f"{name}.secret")
         ports = processes.free_ports(2 + len(names))
+        keys.make_server_files(self.folder, (), ports[0])
+        keys.make_secret(self.folder / "nodes.secret")
         public = {name: self._node_key(name) for name in names}
-        self._write_roster(public)
+        self._write_roster(public, seats)
         given = node_config or {}
         config = {
             "app": str(app),
@@ -86,11 +87,6 @@ class Federation:
             **options,
         }
         self._write_config(config)
-        connection = (
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-            f'address = "127.0.0.1:{ports[0]}"\nroot-certificates = "{self.folder / "ca.crt"}"\n'
-        )
-        write_file(self.folder / "flwr" / "config.toml", connection.encode())
         return config
 
     def up(self, wait: float = 180.0) -> None:
@@ -146,10 +142,14 @@ class Federation:
 
     # -- who is there
 
+    def exists(self) -> bool:
+        """Tell whether there is a federation in this folder, up or down."""
+        return (self.folder / processes.CONFIG).exists()
+
     def config(self) -> dict[str, Any]:
         """Return what the federation consists of."""
         path = self.folder / processes.CONFIG
-        if not path.exists():
+        if not self.exists():
             raise InvalidValueError(
                 f"{str(self.folder)!r} must be the folder of a federation: "
                 "`fedquilt flower up` makes one"
@@ -163,6 +163,16 @@ class Federation:
 
     def online(self) -> dict[str, str]:
         """Return the nodes that the SuperLink says are connected, and their fingerprints."""
+        roster = self.roster()
+        names = roster.client_of()
+        return {
+            roster.names[names[value]]: value
+            for value, status in self.keys_seen().items()
+            if status == "online" and value in names
+        }
+
+    def keys_seen(self) -> dict[str, str]:
+        """Return the fingerprint of every key that the SuperLink knows, and its node's status."""
         if not self.is_up() or not self._superlink_answers():
             return {}
         from flwr.proto.control_pb2 import ListNodesRequest
@@ -179,14 +189,7 @@ class Federation:
             nodes = client.ListNodes(ListNodesRequest()).nodes_info
         finally:
             client.close()
-        names = self.roster().client_of()
-        found = {}
-        for node in nodes:
-            if node.status == "online":
-                value = fingerprint(bytes(node.public_key))
-                if value in names:
-                    found[self.roster().names[names[value]]] = value
-        return found
+        return {fingerprint(bytes(node.public_key)): node.status for node in nodes}
 
     def roster(self) -> NodeRoster:
         """Return who is who."""
@@ -196,8 +199,14 @@ class Federation:
 
     def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
         """Submit the app as a run; return the exit code of `flwr run`."""
+        config = self.config()
+        if config.get("trusted") not in (None, fab_hash(config["app"])):
+            raise InvalidValueError(
+                f"app={config['app']!r} must be the one that nodes trust, and has changed since: "
+                f"`fedquilt flower trust {config['app']}` lets them run it"
+            )
         given = " ".join(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
-        command = [_program("flwr"), "run", self.config()["app"], CONNECTION]
+        command = [_program("flwr"), "run", self.config()["app"], keys.CONNECTION]
         command += ["--stream"] if stream else []
         command += ["--run-config", given] if given else []
         return subprocess.run(command, env=self._environment(), check=False).returncode
@@ -233,17 +242,19 @@ class Federation:
         self._write_config({**config, "trusted": value, "nodes": nodes})
         return value
 
-    def join(self, name: str, node_config: str) -> None:
+    def join(self, name: str, node_config: str) -> bool:
         """Let a node join: a key, a line of the roster, processes.
 
-        It takes part in runs that begin from now on; in a run that goes on its clients are
-        those it began with.
+        Returns whether it takes part in a run that goes on, from its next round: it has an
+        account which that run has named when it began, a seat or the one it had before.
         """
         config = self.config()
+        before = set(self.roster().client_ids)
         self._write_roster({name: self._node_key(name)})
         known = config["nodes"].get(name, {"port": processes.free_ports(1)[0]})
         config["nodes"][name] = {**known, "config": node_config}
         self._write_config(config)
+        return self.roster().keys[name][0] in before
 
     def leave(self, name: str) -> None:
         """Let a node leave: its processes end, its line of the roster and its account stay."""
@@ -257,7 +268,8 @@ class Federation:
     def rotate(self, name: str) -> str:
         """Give a node a new key; its account stays the one of its first key.
 
-        The new key is in the roster before the node uses it.  Returns its fingerprint.
+        The new key is in the roster before the node uses it; the old ones no longer count.
+        Returns its fingerprint.
         """
         config = self.config()
         if name not in config["nodes"]:
@@ -267,7 +279,7 @@ class Federation:
         number = len(self.roster().keys[name]) + 1
         stem = f"{name}-key{number}"
         public = keys.make_node_key(self.folder / "nodes" / stem)
-        roster = self.roster().with_key(name, fingerprint(public))
+        roster = self.roster().rotated(name, fingerprint(public))
         roster.write(self.folder / processes.ROSTER)
         options = config["nodes"].pop(name)
         self._write_config(config)  # the old process ends ...
@@ -291,12 +303,13 @@ class Federation:
             raise InvalidValueError(f"node name {name!r} must be letters, digits, '-' and '_'")
         return keys.make_node_key(self.folder / "nodes" / name)
 
-    def _write_roster(self, public: Mapping[str, bytes]) -> None:
+    def _write_roster(self, public: Mapping[str, bytes], seats: int = 0) -> None:
         path = self.folder / processes.ROSTER
-        known = dict(NodeRoster.read(path).keys) if path.exists() else {}
+        roster = NodeRoster.read(path) if path.exists() else roster_of_keys(public.items())
         for name, key in public.items():
-            known.setdefault(name, (fingerprint(key),))
-        NodeRoster(known).write(path)
+            if name not in roster.keys:
+                roster = roster.with_client(name, fingerprint(key))
+        roster.with_seats(max(0, seats - len(roster.seats))).write(path)
 
     def _write_config(self, config: dict[str, Any]) -> None:
         write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode())
@@ -308,11 +321,26 @@ class Federation:
         return processes.answers(self.config()["ports"]["superlink"])
 
 
+# Files of runs and federations that are their owner's alone.
+_PRIVATE = frozenset({"nodes.jsonl", "clients.json", processes.CONFIG, processes.ROSTER})
+
+
 def fab_hash(app: str | Path) -> str:
-    """Return the hash of an app as Flower packs it: what nodes are told to trust."""
+    """Return the hash of an app as Flower packs it: what nodes are told to trust.
+
+    An app is sent to every node.  One that would take the files of runs along is refused.
+    """
     from flwr.cli.build import build_fab_from_disk
 
-    return hashlib.sha256(build_fab_from_disk(Path(app))).hexdigest()
+    packed = build_fab_from_disk(Path(app))
+    with zipfile.ZipFile(io.BytesIO(packed)) as content:
+        private = [name for name in content.namelist() if Path(name).name in _PRIVATE]
+    if private:
+        raise InvalidValueError(
+            f"the app {str(app)!r} must not take {private[0]!r} to every node: put results and "
+            "the federation elsewhere, or name them in the app's .gitignore"
+        )
+    return hashlib.sha256(packed).hexdigest()
 
 
 def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.org") -> str:
@@ -320,6 +348,7 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
     trusted = config.get("trusted", "FAB_HASH")
     lines = [
         "# on the server: the SuperLink on loopback, the gate before it, the server's apps",
+        f"fedquilt flower setup server . --host {host}",
         "flower-superlink --host 127.0.0.1 --port 8000 --ssl-ca-certfile ca.crt \\",
         "  --ssl-certfile server.pem --ssl-keyfile server.key --enable-supernode-auth \\",
         "  --database state.db --isolation process \\",
@@ -329,12 +358,16 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         "  --ssl-certfile server.pem --ssl-keyfile server.key --root-certificates ca.crt",
         "FEDQUILT_FLOWER_ROSTER=roster.json FEDQUILT_FLOWER_OUTPUT=/var/lib/fedquilt/results \\",
         "FEDQUILT_FLOWER_LEDGER=/var/lib/fedquilt/ledger.sqlite \\",
+        "FEDQUILT_FLOWER_POPULATION=wards \\",
         "  python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:8000 \\",
         "  --root-certificates ca.crt --superexec-auth-secret-file superlink.secret",
-        "flwr supernode register NAME.pub fedquilt --name NAME   # for every node, first",
-        "# on every node, with its own key",
+        "# for every node, first",
+        "flwr supernode register NAME.pub fedquilt --name NAME",
+        "fedquilt flower enroll NAME NAME.pub --roster roster.json",
+        "# on every node, with its own key (node.pub is what the server enrolls)",
+        "fedquilt flower setup node .",
         f"flower-supernode --superlink {host}:443 --root-certificates ca.crt \\",
-        "  --auth-supernode-private-key NAME --host 127.0.0.1 --port 9094 \\",
+        "  --auth-supernode-private-key node --host 127.0.0.1 --port 9094 \\",
         "  --isolation process --superexec-auth-secret-file node.secret \\",
         "  --node-config 'data=\"/srv/data.npz\"'",
         "python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:9094 --insecure \\",

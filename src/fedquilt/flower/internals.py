@@ -6,16 +6,22 @@
 | `Metadata._message_id` | a Grid gives messages their numbers |
 | `exit_handler.registered_exit_handlers` | a fork must not close what is its parent's |
 | `run_superexec.get_executor` | the parent that forks is an executor of its own |
+| `RuntimeHttpClient` | a ServerApp that was killed cannot say so itself |
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 from flwr.supercore.task_identity import TaskIdentity
+
+log = logging.getLogger(__name__)
 
 SERVER_NODE = 1
 """The node number that Flower's server side has."""
@@ -66,3 +72,28 @@ def run_superexec_with(executor: Any, **arguments: Any) -> None:
         superexec.run_superexec(**arguments)
     finally:
         superexec.get_executor = usual
+
+
+def report_killed(spec: Any) -> None:
+    """Tell the SuperLink that a task's process was killed, in its place."""
+    runtime: Any = importlib.import_module("flwr.supercore.runtime")
+    interceptors: Any = importlib.import_module("flwr.supercore.interceptors")
+    messages: Any = importlib.import_module("flwr.proto.runtime_pb2")
+    certificates = spec.root_certificates_path
+    client = runtime.RuntimeHttpClient.from_server_address(
+        server_address=spec.runtime_api_address,
+        insecure=spec.insecure,
+        root_certificates=None if certificates is None else Path(certificates).read_bytes(),
+        interceptors=[
+            interceptors.RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
+            interceptors.RuntimeTokenHttpInterceptor(spec.token),
+        ],
+    )
+    try:
+        client.PushTaskOutput(
+            messages.PushTaskOutputRequest(sub_status="failed", details="its process was killed")
+        )
+    except httpx.HTTPError as error:  # the SuperLink is away: it will notice by itself
+        log.warning("the SuperLink was not told of a killed ServerApp: %s", error)
+    finally:
+        client.close()

@@ -15,6 +15,10 @@ from cryptography.x509.oid import NameOID
 
 from fedquilt.common.storage import write_file
 
+CONNECTION = "fedquilt"
+"""What the connection to a SuperLink is called in Flower's own configuration."""
+
+LOOPBACK = ("localhost", "127.0.0.1")
 _YEARS = 2
 
 
@@ -75,6 +79,31 @@ def make_secret(path: Path) -> None:
     """Write what an executor proves itself with, unless it is there."""
     if not path.exists():
         write_file(path, (secrets.token_urlsafe(48) + "\n").encode(), 0o600)
+
+
+def make_server_files(folder: Path, hosts: Sequence[str], port: int = 8000) -> None:
+    """Write what a server needs, and keep what is there: certificates, a secret, a connection.
+
+    `hosts` are the names and addresses by which nodes reach it.  The connection, in
+    `flwr/config.toml`, is the operator's own: to the SuperLink on loopback.
+    """
+    folder = folder.resolve()
+    (folder / "flwr").mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_authority(folder)
+    make_certificate(folder, "server", [*hosts, *LOOPBACK])
+    make_secret(folder / "superlink.secret")
+    connection = (
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+        f'address = "127.0.0.1:{port}"\nroot-certificates = "{folder / "ca.crt"}"\n'
+    )
+    write_file(folder / "flwr" / "config.toml", connection.encode())
+
+
+def make_node_files(folder: Path) -> bytes:
+    """Write what a node needs beside `ca.crt`: its key and a secret; return the public key."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_secret(folder / "node.secret")
+    return make_node_key(folder / "node")
 
 
 def _builder(

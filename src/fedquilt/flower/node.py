@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from fedquilt.assemble import Problem, build_method, problem_from
+from fedquilt.assemble import Own, Problem, build_method, problem_from
 from fedquilt.assemble_account import is_bounded
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 MakeModel = Callable[[], nn.Module]
 ClientData = Callable[[Context], object]
 NodeOf = Callable[[Context, wire.Order], "Node"]
+
+CUSTOM = "custom"
+"""What a configuration says where an object was brought."""
 
 _RESIDUAL = "fedquilt-residual"
 _REMEMBERED = 16
@@ -82,14 +85,22 @@ class Node:
 
     @classmethod
     def of_data(
-        cls, config: RunConfig, model: nn.Module, data: object, client: int, num_clients: int
+        cls,
+        config: RunConfig,
+        model: nn.Module,
+        data: object,
+        client: int,
+        num_clients: int,
+        own: Own | None = None,
     ) -> Node:
         """Make the node of one client from its own data; nobody else's are here."""
+        own = own or Own()
+        _check_own(config, own)
         finite = not MODE_TABLE[config.mode].noised
         held = as_samples(data, "train", finite=finite)
         samples = [np.zeros(0, dtype=np.int64)] * num_clients
         samples[client] = np.arange(len(held))
-        config, problem = problem_from(config, model, held, None, samples)
+        config, problem = problem_from(config, model, held, None, samples, own=own)
         task = dataclasses.replace(problem.task, elsewhere=True)
         return cls(config, dataclasses.replace(problem, task=task))
 
@@ -125,15 +136,30 @@ class Node:
         return arrays
 
 
+def _check_own(config: RunConfig, own: Own) -> None:
+    """Refuse to train with another loss or optimiser than the server means."""
+    for name in ("loss", "optimizer"):
+        named = getattr(config, name)
+        if (named == CUSTOM) != (getattr(own, name) is not None):
+            raise InvalidValueError(
+                f"{name}={named!r} of the server must be this node's too: an object of your own "
+                f"is given to both, client_app(..., {name}=yours) and server_app(..., "
+                f"{name}=yours)"
+            )
+
+
 class OwnData:
     """Makes nodes from a user's model and `client_data(context)`; the last few are kept.
 
     In a process of its own there is one node; a simulation has many in one process.
     """
 
-    def __init__(self, make_model: MakeModel, client_data: ClientData) -> None:
+    def __init__(
+        self, make_model: MakeModel, client_data: ClientData, own: Own | None = None
+    ) -> None:
         self._make_model = make_model
         self._client_data = client_data
+        self._own = own
         self._nodes: OrderedDict[Hashable, Node] = OrderedDict()
 
     def __call__(self, context: Context, order: wire.Order) -> Node:
@@ -143,7 +169,8 @@ class OwnData:
             config = wire.read_settings(order.settings)
             model = new_model(self._make_model, config.seed)
             data = self._client_data(context)
-            self._nodes[key] = Node.of_data(config, model, data, order.client, order.num_clients)
+            facts = (data, order.client, order.num_clients, self._own)
+            self._nodes[key] = Node.of_data(config, model, *facts)
             if len(self._nodes) > _REMEMBERED:
                 self._nodes.popitem(last=False)
         self._nodes.move_to_end(key)
@@ -151,7 +178,7 @@ class OwnData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel without the nodes: each process makes its own."""
-        return OwnData, (self._make_model, self._client_data)
+        return OwnData, (self._make_model, self._client_data, self._own)
 
 
 def answer(message: Message, context: Context, node_of: NodeOf) -> Message:

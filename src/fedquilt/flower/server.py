@@ -21,7 +21,7 @@ from fedquilt.data import Samples, as_samples
 from fedquilt.experiment import Watching, run_problem
 from fedquilt.flower.directory import Directory
 from fedquilt.flower.engine import FlowerEngine
-from fedquilt.flower.node import MakeModel, frozen_digest, new_model
+from fedquilt.flower.node import CUSTOM, MakeModel, frozen_digest, new_model
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.learning import Objective, Task
 from fedquilt.record import RunResult
@@ -83,7 +83,7 @@ def served_problem(problem: Problem, engine: FlowerEngine) -> Problem:
             "and it has none of the samples that they would hold back"
         )
     engine.frozen = frozen_digest(problem)
-    return dataclasses.replace(problem, own=Own(remote=engine))
+    return dataclasses.replace(problem, own=dataclasses.replace(problem.own, remote=engine))
 
 
 def run_on_grid(
@@ -98,6 +98,7 @@ def run_on_grid(
     output_dir: str | None = None,
     resume: str | Path | None = None,
     observer: Watching | None = None,
+    own: Own | None = None,
 ) -> RunResult:
     """Run a user's model on nodes that hold the data.
 
@@ -114,13 +115,17 @@ def run_on_grid(
         What clients are called in the ledger.
     resume
         A run's folder to continue.
+    own
+        A loss, an optimiser and metrics that are objects; the nodes' app has the same.
     """
-    config = _config(options, resume)
+    own = own or Own()
+    config = _config(options, resume, own)
     test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
     nodes_file = NodesFile(observer)
     engine = FlowerEngine(grid, directory, config, settings, report=nodes_file.write)
-    config, problem = _problem(config, model, test, engine, client_ids)
+    own = dataclasses.replace(own, remote=engine)
+    config, problem = _problem(config, model, test, engine, client_ids, own)
     return run_problem(
         config,
         served_problem(problem, engine),
@@ -130,14 +135,25 @@ def run_on_grid(
     )
 
 
-def _config(options: Mapping[str, Any], resume: str | Path | None) -> RunConfig:
+def _config(options: Mapping[str, Any], resume: str | Path | None, own: Own) -> RunConfig:
     """Return the run's settings: those of the folder that is resumed, or new ones."""
     if resume is not None:
         return RunFolder.open(resume).read_config()
-    own = {"dataset": "custom", "model": "custom"}
+    brought = {
+        name: CUSTOM for name in ("loss", "optimizer", "metrics") if getattr(own, name) is not None
+    }
+    named = next((name for name in brought if options.get(name, CUSTOM) != CUSTOM), None)
+    if named is not None:
+        raise InvalidValueError(
+            f"{named}={options[named]!r} must be left out of the run configuration: the app "
+            "brings its own"
+        )
+    data = {"dataset": CUSTOM, "model": CUSTOM}
     # Who is there is known here: it is not drawn.
     usual = {} if options.get("availability") else {"availability": "always"}
-    return build_config({**own, **usual, **options, "engine": "custom"}, own=True)
+    given = {**data, **usual, **options, "engine": CUSTOM, **brought}
+    preset = given.pop("preset", None)
+    return build_config(given, preset=preset, own=True)
 
 
 def _problem(
@@ -146,6 +162,7 @@ def _problem(
     test: Samples,
     engine: FlowerEngine,
     client_ids: Sequence[str] | None,
+    own: Own,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem of a server: public samples in the place of data nobody has here."""
     num_clients = engine.directory.num_clients
@@ -158,6 +175,5 @@ def _problem(
     public = Task(test.inputs, test.targets, [], objective=form).public()
     unseen = Samples(public.inputs, public.targets, "train", test.num_classes)
     nobody = [np.zeros(0, dtype=np.int64)] * num_clients
-    own = Own(remote=engine)
     config, problem = problem_from(config, model, unseen, test, nobody, client_ids, own)
     return config, without_data(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,31 @@ _LEFT_OUT = frozenset(
     }
 )
 
-_FILES = {
+FILES = {
     "README.md": """# {name}
 
 A Flower app that runs fedquilt's round: `quiltapp/task.py` has the model and the data, and is
-the file to change.
+the file to change.  In the folder above this one:
 
-    fedquilt flower up {name} --nodes 4     # a federation on this machine
+    fedquilt flower up {folder} --nodes 4     # a federation on this machine
     fedquilt flower run                     # submit this app to it
     fedquilt flower status
     fedquilt flower down
 
+After a change to the app, tell the nodes that they may run it: `fedquilt flower trust {folder}`.
+
 Every option of `fedquilt run` stands in `pyproject.toml` under `[tool.flwr.app.config]`; an
 empty text is an option that is not given, and has the default of the mode.  One run:
 `fedquilt flower run -c num_rounds=3`.
+
+Flower's own simulation (`pip install 'fedquilt[flower-sim]'`), in this folder:
+
+    export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1    # use what is installed here
+    flwr run . local --stream --federation-config 'num-supernodes=4'
+
+The SuperLink that it starts stays; `flower-superlink` is its name among the processes.
 """,
+    ".gitignore": "__pycache__/\nresults/\nfederation/\n",
     "quiltapp/__init__.py": '"""A federated app on fedquilt."""\n',
     "quiltapp/client_app.py": '''"""What a node runs."""
 
@@ -121,6 +132,8 @@ dependencies = ["fedquilt[flower]"]
 
 [tool.flwr.app]
 publisher = "fedquilt"
+# What is sent to every node: your code.  Results and keys in this folder must not be.
+fab-include = ["/quiltapp/**/*.py"]
 
 [tool.flwr.app.components]
 serverapp = "quiltapp.server_app:app"
@@ -140,7 +153,7 @@ def run_configuration(**chosen: Any) -> dict[str, Any]:
     nobody chose is not given.
     """
     values: dict[str, Any] = {
-        name: None for name in option_fields(RunConfig) if name not in _LEFT_OUT
+        name: None for name in ("preset", *option_fields(RunConfig)) if name not in _LEFT_OUT
     }
     own = {PREFIX + field.name: field.default for field in dataclasses.fields(FlowerSettings)}
     merged = {**values, **CHOSEN, **own}
@@ -153,17 +166,18 @@ def run_configuration(**chosen: Any) -> dict[str, Any]:
 def write_app(folder: str | Path, files: dict[str, str] | None = None, **chosen: Any) -> Path:
     """Write the app into a new folder; `chosen` are options, `files` replace some of its own."""
     folder = Path(folder)
-    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "quiltapp"
+    called = folder.resolve().name
+    name = re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-") or "quiltapp"
     if folder.exists() and any(folder.iterdir()):
         raise InvalidValueError(f"{str(folder)!r} must be a new or empty folder")
     table = "\n".join(
         f"{key} = {json.dumps(value)}" for key, value in run_configuration(**chosen).items()
     )
-    written = {**_FILES, **(files or {}), "pyproject.toml": _PROJECT}
+    written = {**FILES, **(files or {}), "pyproject.toml": _PROJECT}
     for path, text in written.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        known = {"name": name, "table": table}
+        known = {"name": name, "table": table, "folder": shlex.quote(called)}
         filled = text.format(**known) if path in ("README.md", "pyproject.toml") else text
         target.write_text(filled)
     return folder

@@ -9,12 +9,17 @@ forks instead.  Before a fork there are no threads and no CUDA here; a child end
         --superexec-auth-secret-file SECRET --trust FAB_HASH
 
 `--trust` names the one app that this node runs: a task of any other is not started.
+
+A child dies with its parent, however that ends.  Of a ServerApp that was killed the
+SuperLink is told at once; it would notice after a minute, and until then nodes wait for
+orders that nobody finishes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -32,6 +37,7 @@ PRELOADED = (
 )
 POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _CLIENT_APP, _SERVER_APP = "flwr-clientapp", "flwr-serverapp"
+_SET_DEATH_SIGNAL = 1  # of prctl(2), on Linux
 
 
 def preload() -> None:
@@ -48,7 +54,7 @@ class ForkExecutor:
 
     def __init__(self, trusted: str | None = None) -> None:
         self.trusted = trusted
-        self._children: set[int] = set()
+        self._children: dict[int, Any] = {}
 
     def get_eligible_capacity(self, supported: Any, **_: Any) -> tuple[Any, set[str]]:
         """Take any task."""
@@ -79,15 +85,25 @@ class ForkExecutor:
         elif spec.root_certificates_path is not None:
             arguments += ["--root-certificates", spec.root_certificates_path]
         arguments += ["--parent-pid", str(os.getpid())]
-        self._children.add(fork(lambda: _run_command(arguments)))
+        parent = os.getpid()
+
+        def work() -> None:
+            _die_with(parent)
+            _run_command(arguments)
+
+        self._children[fork(work)] = spec if command == _SERVER_APP else None
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
         """Bury the children that have ended."""
-        for child in list(self._children):
+        for child, spec in list(self._children.items()):
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(child, os.WNOHANG)[0]:
-                    self._children.discard(child)
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if not ended:
+                    continue
+                del self._children[child]
+                if spec is not None and os.WIFSIGNALED(status):
+                    internals.report_killed(spec)
 
     def close(self) -> None:
         """End the children that are left."""
@@ -120,6 +136,15 @@ def fork(work: Callable[[], object], log: Path | None = None) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Let this process be killed when its parent ends, where the kernel can do that."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before it could be said
+        os._exit(1)
 
 
 def _write_to(log: Path) -> None:

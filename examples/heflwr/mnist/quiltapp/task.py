@@ -1,12 +1,8 @@
 """MNIST with LeNet, as in HeFlwr's examples."""
 
-import functools
-
-import numpy as np
-import torch
 from torch import nn
 
-from fedquilt.data import ImageDataset, load_dataset, split_clients
+from fedquilt.flower.trial import own_file, public_data, share_of
 
 DATASET = "mnist"
 
@@ -28,27 +24,11 @@ def make_model() -> nn.Module:
     return LeNet()
 
 
-def client_data(context) -> ImageDataset | tuple[np.ndarray, np.ndarray]:
-    """Return this node's own samples: of its file, or its share of the public data set."""
-    path = context.node_config.get("data")
-    if path:
-        with np.load(str(path), allow_pickle=False) as held:
-            return held["x"], held["y"]
-    place, count = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    train, _ = _data()
-    # Label skew as in HeFlwr: Dirichlet with alpha 0.5, the same deal on every node.
-    deal = split_clients(
-        "dirichlet", train.targets.numpy(), count, np.random.default_rng(0), dirichlet_alpha=0.5
-    )
-    held = torch.from_numpy(deal[place])
-    return ImageDataset(train.images[held], train.targets[held], DATASET, train.num_classes)
+def client_data(context):
+    """Return this node's own samples: of its file, or its share, with label skew as in HeFlwr."""
+    return own_file(context) or share_of(DATASET, context, dirichlet_alpha=0.5)
 
 
-def test_data() -> ImageDataset:
+def test_data():
     """Return what the server evaluates on."""
-    return _data()[1]
-
-
-@functools.cache
-def _data() -> tuple[ImageDataset, ImageDataset]:
-    return load_dataset(DATASET)
+    return public_data(DATASET)[1]

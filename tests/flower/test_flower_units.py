@@ -1,0 +1,55 @@
+"""The units of `deploy/systemd`: their commands can be read, and the guide says what they need."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedquilt.flower import gate
+from fedquilt.flower.keys import make_node_files, make_server_files
+
+ROOT = Path(__file__).resolve().parents[2]
+UNITS = {path.stem: path.read_text() for path in (ROOT / "deploy" / "systemd").glob("*.service")}
+GUIDE = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def command(unit: str) -> list[str]:
+    (line,) = re.findall(r"^ExecStart=(.*)$", UNITS[unit].replace("\\\n", " "), re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_gate_reads_its_units_command() -> None:
+    module, *arguments = command("fedquilt-gate")[2:]
+    assert module == gate.__name__
+    given = gate.parser().parse_args(arguments)
+    assert (given.port, given.superlink) == (443, "127.0.0.1:8000")
+    superlink = command("fedquilt-superlink")
+    assert superlink[superlink.index("--host") + 1] == "127.0.0.1", "only the gate is outside"
+    assert {"--enable-supernode-auth", "--isolation"} <= set(superlink)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_guide_names_a_unit_and_what_it_is_told(unit: str) -> None:
+    assert f"`{unit}`" in GUIDE
+    for variable in re.findall(r"\$\{(\w+)\}", UNITS[unit]):
+        assert variable in GUIDE
+
+
+def test_the_files_that_units_name_are_those_that_are_made(tmp_path: Path) -> None:
+    make_server_files(tmp_path / "server", ["server.example.org"])
+    make_node_files(tmp_path / "node")
+    made = {path.name for path in tmp_path.glob("*/*")}
+    for unit in UNITS:
+        words = command(unit)
+        named = [
+            words[place + 1]
+            for place, word in enumerate(words)
+            if re.search("file$|certificates$|private-key$", word)
+        ]
+        assert named
+        assert set(named) <= made
