@@ -47,8 +47,8 @@ LARGEST_COUNT = 2**31 - 1
 def declare(default: Any, panel: str, help: str, **rule: Any) -> Any:
     """Declare a field: its help, the panel it is listed under, and its rule.
 
-    `rule` is either `choices=...`, or bounds for `checks.number` and
-    `checks.integer`, or empty for free text.
+    `rule` is either `choices=...` (and `pattern=...` for others that are allowed), or bounds
+    for `checks.number` and `checks.integer`, or empty for free text.
     """
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
@@ -327,7 +327,13 @@ class RunConfig:
         0.1, _RUN, "Share of the training data in that split.", above=0, below=1
     )
     seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
-    device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
+    device: str = declare(
+        "auto",
+        _RUN,
+        "Where to train: auto, cpu, cuda, or one of several GPUs, cuda:1.",
+        choices=DEVICES,
+        pattern=r"cuda:\d{1,3}",
+    )
     engine: str = declare(
         "auto",
         _RUN,
@@ -545,6 +551,8 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
             )
         return checks.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if rule.get("own") and value == OWN:
+        return value
+    if "pattern" in rule and isinstance(value, str) and re.fullmatch(rule["pattern"], value):
         return value
     if "choices" in rule:
         return checks.choice(name, value, rule["choices"])
