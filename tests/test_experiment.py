@@ -464,3 +464,21 @@ def test_engines_are_closed_whatever_happens(
     with pytest.raises(ZeroDivisionError):
         start(tmp_path)
     assert closed == ["closed", "closed"]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:0"])
+def test_one_of_several_gpus_can_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny(device=device).device == device
+    if device == "cuda:99" or not torch.cuda.is_available():
+        with pytest.raises(InvalidValueError, match=f"device='{device}' must be"):
+            assemble.pick_device(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert assemble.pick_device("cuda:1") == torch.device("cuda", 1)
+    assert (chosen, assemble.pick_device("cuda")) == ([1], torch.device("cuda", 0))
+    with pytest.raises(InvalidValueError, match="torch finds 2 GPUs"):
+        assemble.pick_device("cuda:2")
+    with pytest.raises(InvalidValueError, match="device='cuda:x' must be one of"):
+        tiny(device="cuda:x")

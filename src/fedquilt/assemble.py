@@ -4,7 +4,7 @@ Clients get ids here, so that a ledger recognises them in every run (`Roster`):
 
 | where clients come from | a client's id | the population's own name |
 |---|---|---|
-| a split by people (`writer`) | `writer:` and the writer's number | one for all the people |
+| a split by people (`writer`) | `writer:` and their number or name | one for all the people |
 | any other split | a digest of its list of sample numbers | a digest of all the ids |
 | your own lists, with ids | the id you gave | none: you name it |
 | your own lists, without | none: its place in the list | none: you name it |
@@ -111,10 +111,10 @@ class Roster:
     digest: str
 
 
-def roster_of_split(dataset: str, parts: Parts, people: Sequence[int] | None = None) -> Roster:
+def roster_of_split(dataset: str, parts: Parts, people: Sequence[str] | None = None) -> Roster:
     """Return the roster of a split of a named data set; `people`: whose samples each part is."""
     if people is not None:
-        ids = tuple(f"writer:{person}" for person in people)
+        ids = check_ids(f"writer:{person}" for person in people)
         # Whoever is drawn, it is one of these people: all draws share their accounts.
         return Roster(ids, f"{dataset}-writers", False, _digest(ids, parts))
     ids = tuple(f"{dataset}:{_part_digest(dataset, part)}" for part in parts)
@@ -276,7 +276,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     del parts
     people = None
     if config.partition == "writer" and train.groups is not None:
-        people = [int(train.groups[part[0]]) for part in clients]
+        people = [train.person(int(train.groups[part[0]])) for part in clients]
     roster = roster_of_split(config.dataset, clients, people)
     model = make_model(
         config.model,

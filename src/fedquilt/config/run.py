@@ -64,11 +64,19 @@ _LEDGER, _RUN = "Keep a ledger over several runs", "Run, evaluate, keep"
 class RunConfig:
     """One run of one mode on one data set."""
 
-    dataset: str = declare("digits", _DATA, "digits, mnist, fashion-mnist, cifar10, mnist-writers.")
+    dataset: str = declare(
+        "digits",
+        _DATA,
+        "digits, mnist, fashion-mnist, cifar10, mnist-writers, cifar100, tiny-imagenet, femnist, "
+        "shakespeare.",
+    )
     data_dir: str | None = declare(None, _DATA, "Data folders, joined by ':' (or FEDQUILT_DATA).")
     no_download: bool = declare(False, _DATA, "Refuse to download missing data.")
     partition: str = declare(
-        "dirichlet", _DATA, "How samples are dealt to clients.", choices=PARTITIONS
+        "dirichlet",
+        _DATA,
+        "Split: dirichlet, iid, shards, writer.",
+        choices=PARTITIONS,
     )
     dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
@@ -112,7 +120,8 @@ class RunConfig:
         "auto",
         _TRAINING,
         "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, exits, convnet, or auto: the data set's CNN.",
+        "digits, mnist, cifar10, exits, convnet, resnet18, lstm, or auto: the data "
+        "set's.",
     )
     trainable: str = declare(
         "all",
@@ -330,7 +339,7 @@ class RunConfig:
     device: str = declare(
         "auto",
         _RUN,
-        "Where to train: auto, cpu, cuda, or one of several GPUs, cuda:1.",
+        "Where to train: auto, cpu, cuda, cuda:1.",
         choices=DEVICES,
         pattern=r"cuda:\d{1,3}",
     )

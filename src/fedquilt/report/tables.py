@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fedquilt.common.bounds import format_bound
-from fedquilt.privacy.statement import Statement
 from fedquilt.report.series import (
     as_number,
     column,
@@ -35,7 +34,7 @@ def generate_summary_table(
     history: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     method: str = "QuAP-FL",
-    statement: Statement | Mapping[str, Any] | None = None,
+    statement: object = None,
 ) -> str:
     """Return the table of one run; what was not recorded is shown as "-".
 
@@ -63,9 +62,6 @@ def generate_summary_table(
     settings = config or {}
     if settings.get("include_table") is False:
         return ""
-    claim = getattr(history, "statement", None) if statement is None else statement
-    if isinstance(claim, Statement):
-        claim = claim.as_json()
     accuracy = [
         _final_accuracy(as_number(final_accuracy), target_accuracy(dataset_name, settings)),
         _best_accuracy(history),
@@ -76,7 +72,7 @@ def generate_summary_table(
         *measured,
         ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
         *_best_loss(history),
-        *_privacy(history, claim),
+        *_privacy(history, _claim(history, statement)),
         ("Average Clipping", _average_clip(history), _NOTHING),
         _participation(history, settings),
     ]
@@ -147,6 +143,13 @@ def _best_loss(history: Mapping[str, Any]) -> list[Row]:
     best = int(np.nanargmin(series.values))
     where = f"{series.axis} {series.positions[best]:.0f}"
     return [("Best Loss", _fixed(float(series.values[best])), where)]
+
+
+def _claim(history: Mapping[str, Any], statement: object) -> Mapping[str, Any] | None:
+    """Return the record of what is claimed: the one given, or the one a history has."""
+    claim: Any = getattr(history, "statement", None) if statement is None else statement
+    found: Mapping[str, Any] | None = claim.as_json() if hasattr(claim, "as_json") else claim
+    return found
 
 
 def _privacy(history: Mapping[str, Any], statement: Mapping[str, Any] | None) -> list[Row]:
