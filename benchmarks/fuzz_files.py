@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -36,6 +37,7 @@ import tarfile
 import tempfile
 import time
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -429,7 +431,7 @@ def make_ledger(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Make IDX files, an archive, tables of clients."""
+    """Make IDX files, archives, files of LEAF, tables of clients."""
     from fedquilt.data import files
 
     folder.mkdir()
@@ -443,9 +445,34 @@ def make_data(folder: Path) -> None:
             info.size = len(idx)
             tar.addfile(info, io.BytesIO(idx))
     (folder / "a.tar.gz").write_bytes(packed.getvalue())
+    make_published(folder)
     (folder / "trace.csv").write_text("round,client\n0,1\n0,2\n1,0\n")
     (folder / "widths.csv").write_text("client,width\n0,1\n1,1/2\n2,0.25\n")
     (folder / "devices.csv").write_text("client,memory_mb,flops\n0,9,9\n1,8,8\n2,7,1e3\n")
+
+
+def make_published(folder: Path) -> None:
+    """Make data sets in published forms: CIFAR-100, Tiny ImageNet and LEAF, of few pixels."""
+    from PIL import Image
+
+    with tarfile.open(folder / "cifar100.tar.gz", "w:gz") as tar:
+        for name in ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"):
+            info = tarfile.TarInfo(name)
+            info.size = 28
+            tar.addfile(info, io.BytesIO(bytes(range(28))))
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8), (9, 99, 199)).save(picture, "JPEG")
+    with zipfile.ZipFile(folder / "tiny.zip", "w") as packed:
+        root = "tiny-imagenet-200"
+        packed.writestr(f"{root}/wnids.txt", "n1\nn2\n")
+        packed.writestr(f"{root}/train/n1/images/n1_0.JPEG", picture.getvalue())
+        packed.writestr(f"{root}/val/images/val_0.JPEG", picture.getvalue())
+        packed.writestr(f"{root}/val/val_annotations.txt", "val_0.JPEG\tn2\t0\t0\n")
+    people = {"a": {"x": [[0, 0.5, 1, 0.25]] * 2, "y": [0, 61]}, "b": {"x": [], "y": []}}
+    for part in ("train", "test"):
+        (folder / "femnist" / part).mkdir(parents=True)
+        content = {"users": ["a", "b"], "num_samples": [2, 0], "user_data": people}
+        (folder / "femnist" / part / "x.json").write_text(json.dumps(content))
 
 
 # What is done with it
@@ -534,6 +561,27 @@ def unpack(case: Path) -> object:
     return download._extract(
         case / "a.tar.gz", ArchiveSpec("a.tar.gz", 0, "", "p"), [file], case / "scratch"
     )
+
+
+def read_published(name: str, file: str, shape: tuple[int, int, int]) -> Action:
+    """Return the reader of an archive whose checksum is taken for right."""
+
+    def read(case: Path) -> object:
+        from fedquilt.data.archives import read_archive
+        from fedquilt.data.specs import DATASETS
+
+        spec = dataclasses.replace(DATASETS[name], image_shape=shape)
+        return read_archive(spec, case / file)
+
+    return read
+
+
+def read_leaf(case: Path) -> object:
+    """Read what LEAF's scripts write."""
+    from fedquilt.data.leaf import load_leaf
+    from fedquilt.data.specs import DATASETS
+
+    return load_leaf(dataclasses.replace(DATASETS["femnist"], image_shape=(1, 2, 2)), [case])
 
 
 def read_trace(case: Path) -> object:
@@ -663,6 +711,23 @@ KINDS = (
     Kind("IDX", ("data",), "idx", mutate_bytes, (read_idx("idx"),), 2),
     Kind("IDX, packed", ("data",), "idx.gz", mutate_archive, (read_idx("idx.gz"),), 2),
     Kind("archive", ("data",), "a.tar.gz", mutate_archive, (unpack,), 3),
+    Kind(
+        "CIFAR-100",
+        ("data",),
+        "cifar100.tar.gz",
+        mutate_archive,
+        (read_published("cifar100", "cifar100.tar.gz", (3, 2, 2)),),
+        2,
+    ),
+    Kind(
+        "Tiny ImageNet",
+        ("data",),
+        "tiny.zip",
+        mutate_bytes,
+        (read_published("tiny-imagenet", "tiny.zip", (3, 8, 8)),),
+        2,
+    ),
+    Kind("LEAF", ("data",), "femnist/train/x.json", mutate_json, (read_leaf,), 3),
     Kind("table of presence", ("data",), "trace.csv", mutate_bytes, (read_trace,)),
     Kind("table of widths", ("data",), "widths.csv", mutate_bytes, (read_widths("widths.csv"),)),
     Kind("table of devices", ("data",), "devices.csv", mutate_bytes, (read_widths("devices.csv"),)),

@@ -206,9 +206,11 @@ class NumpyFederation:
         noise = sigma * self._normal(index).standard_normal(len(part))
         signal = np.linalg.norm(mean)
         mean[part] += noise
-        outcome.weights = outcome.weights + lr * self._limited(mean)
+        scale = self._scale(mean)
+        outcome.weights = outcome.weights + lr * scale * mean
         outcome.nominal[cohort] += epsilon
-        self._note(outcome, bound, sigma, epsilon, np.linalg.norm(noise), signal)
+        applied = (np.linalg.norm(noise) * scale, signal * scale)
+        self._note(outcome, bound, sigma * scale, epsilon, *applied)
 
     def _client_noise(
         self, outcome: Outcome, index: int, cohort: list[int], deltas: dict[int, Array]
@@ -227,15 +229,17 @@ class NumpyFederation:
             noise += sigma * generator.standard_normal(self.net.size) / m
             variance += sigma**2
             outcome.nominal[client] += epsilons[-1]
-        outcome.weights = outcome.weights + self._limited(signal + noise)
-        std = math.sqrt(variance) / m
+        scale = self._scale(signal + noise)
+        outcome.weights = outcome.weights + scale * (signal + noise)
+        std = math.sqrt(variance) / m * scale
         budget = float(np.mean(epsilons))
-        self._note(outcome, bound, std, budget, np.linalg.norm(noise), np.linalg.norm(signal))
+        applied = (np.linalg.norm(noise) * scale, np.linalg.norm(signal) * scale)
+        self._note(outcome, bound, std, budget, *applied)
 
-    def _limited(self, mean: Array) -> Array:
+    def _scale(self, mean: Array) -> float:
+        """Return what max_agg_norm leaves of a noised mean, noise and signal alike."""
         length = float(np.linalg.norm(mean))
-        limit = self.settings.max_agg_norm
-        return mean * (limit / length) if length > limit else mean
+        return min(1.0, self.settings.max_agg_norm / length) if length else 1.0
 
     @staticmethod
     def _note(outcome: Outcome, *values: Any) -> None:

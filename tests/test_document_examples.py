@@ -117,7 +117,7 @@ def test_generate_summary_table() -> None:
         "│ Final Accuracy          │ 0.9710 (97.10%)     │ Achieved           │",
         "│ Best Accuracy           │ 0.9752 (97.52%)     │ Round 190          │",
         "│ Final Loss              │ 0.0921              │ -                  │",
-        "│ Total Privacy Budget    │ ε = 3.0             │ -                  │",
+        "│ Total Privacy Budget    │ ε = 3.0             │ nominal, no bound  │",
         "│ Average Clipping        │ 0.5210              │ -                  │",
         "│ Mean Participation Rate │ 0.300               │ 30 clients         │",
     ):
@@ -239,6 +239,7 @@ def test_the_whole_pipeline_with_figures(
         config={},
     )
     assert f"{final_acc:.4f}" in table
+    assert "│ Privacy Claim           │ none (ε = ∞)        │ no guarantee       │" in table
     if VISUALIZATION_CONFIG["enabled"]:
         plot_path = plot_training_history(
             history=history, dataset_name="mnist", seed=42, config=VISUALIZATION_CONFIG

@@ -357,6 +357,55 @@ def test_bad_arguments_change_nothing(
     assert list(here.iterdir()) == []
 
 
+def test_own_validation_data_end_a_run(here: Path) -> None:
+    x, y = own_data()
+    settings = {**OWN, "num_rounds": 40, "eval_every": 1, "output_dir": "out"}
+    stop = {**settings, "early_stopping": True, "target_accuracy": 0.7}
+    ended = fedquilt.run(Own(), (x, y), None, CLIENTS, validation=(x[:20], y[:20]), **stop)
+    assert ended.result["stopped"] == "the validation accuracy reached the target"
+    assert 1 <= ended.result["rounds"] < 40
+    assert ended.model is not None
+    assert (ended.model(x[:20]).argmax(1) == y[:20]).float().mean() >= 0.7
+    watched = {**settings, "num_rounds": 2, "output_dir": None}
+    lines: list[dict[str, Any]] = []
+    fedquilt.run(
+        Own(), (x, y), (x, y), CLIENTS, validation=(x, y), **watched,
+        observer=lambda config, line: lines.append(line),
+    )  # fmt: skip
+    assert [line["validation_accuracy"] == line["test_accuracy"] for line in lines] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("validation", "match"),
+    [
+        ((torch.zeros(3, 4), torch.zeros(3).long()), "shape"),
+        ((torch.zeros(3, 5), torch.full((3,), 7)), "8 classes of the validation data"),
+        ((torch.zeros(3, 5), torch.zeros(3, 2)), "validation targets of shape"),
+    ],
+)
+def test_validation_data_must_fit(here: Path, validation: Any, match: str) -> None:
+    with pytest.raises(InvalidValueError, match=match):
+        fedquilt.run(Own(), own_data(), own_data(), CLIENTS, validation=validation, **OWN)
+
+
+def test_a_run_goes_on_with_its_own_validation_data(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = own_data()
+    settings = {**OWN, "num_rounds": 4, "eval_every": 1, "output_dir": "out"}
+
+    def stop(config: Any, line: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedquilt.run(Own(), (x, y), None, CLIENTS, validation=(x, y), observer=stop, **settings)
+    (folder,) = Path("out").iterdir()
+    with pytest.raises(FedquiltError, match="other validation data"):
+        fedquilt.run(Own(), (x, y), None, CLIENTS, validation=(x + 1, y), resume=folder)
+    done = fedquilt.run(Own(), (x, y), None, CLIENTS, validation=(x, y), resume=folder)
+    assert done.result["rounds"] == 4
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = {
         "clients_per_round": np.int64(2),
@@ -415,3 +464,21 @@ def test_engines_are_closed_whatever_happens(
     with pytest.raises(ZeroDivisionError):
         start(tmp_path)
     assert closed == ["closed", "closed"]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:0"])
+def test_one_of_several_gpus_can_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny(device=device).device == device
+    if device == "cuda:99" or not torch.cuda.is_available():
+        with pytest.raises(InvalidValueError, match=f"device='{device}' must be"):
+            assemble.pick_device(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert assemble.pick_device("cuda:1") == torch.device("cuda", 1)
+    assert (chosen, assemble.pick_device("cuda")) == ([1], torch.device("cuda", 0))
+    with pytest.raises(InvalidValueError, match="torch finds 2 GPUs"):
+        assemble.pick_device("cuda:2")
+    with pytest.raises(InvalidValueError, match="device='cuda:x' must be one of"):
+        tiny(device="cuda:x")

@@ -223,6 +223,7 @@ def test_training_needs_torch_and_numpy_only(tmp_path: Path) -> None:
 def test_the_public_names_are_there_and_nothing_else() -> None:
     assert set(fedquilt.__all__) == {
         *("RunConfig", "RunResult", "Statement", "__version__", "load", "run"),
+        "register_dataset",
         *("Method", "MethodParts", "WholeModel", "Mechanism", "MechanismParts", "Certified"),
         *("Engine", "ClientUpdate", "Observer"),
     }

@@ -63,8 +63,8 @@ OPEN: dict[str, dict[str, Any]] = {
     "fednum": {**CONDENSED, "model": "convnet-32", "dc_iterations": 2, "model_n": 1},
 }
 # What only runs without a bound say.
-OPEN_ROUND = {*WITHHELD, "groups"}
-OPEN_RESULT = {"history.groups"}
+OPEN_ROUND = {*WITHHELD, "groups", "client_budgets"}
+OPEN_RESULT = {"history.groups", "history.client_budgets"}
 OPEN_CHECKPOINT = {
     *("state/mechanism.clipper.clip_value", "state/mechanism.clipper.clip_history"),
     "state/server.sent",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedquilt.assemble_mechanism import MechanismParts
     from fedquilt.common.observer import Observer
     from fedquilt.config import RunConfig
+    from fedquilt.data import register_dataset
     from fedquilt.experiment import run
     from fedquilt.learning import ClientUpdate, Engine
     from fedquilt.method import Method, MethodParts, WholeModel
@@ -38,6 +39,7 @@ __all__ = [
     "WholeModel",
     "__version__",
     "load",
+    "register_dataset",
     "run",
 ]
 
@@ -55,6 +57,7 @@ _HOME = {
     "RunResult": "fedquilt.record",
     "Statement": "fedquilt.privacy.statement",
     "load": "fedquilt.record",
+    "register_dataset": "fedquilt.data",
     "run": "fedquilt.experiment",
 }
 

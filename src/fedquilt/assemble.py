@@ -4,7 +4,7 @@ Clients get ids here, so that a ledger recognises them in every run (`Roster`):
 
 | where clients come from | a client's id | the population's own name |
 |---|---|---|
-| a split by people (`writer`) | `writer:` and the writer's number | one for all the people |
+| a split by people (`writer`) | `writer:` and their number or name | one for all the people |
 | any other split | a digest of its list of sample numbers | a digest of all the ids |
 | your own lists, with ids | the id you gave | none: you name it |
 | your own lists, without | none: its place in the list | none: you name it |
@@ -111,10 +111,10 @@ class Roster:
     digest: str
 
 
-def roster_of_split(dataset: str, parts: Parts, people: Sequence[int] | None = None) -> Roster:
+def roster_of_split(dataset: str, parts: Parts, people: Sequence[str] | None = None) -> Roster:
     """Return the roster of a split of a named data set; `people`: whose samples each part is."""
     if people is not None:
-        ids = tuple(f"writer:{person}" for person in people)
+        ids = check_ids(f"writer:{person}" for person in people)
         # Whoever is drawn, it is one of these people: all draws share their accounts.
         return Roster(ids, f"{dataset}-writers", False, _digest(ids, parts))
     ids = tuple(f"{dataset}:{_part_digest(dataset, part)}" for part in parts)
@@ -276,7 +276,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     del parts
     people = None
     if config.partition == "writer" and train.groups is not None:
-        people = [int(train.groups[part[0]]) for part in clients]
+        people = [train.person(int(train.groups[part[0]])) for part in clients]
     roster = roster_of_split(config.dataset, clients, people)
     model = make_model(
         config.model,
@@ -298,6 +298,7 @@ def problem_from(
     client_ids: Iterable[str] | None = None,
     own: Own | None = None,
     client_tests: Sequence[Any] | None = None,
+    validation: object = None,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
@@ -313,11 +314,12 @@ def problem_from(
         raise InvalidValueError(
             f"num_clients={config.num_clients} must be {len(parts)}, the number of index lists"
         )
-    if config.early_stopping:
+    if config.early_stopping and validation is None:
         raise InvalidValueError(
-            "early_stopping=True must be left off with your own clients: "
-            "a validation split that no client holds cannot be cut from their data"
+            "early_stopping=True needs validation=, data that no client holds: with your own "
+            "clients none can be cut from theirs"
         )
+    checked = None if validation is None else as_samples(validation, "validation")
     config = _with_data_defaults(config, len(parts))
     none = np.zeros(0, dtype=np.int64)
     roster = roster_of_own(parts, client_ids)
@@ -329,7 +331,10 @@ def problem_from(
         tests = check_client_tests(parts, tests, allow_overlap=config.allow_overlap)
         roster = dataclasses.replace(roster, digest=_digest(roster.ids, Holdings([*parts, *tests])))
     own = own or Own()
-    return config, _assemble(config, model, train_set, test_set, parts, roster, none, own, tests)
+    problem = _assemble(
+        config, model, train_set, test_set, parts, roster, none, own, tests, checked
+    )
+    return config, problem
 
 
 def _each_client(train: object) -> Sequence[Any] | Mapping[str, Any]:
@@ -436,12 +441,25 @@ def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> Non
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is the GPU when there is one."""
+    """Return the device of a name; `auto` is the GPU when there is one.
+
+    A GPU other than the first becomes torch's current one: kernels and graphs run there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidValueError("device='cuda' must be 'cpu' or 'auto': torch finds no GPU here")
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise InvalidValueError(f"device={name!r} must be 'cpu' or 'auto': torch finds no GPU here")
+    number = int(name.partition(":")[2] or 0)
+    if number >= torch.cuda.device_count():
+        raise InvalidValueError(
+            f"device={name!r} must be below cuda:{torch.cuda.device_count()}: torch finds "
+            f"{torch.cuda.device_count()} GPUs here"
+        )
+    if number:
+        torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _with_data_defaults(config: RunConfig, num_clients: int) -> RunConfig:
@@ -482,6 +500,7 @@ def _assemble(
     held_out: NDArray[np.int64],
     own: Own,
     client_tests: Parts | None = None,
+    validation: Samples | None = None,
 ) -> Problem:
     """Put data and model on the device, and find out whether they fit."""
     _refuse_unknown(config, own)
@@ -491,6 +510,9 @@ def _assemble(
     if test is not None:
         tests = _on_device(test.inputs, device), _on_device(test.targets, device)
     index = torch.from_numpy(held_out)
+    checked: tuple[Any, Any] | None = None
+    if validation is not None:
+        checked = _on_device(validation.inputs, device), _on_device(validation.targets, device)
     clients, client_tests = _held_back(config, clients, client_tests)
     input_shape = tuple(trees.leaves(inputs)[0].shape[1:])
     model, front = copy.deepcopy(model), None
@@ -499,6 +521,7 @@ def _assemble(
         front = model.front.to(device)
         inputs = precompute(front, inputs)
         tests = None if tests is None else (precompute(front, tests[0]), tests[1])
+        checked = None if checked is None else (precompute(front, checked[0]), checked[1])
         model = model.on_features()
     freeze_others(model, config.patterns("trainable"))
     sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
@@ -514,6 +537,9 @@ def _assemble(
     ranges = fit.accepted(flat.module, task, outputs)
     if tests is not None:
         fit.refuse_outside(*tests, ranges, task.objective, "test")
+    if checked is not None:
+        _check_validation(task, flat.module, checked)
+        fit.refuse_outside(*checked, ranges, task.objective, "validation")
     if MODE_TABLE[config.mode].noised:
         task = fit.without_spoilt(task, ranges)
     else:
@@ -525,7 +551,7 @@ def _assemble(
         task=task,
         test=tests,
         client_tests=client_tests,
-        validation=(inputs[index], targets[index]) if len(held_out) else None,
+        validation=(inputs[index], targets[index]) if len(held_out) else checked,
         flat=flat,
         # What classes there are is public knowledge: the model's, not the largest label's.
         num_classes=train.num_classes or scores,
@@ -537,8 +563,27 @@ def _assemble(
         own=own,
         metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
-        data={"training": train} if test is None else {"training": train, "test": test},
+        data={
+            name: data
+            for name, data in (("training", train), ("test", test), ("validation", validation))
+            if data is not None
+        },
     )
+
+
+def _check_validation(task: Task, module: nn.Module, data: tuple[Any, Any]) -> None:
+    """Refuse validation data on which no accuracy can be measured."""
+    if not task.objective.has_classes:
+        raise InvalidValueError(
+            f"validation must be left out with loss={task.objective.name!r}: early stopping looks "
+            "at an accuracy, and there are no classes"
+        )
+    fit.trial_outputs(module, task.objective, trees.take(data[0], slice(0, 1)), "validation")
+    if trees.structure(data[1]) != trees.structure(task.targets):
+        raise InvalidValueError(
+            f"validation targets of shape {trees.described(data[1])} must have the form of the "
+            f"training targets, {trees.described(task.targets)}"
+        )
 
 
 def _on_device(samples: Any, device: torch.device) -> Any:

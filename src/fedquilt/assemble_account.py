@@ -344,7 +344,7 @@ def check_identity(problem: Problem, folder: RunFolder) -> None:
         digests = problem.data_digests(bytes.fromhex(kept["salt"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunFolderError(f"{folder.path / 'clients.json'} lacks or spoils {error}") from error
-    for name in ("training", "test"):
+    for name in ("training", "test", "validation"):
         if digests.get(name) != kept.get(name):
             raise RunFolderError(
                 f"run folder {str(folder.path)!r} was begun with other {name} data: what a "

@@ -236,11 +236,12 @@ class Experiment:
         """
         told = {}
         noise, clip = line.get("noise_std"), line.get("clip_value")
+        scale = line.get("agg_scale", 1.0)  # of noise and signal alike
         if line.get("noise_norm") is not None and line.get("signal_norm"):
             told["noise_to_signal"] = line["noise_norm"] / line["signal_norm"]
         elif noise and clip and self.federation.mechanism.is_bounded and self.method.clients_train:
             size = self.federation.weights.numel()
-            told["noise_to_signal"] = math.sqrt(size) * noise / clip
+            told["noise_to_signal"] = math.sqrt(size) * noise / (clip * scale)
         return told
 
     def run_round(self, round_index: int) -> RoundRecord:
@@ -379,6 +380,8 @@ class Experiment:
             statement = dataclasses.replace(statement, notes=notes)
         elif self.config.allow_overlap:
             statement = dataclasses.replace(statement, notes=(*statement.notes, OVERLAP))
+        limited = limit_notes(self.lines, self.config.max_agg_norm)
+        statement = dataclasses.replace(statement, notes=(*statement.notes, *limited))
         result = build_result(self.config, self.lines, statement, counts)
         result["stopped"] = stopped
         result["metadata"] |= self.subject.metadata()
@@ -415,6 +418,18 @@ class Experiment:
         return statement
 
 
+def limit_notes(lines: Sequence[Mapping[str, Any]], max_agg_norm: float) -> list[str]:
+    """Say in how many rounds max_agg_norm shortened the noised update, and by how much."""
+    scales = [line["agg_scale"] for line in lines if line.get("agg_scale") is not None]
+    if not scales:
+        return []
+    return [
+        f"max_agg_norm {max_agg_norm:g} shortened the noised update in {len(scales)} of "
+        f"{len(lines)} rounds, to {min(scales):.2g} of its length at the least: noise and signal "
+        "are recorded as they were applied"
+    ]
+
+
 def _refusal_notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say in how many rounds every client was left out; for modes that claim nothing.
 
@@ -436,6 +451,7 @@ def run(
     *,
     client_ids: Iterable[str] | None = None,
     client_tests: Sequence[Any] | Mapping[str, Any] | None = None,
+    validation: object = None,
     output_dir: str | None = "./results",
     resume: str | Path | None = None,
     observer: Watching | None = None,
@@ -476,6 +492,10 @@ def run(
     client_tests : sequence of index lists, or mapping from client ids to them, optional
         The samples of `train` on which each client evaluates the model, instead of a
         share of its own (`client_test_fraction`).
+    validation : data set, optional
+        In the forms of `test`; no client may hold its samples.  The accuracy on it is
+        recorded, and with `early_stopping=True` the run ends when it reaches
+        `target_accuracy`.
     output_dir : str or None
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
@@ -532,9 +552,9 @@ def run(
         brought = own.method is not None or own.mechanism is not None
         config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
     tests = tests_of(client_tests, clients)
-    config, problem = problem_from(config, model, train, test, parts, ids, own, tests)
+    config, problem = problem_from(config, model, train, test, parts, ids, own, tests, validation)
     # Copied, and maybe nobody else's.
-    del model, train, test, clients, client_ids, client_tests, parts, ids, tests
+    del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
     if tracker != "none" and folder is None and output_dir is None:
         raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
     with (

@@ -65,7 +65,8 @@ ROUND_PUBLIC: dict[str, str] = {
     "participation_stats": _JOINS,
     "clip_value": "fixed in advance, or a private quantile whose cost is charged",
     "epsilon": _OPTIONS,
-    "noise_std": "follows from options and charges",
+    "noise_std": "follows from options and charges, times agg_scale where there is one",
+    "agg_scale": "max_agg_norm over the length of the noised mean: " + _RELEASED,
     "without_allowance": _CHARGES,
     "epsilon_spent": _CHARGES,
     "test_accuracy": _LOOKED,
@@ -128,6 +129,7 @@ RESULT_PUBLIC: dict[str, str] = {
     "history.participation_stats": _LINES,
     "history.epsilon_spent": _LINES,
     "history.without_allowance": _LINES,
+    "history.agg_scale": _LINES,
     "history.noised_client_accuracy": _LINES,
     "history.noised_client_accuracy_std": _LINES,
     "history.bytes_up": _LINES,
@@ -206,12 +208,22 @@ def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
         "noise_norm": record.noise.noise_norm,
         "signal_norm": record.noise.signal_norm,
         "clipped_fraction": record.noise.clipped_fraction,
+        **({} if record.noise.agg_scale is None else {"agg_scale": record.noise.agg_scale}),
+        **_client_budgets(record),
         "non_finite": record.non_finite,
         "without_allowance": record.without_allowance,
         **({"absent": record.absent} if record.absent else {}),
         "seconds": round(seconds, 6),
         **record.server,
     }
+
+
+def _client_budgets(record: RoundRecord) -> dict[str, list[float | None]]:
+    """Return the nominal budget of each client of the cohort, where they are noised one by one."""
+    budgets = record.noise.client_budgets
+    if budgets is None:
+        return {}
+    return {"client_budgets": [budgets.get(client) for client in record.cohort]}
 
 
 def split_private(
@@ -256,15 +268,19 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
     Lists per round: train_loss, clip_values, noise_levels, noise_stats,
     privacy_budgets, client_participation; entries are None where a mode has no
-    such thing; a condensation has bytes_up, bytes_down, groups, matching_loss and
-    epoch_avg_loss beside them.  Lists per evaluation: test_accuracy (None where it is not
-    measured), test_loss, what else is measured under `test_`,
-    evaluation_rounds (finished rounds, from 1), participation_stats.
+    such thing; agg_scale where max_agg_norm has shortened an update, client_budgets (in the
+    order of client_participation) where every client has its own; a condensation has
+    bytes_up, bytes_down, groups, matching_loss and epoch_avg_loss beside them.  Lists per
+    evaluation: test_accuracy (None where it is not measured), test_loss, what else is measured
+    under `test_`, evaluation_rounds (finished rounds, from 1), participation_stats.
     """
     history: dict[str, list[Any]] = {
         name: [line[key] for line in lines] for name, key in _PER_ROUND.items()
     }
     for name in _SERVER:
+        if any(name in line for line in lines):
+            history[name] = [line.get(name) for line in lines]
+    for name in ("agg_scale", "client_budgets"):
         if any(name in line for line in lines):
             history[name] = [line.get(name) for line in lines]
     if any("epsilon_spent" in line for line in lines):

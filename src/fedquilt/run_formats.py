@@ -41,6 +41,8 @@ ROUND = Table(
         "seconds": ANY_NUMBER,
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss"), ANY_NUMBER),
         "epoch_avg_loss": ANY_NUMBER,
+        "agg_scale": ANY_NUMBER,
+        "client_budgets": Listed(ANY_NUMBER),
     },
 )
 
@@ -65,6 +67,8 @@ _HISTORY = Table(
         "noise_stats": Listed(Mapped(ANY_NUMBER)),
         "participation_stats": Listed(_STATS),
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"), _NUMBERS),
+        "agg_scale": _NUMBERS,
+        "client_budgets": Listed(OrNull(_NUMBERS)),
     },
 )
 
@@ -136,7 +140,9 @@ RESULT = Table(
 
 ACCOUNT = Table({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
 
-CLIENTS = Table({"clients": TEXT, "salt": TEXT}, {"training": TEXT, "test": TEXT})
+CLIENTS = Table(
+    {"clients": TEXT, "salt": TEXT}, dict.fromkeys(("training", "test", "validation"), TEXT)
+)
 
 _MEASURED = Table({"client": COUNT}, {"name": TEXT, "width": NAME, "examples": COUNT})
 CLIENT_METRICS = Table({"rounds": COUNT, "clients": Listed(_MEASURED)})

@@ -161,9 +161,13 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 
 
 def test_specifications_agree_with_themselves() -> None:
-    assert list(DATASETS) == ["digits", "mnist", "fashion-mnist", "cifar10", "mnist-writers"]
+    assert list(DATASETS) == [
+        *("digits", "mnist", "fashion-mnist", "cifar10", "mnist-writers"),
+        *("cifar100", "tiny-imagenet", "femnist", "shakespeare"),
+    ]
     for spec in DATASETS.values():
-        assert len(spec.mean) == len(spec.std) == spec.image_shape[0]
+        channels = 0 if spec.kind == "leaf-text" else spec.image_shape[0]
+        assert len(spec.mean) == len(spec.std) == channels
         for file in spec.files:
             header = 4 + 4 * len(file.shape) if file.packed_md5 else 0
             itemsize = {"uint8": 1, "int32": 4}[file.dtype]

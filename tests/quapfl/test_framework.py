@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -258,15 +257,24 @@ def test_a_subclass_of_the_allocator_changes_the_noise() -> None:
         assert history["noise_levels"] == pytest.approx(expected)
 
 
-def test_a_subclass_of_the_allocator_can_replace_the_mechanism() -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, {"noise_strategy": "full"}, {"critical_layers": ["fc2"]}, {"mode": "fixed_dp"}],
+)
+def test_a_subclass_of_the_allocator_can_replace_the_mechanism(strategy: dict[str, Any]) -> None:
     class Silent(AdaptivePrivacyAllocator):
         def add_gaussian_noise(self, data: Any, epsilon: float, clip_norm: float) -> Any:
             return data
 
-    made = server()
+    made = server(**strategy)
     made.privacy_allocator = Silent()
     history = made.train()
     assert [stats["noise_norm"] for stats in history["noise_stats"]] == [0.0] * 3
+    assert history["noise_levels"] == [0.0] * 3
+    assert not made.statement.is_bounded
+    assert any("rule of its own" in note for note in made.statement.notes)
+    made.privacy_allocator = AdaptivePrivacyAllocator()
+    assert any("rule of its own" in note for note in made.statement.notes)
 
 
 @pytest.mark.parametrize("strategy", [{}, {"noise_strategy": "full"}])
@@ -515,17 +523,6 @@ def test_client_indices_come_as_lists_arrays_or_tensors() -> None:
 def test_bad_client_indices_are_refused(parts: Any) -> None:
     with pytest.raises(ValueError, match="clients"):
         QuAPFLServer(make_net(), Pairs(), Pairs(), parts, "toy")
-
-
-def test_settings_and_evaluations_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("a-test")
-    with caplog.at_level(logging.INFO, logger="a-test"):
-        made = QuAPFLServer(make_net(), Pairs(), Pairs(), PARTS, "toy", config=SMALL, logger=logger)
-        made.train()
-    for words in ("learning_rate: 0.1", "max_clip: 10.0", "epsilon: 3000.0", "max_agg_norm: 10000"):
-        assert words in caplog.text
-    assert "epsilon_base: 1000.000000" in caplog.text
-    assert caplog.text.count("accuracy") == 3
 
 
 def with_batchnorm() -> nn.Module:

@@ -9,9 +9,11 @@ import pytest
 from report_samples import make_history
 
 from fedquilt.config import HYPERPARAMETERS
+from fedquilt.privacy.statement import Statement
 from fedquilt.report import generate_summary_table
 
-# The example of the API document, to the character.
+# The example of the API document, to the character, but for what is said of privacy: it prints
+# the sum of nominal budgets as if it were a guarantee.
 DOCUMENTED = """\
 ======================================================================
 QuAP-FL Experiment Results - MNIST (seed=42)
@@ -22,7 +24,8 @@ QuAP-FL Experiment Results - MNIST (seed=42)
 │ Final Accuracy          │ 0.9710 (97.10%)     │ Achieved           │
 │ Best Accuracy           │ 0.9752 (97.52%)     │ Round 190          │
 │ Final Loss              │ 0.0921              │ -                  │
-│ Total Privacy Budget    │ ε = 3.0             │ -                  │
+│ Privacy Claim           │ not given           │ pass statement=    │
+│ Total Privacy Budget    │ ε = 3.0             │ nominal, no bound  │
 │ Average Clipping        │ 0.5210              │ -                  │
 │ Mean Participation Rate │ 0.300               │ 30 clients         │
 ╘═════════════════════════╧═════════════════════╧════════════════════╛
@@ -101,7 +104,7 @@ def test_missing_values_are_passed_over() -> None:
     assert row(table, "Best Accuracy") == ["0.6000 (60.00%)", "Round 200"]
     assert row(table, "Best Loss") == ["3.0000", "Round 190"]
     assert row(table, "Average Clipping") == ["0.6000", "-"]
-    assert row(table, "Total Privacy Budget") == ["ε = 0.75", "-"]
+    assert row(table, "Total Privacy Budget") == ["ε = 0.75", "nominal, no bound"]
 
 
 @pytest.mark.parametrize(
@@ -129,3 +132,20 @@ def test_a_loss_that_exploded_still_fits() -> None:
     table = generate_summary_table(0.1, 5.6e11, "mnist", 1, {}, {})
     assert row(table, "Final Loss")[0] == "5.6000e+11"
     assert {len(line) for line in table.splitlines() if line[0] in "│╒╞╘"} == {70}
+
+
+def test_a_history_that_knows_its_claim_needs_no_statement() -> None:
+    class Told(dict[str, Any]):
+        statement = Statement.without_bound(
+            delta=1e-5, covered=(), uncovered=("fc1",), noise_source="none", notes=()
+        )
+
+    table = generate_summary_table(0.9, 0.1, "mnist", 1, Told(HISTORY), {})
+    assert row(table, "Privacy Claim") == ["none (ε = ∞)", "no guarantee"]
+    bounded = {"epsilon_max": 2.0, "delta": 1e-5}
+    table = generate_summary_table(0.9, 0.1, "mnist", 1, Told(HISTORY), {}, statement=bounded)
+    assert row(table, "Privacy Claim") == ["each: ε ≤ 2", "δ = 1e-05"]
+
+
+def test_a_table_can_be_left_out() -> None:
+    assert generate_summary_table(0.9, 0.1, "mnist", 1, HISTORY, {"include_table": False}) == ""

@@ -81,7 +81,6 @@ class RunSettings(TypedDict, total=False):
     eval_every: int
     target_accuracy: float | None
     early_stopping: bool
-    validation_fraction: float
     seed: int
     device: str
     precision: str

@@ -47,8 +47,8 @@ LARGEST_COUNT = 2**31 - 1
 def declare(default: Any, panel: str, help: str, **rule: Any) -> Any:
     """Declare a field: its help, the panel it is listed under, and its rule.
 
-    `rule` is either `choices=...`, or bounds for `checks.number` and
-    `checks.integer`, or empty for free text.
+    `rule` is either `choices=...` (and `pattern=...` for others that are allowed), or bounds
+    for `checks.number` and `checks.integer`, or empty for free text.
     """
     return field(default=default, metadata={"panel": panel, "help": help, "rule": rule})
 
@@ -64,11 +64,19 @@ _LEDGER, _RUN = "Keep a ledger over several runs", "Run, evaluate, keep"
 class RunConfig:
     """One run of one mode on one data set."""
 
-    dataset: str = declare("digits", _DATA, "digits, mnist, fashion-mnist, cifar10, mnist-writers.")
+    dataset: str = declare(
+        "digits",
+        _DATA,
+        "digits, mnist, fashion-mnist, cifar10, mnist-writers, cifar100, tiny-imagenet, femnist, "
+        "shakespeare.",
+    )
     data_dir: str | None = declare(None, _DATA, "Data folders, joined by ':' (or FEDQUILT_DATA).")
     no_download: bool = declare(False, _DATA, "Refuse to download missing data.")
     partition: str = declare(
-        "dirichlet", _DATA, "How samples are dealt to clients.", choices=PARTITIONS
+        "dirichlet",
+        _DATA,
+        "Split: dirichlet, iid, shards, writer.",
+        choices=PARTITIONS,
     )
     dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
@@ -112,7 +120,8 @@ class RunConfig:
         "auto",
         _TRAINING,
         "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, exits, convnet, or auto: the data set's CNN.",
+        "digits, mnist, cifar10, exits, convnet, resnet18, lstm, or auto: the data "
+        "set's.",
     )
     trainable: str = declare(
         "all",
@@ -327,7 +336,13 @@ class RunConfig:
         0.1, _RUN, "Share of the training data in that split.", above=0, below=1
     )
     seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
-    device: str = declare("auto", _RUN, "Where to train.", choices=DEVICES)
+    device: str = declare(
+        "auto",
+        _RUN,
+        "Where to train: auto, cpu, cuda, cuda:1.",
+        choices=DEVICES,
+        pattern=r"cuda:\d{1,3}",
+    )
     engine: str = declare(
         "auto",
         _RUN,
@@ -545,6 +560,8 @@ def _checked(name: str, value: Any, rule: dict[str, Any], annotation: Any) -> An
             )
         return checks.number(name, real, at_most=_CEILINGS.get(name, LARGEST_NUMBER))
     if rule.get("own") and value == OWN:
+        return value
+    if "pattern" in rule and isinstance(value, str) and re.fullmatch(rule["pattern"], value):
         return value
     if "choices" in rule:
         return checks.choice(name, value, rule["choices"])

@@ -71,7 +71,7 @@ USES: dict[str, tuple[Case, ...]] = {
     "on_short": (_IN_LEDGER,),
     "spend_everything": (_IN_LEDGER,),
     "evaluation_share": (_CERTIFIED,),
-    "validation_fraction": ({"early_stopping": (True,)},),
+    "validation_fraction": ({CLIENTS: (SPLIT,), "early_stopping": (True,)},),
     "front": (_CERTIFIED,),
     "mean_rounds": (_CERTIFIED,),
     "head_step": (_CERTIFIED,),

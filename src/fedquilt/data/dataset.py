@@ -80,7 +80,8 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
     Parameters
     ----------
     images
-        float32 [N, C, H, W] and normalised; other data may have any shape [N, ...].
+        float32 [N, C, H, W] and normalised; other data may have any shape [N, ...], and texts
+        are int64: the number of each letter.
     targets
         int64 [N], each at least 0 and below `num_classes`.
     name
@@ -89,6 +90,10 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
         Number of classes, also of those that no sample has.
     groups
         Who made each sample (the writer of a digit), or None where that is not known.
+    group_names
+        What these people are called, by their number; None: by the number itself.
+    notes
+        What the record of a run should say of the data, whatever is in them.
     """
 
     images: torch.Tensor
@@ -96,12 +101,14 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
     name: str
     num_classes: int
     groups: npt.NDArray[np.int64] | None = None
+    group_names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets
-        if images.dtype != torch.float32 or images.ndim < 1:
+        if images.dtype not in (torch.float32, torch.int64) or images.ndim < 1:
             raise InvalidValueError(
-                f"images of {self.name!r} must be float32 [N, ...], "
+                f"images of {self.name!r} must be float32 [N, ...], or int64 where they are texts, "
                 f"got {images.dtype} {list(images.shape)}"
             )
         if targets.dtype != torch.int64 or targets.shape != images.shape[:1]:
@@ -118,6 +125,10 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
                 f"got {list(self.groups.shape)}"
             )
         object.__setattr__(self, "images", images.contiguous())
+
+    def person(self, number: int) -> str:
+        """Return what the maker of a sample is called, given the number in `groups`."""
+        return str(number) if self.group_names is None else self.group_names[number]
 
     def __len__(self) -> int:
         return len(self.targets)

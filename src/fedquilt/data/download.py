@@ -161,6 +161,21 @@ def download_files(
         raise StorageError(f"{spec.name}: the download could not be stored: {error}") from error
 
 
+def download_archive(
+    spec: DatasetSpec, folders: Sequence[Path], mirrors: Sequence[str], *, progress: bool = False
+) -> None:
+    """Put the archive of `spec` itself into the first of `folders` that can be written."""
+    assert spec.archive is not None
+    try:
+        with _target_folder(folders, spec.folder) as target, _scratch(target) as scratch:
+            fetched = _fetch(spec.archive, mirrors, scratch, progress=progress)
+            os.replace(fetched, target / spec.archive.name)
+    except OSError as error:
+        if isinstance(error, DataNotFoundError | StorageError):
+            raise
+        raise StorageError(f"{spec.name}: the download could not be stored: {error}") from error
+
+
 def _fetch(
     item: FileSpec | ArchiveSpec, mirrors: Sequence[str], scratch: Path, *, progress: bool
 ) -> Path:
@@ -225,7 +240,7 @@ def _extract(path: Path, archive: ArchiveSpec, wanted: Sequence[FileSpec], scrat
         raise DataError(f"{archive.name} must be a file")
     try:
         # Read as a stream: a header that points backwards cannot lead around in a circle.
-        with _Bounded(path) as content, tarfile.open(fileobj=content, mode="r|") as tar:
+        with Bounded(path) as content, tarfile.open(fileobj=content, mode="r|") as tar:
             _extract_members(tar, by_member, scratch)
     except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, FedquiltError):
@@ -251,7 +266,7 @@ def _extract_members(tar: tarfile.TarFile, by_member: dict[str, FileSpec], scrat
             return
 
 
-class _Bounded(gzip.GzipFile):
+class Bounded(gzip.GzipFile):
     """A gzip file that is read up to more than any of our archives holds."""
 
     _left = _LARGEST_ARCHIVE

@@ -165,6 +165,42 @@ def find_file(folder: str, spec: FileSpec, folders: Sequence[Path]) -> Path | No
     return None
 
 
+def find_archive(spec: DatasetSpec, folders: Sequence[Path]) -> Path | None:
+    """Return the first place where the archive of a data set lies, or None."""
+    assert spec.archive is not None
+    for root in folders:
+        for path in (root / spec.folder / spec.archive.name, root / spec.archive.name):
+            if os.path.exists(path):
+                return path
+    return None
+
+
+def check_archive(path: Path, spec: DatasetSpec) -> None:
+    """Raise unless the file at `path` is the published archive."""
+    assert spec.archive is not None
+    expected = f"{spec.archive.size} bytes with md5 {spec.archive.md5}"
+    if not path.is_file():
+        raise DataError(f"{path}: is not a regular file; expected {expected}")
+    if path.stat().st_size != spec.archive.size:
+        raise DataError(f"{path}: has {path.stat().st_size} bytes; expected {expected}")
+    found = file_md5(path)
+    if found != spec.archive.md5:
+        raise DataError(f"{path}: has md5 {found}; expected {expected}")
+
+
+def find_leaf(spec: DatasetSpec, part: str, folders: Sequence[Path]) -> list[Path]:
+    """Return the JSON files of a part, `train` or `test`, of the first folder that has some.
+
+    LEAF's scripts write them to `data/femnist/data/train/`; `femnist/train/` will do.
+    """
+    for root in folders:
+        for place in (root / spec.folder / part, root / spec.folder / "data" / part):
+            found = sorted(place.glob("*.json"))
+            if found:
+                return found
+    return []
+
+
 @dataclass(frozen=True)
 class FileStatus:
     """What is known of one file: `detail` says why a file that was found is refused."""
@@ -223,6 +259,10 @@ def dataset_status(name: str, data_dir: str | os.PathLike[str] | None = None) ->
     folders = data_folders(data_dir)
     parts = [DATASETS[spec.base], spec] if spec.base else [spec]
     files = tuple(_file_status(part, file, folders) for part in parts for file in part.files)
+    if spec.archive is not None and not spec.files:
+        files = (_archive_status(spec, folders),)
+    if spec.kind in LEAF_KINDS:
+        files = tuple(_leaf_status(spec, part, folders) for part in ("train", "test"))
     return DatasetStatus(spec.name, spec.title, tuple(folders), files)
 
 
@@ -236,6 +276,28 @@ def _file_status(spec: DatasetSpec, file: FileSpec, folders: Sequence[Path]) -> 
     except DataError as error:
         return FileStatus(label, "refused", path, str(error))
     return FileStatus(label, "verified", path)
+
+
+LEAF_KINDS = ("leaf-images", "leaf-text")
+
+
+def _archive_status(spec: DatasetSpec, folders: Sequence[Path]) -> FileStatus:
+    assert spec.archive is not None
+    path = find_archive(spec, folders)
+    if path is None:
+        return FileStatus(f"{spec.folder}/{spec.archive.name}", "missing")
+    try:
+        check_archive(path, spec)
+    except DataError as error:
+        return FileStatus(spec.archive.name, "refused", path, str(error))
+    return FileStatus(spec.archive.name, "verified", path)
+
+
+def _leaf_status(spec: DatasetSpec, part: str, folders: Sequence[Path]) -> FileStatus:
+    """No checksum is published for these; their form is checked when they are read."""
+    found = find_leaf(spec, part, folders)
+    label = f"{spec.folder}/{part}/*.json"
+    return FileStatus(label, "verified", found[0]) if found else FileStatus(label, "missing")
 
 
 def _split(joined: str) -> list[Path]:

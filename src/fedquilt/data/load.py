@@ -20,11 +20,22 @@ import numpy.typing as npt
 import torch
 
 from fedquilt.common import checks
-from fedquilt.common.errors import DataError, DataNotFoundError
+from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
 from fedquilt.data import files
+from fedquilt.data.archives import normalised, read_archive
 from fedquilt.data.dataset import ImageDataset
-from fedquilt.data.download import download_files, named_mirrors
-from fedquilt.data.files import DATA_VARIABLE, data_folders, find_file, read_verified
+from fedquilt.data.download import download_archive, download_files, named_mirrors
+from fedquilt.data.files import (
+    DATA_VARIABLE,
+    LEAF_KINDS,
+    check_archive,
+    data_folders,
+    find_archive,
+    find_file,
+    read_verified,
+)
+from fedquilt.data.leaf import load_leaf
+from fedquilt.data.samples import as_dataset
 from fedquilt.data.specs import DATASETS, DatasetSpec, FileSpec
 
 _TEST_EVERY = 5
@@ -116,6 +127,12 @@ def load_spec(spec: DatasetSpec, source: Source) -> tuple[ImageDataset, ImageDat
     """Return both parts of the data set that `spec` describes."""
     if spec.kind == "digits":
         return load_digits(spec)
+    if spec.kind == "own":
+        return _registered(spec)
+    if spec.kind in LEAF_KINDS:
+        return load_leaf(spec, source.folders)
+    if spec.archive is not None and not spec.files:
+        return read_archive(spec, _archive(spec, source))
     if spec.kind == "cifar":
         return _cifar_parts(spec, _read_files(spec, source))
     if spec.kind == "idx":
@@ -123,6 +140,41 @@ def load_spec(spec: DatasetSpec, source: Source) -> tuple[ImageDataset, ImageDat
     train, test = load_spec(DATASETS[spec.base or ""], source)
     rows = _read_files(spec, source)
     return _with_writers(spec, 0, train, rows[0]), _with_writers(spec, 1, test, rows[1])
+
+
+def _registered(spec: DatasetSpec) -> tuple[ImageDataset, ImageDataset]:
+    """Return what the function of a registered data set returns."""
+    assert spec.load is not None
+    made = spec.load()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InvalidValueError(
+            f"the function of data set {spec.name!r} must return (train, test), not {made!r:.60}"
+        )
+    classes = spec.num_classes or None
+    train, test = (as_dataset(part, name=spec.name, num_classes=classes) for part in made)
+    most = max(train.num_classes, test.num_classes)
+    train, test = (
+        dataclasses.replace(part, name=spec.name, num_classes=most) for part in (train, test)
+    )
+    return train, test
+
+
+def _archive(spec: DatasetSpec, source: Source) -> Path:
+    """Return the verified archive of a data set, fetching it where it is missing."""
+    assert spec.archive is not None
+    path = find_archive(spec, source.folders)
+    if path is None and source.download:
+        mirrors = source.mirrors_of(spec)
+        download_archive(spec, source.folders, mirrors, progress=source.progress)
+        path = find_archive(spec, source.folders)
+    if path is None:
+        searched = ", ".join(str(folder) for folder in source.folders)
+        raise DataNotFoundError(
+            f"{spec.name}: {spec.archive.name} not found; searched {searched}. Allow the download, "
+            f"or put it, packed as it is, from {source.mirrors_of(spec)[0]} into one of them"
+        )
+    check_archive(path, spec)
+    return path
 
 
 def _read_files(spec: DatasetSpec, source: Source) -> list[npt.NDArray[Any]]:
@@ -171,7 +223,7 @@ def _idx_parts(
     spec: DatasetSpec, arrays: Sequence[npt.NDArray[Any]]
 ) -> tuple[ImageDataset, ImageDataset]:
     train_x, train_y, test_x, test_y = arrays
-    return _dataset(spec, [train_x], train_y), _dataset(spec, [test_x], test_y)
+    return normalised(spec, [train_x], train_y), normalised(spec, [test_x], test_y)
 
 
 def _cifar_parts(
@@ -181,22 +233,8 @@ def _cifar_parts(
     train, test = batches[:-1], batches[-1]
     train_y = np.concatenate([batch[:, 0] for batch in train])
     return (
-        _dataset(spec, [batch[:, 1:] for batch in train], train_y),
-        _dataset(spec, [test[:, 1:]], test[:, 0]),
-    )
-
-
-def _dataset(
-    spec: DatasetSpec, pixels: Sequence[npt.NDArray[np.uint8]], labels: npt.NDArray[Any]
-) -> ImageDataset:
-    """Write all pixels into one tensor and normalise it in place."""
-    images = torch.empty((len(labels), *spec.image_shape), dtype=torch.float32)
-    np.concatenate([part.reshape(-1, *spec.image_shape) for part in pixels], out=images.numpy())
-    shape = (1, -1, 1, 1)
-    images.div_(255).sub_(torch.tensor(spec.mean).view(shape))
-    images.div_(torch.tensor(spec.std).view(shape))
-    return ImageDataset(
-        images, torch.from_numpy(labels.astype(np.int64)), spec.name, spec.num_classes
+        normalised(spec, [batch[:, 1:] for batch in train], train_y),
+        normalised(spec, [test[:, 1:]], test[:, 0]),
     )
 
 

@@ -78,7 +78,7 @@ def as_samples(data: object, what: str, *, finite: bool = True) -> Samples:
     if isinstance(data, Samples):
         return data
     if isinstance(data, ImageDataset):
-        return Samples(data.images, data.targets, what, data.num_classes)
+        return Samples(data.images, data.targets, what, data.num_classes, data.notes)
     inputs, targets = _read(data, what)
     notes: list[str] = []
     inputs = _tensors(inputs, f"{what} inputs", notes)

@@ -2,15 +2,32 @@
 
 A file is known by its content.  The copy a mirror serves has a known MD5; a copy
 that somebody unpacked, or packed again, is accepted when its content has the known
-SHA-256.
+SHA-256.  Of CIFAR-100 and Tiny ImageNet the archive itself is read, by its published MD5.  For
+what LEAF's scripts write (FEMNIST, Shakespeare) there is no checksum: they draw at random, and
+only the form is checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from fedquilt.common.errors import InvalidValueError
+
+Kind = Literal[
+    "digits",
+    "idx",
+    "cifar",
+    "writers",
+    "cifar100",
+    "tiny-imagenet",
+    "leaf-images",
+    "leaf-text",
+    "own",
+]
 
 
 @dataclass(frozen=True)
@@ -61,12 +78,15 @@ class DatasetSpec:
     A pixel x in [0, 1] of channel c becomes (x - mean[c]) / std[c].  `base` names the
     data set whose images this one shares; its own files then add to them.  A mirror is
     the address of a folder: file and archive names are appended to it.
+
+    Kinds without `files` read `archive` itself, or the JSON files below `folder`, or what
+    `load` returns (`fedquilt.register_dataset`).
     """
 
     name: str
     title: str
-    kind: Literal["digits", "idx", "cifar", "writers"]
-    image_shape: tuple[int, int, int]
+    kind: Kind
+    image_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int = 10
@@ -75,6 +95,7 @@ class DatasetSpec:
     mirrors: tuple[str, ...] = ()
     archive: ArchiveSpec | None = None
     base: str | None = None
+    load: Callable[[], tuple[Any, Any]] | None = None
 
 
 def _idx_files(checksums: tuple[tuple[int, str, str], ...]) -> tuple[FileSpec, ...]:
@@ -237,7 +258,87 @@ _MNIST_WRITERS = DatasetSpec(
     base="mnist",
 )
 
-DATASETS: Final[Mapping[str, DatasetSpec]] = MappingProxyType(
-    {spec.name: spec for spec in (_DIGITS, _MNIST, _FASHION_MNIST, _CIFAR10, _MNIST_WRITERS)}
+_CIFAR100 = DatasetSpec(
+    name="cifar100",
+    title="CIFAR-100 small colour photographs (binary version)",
+    kind="cifar100",
+    image_shape=(3, 32, 32),
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+    num_classes=100,
+    folder="cifar-100",
+    mirrors=_CIFAR10.mirrors,
+    archive=ArchiveSpec(
+        name="cifar-100-binary.tar.gz",
+        size=168_513_733,
+        md5="03b5dce01913d631647c71ecec9e9cb8",
+        prefix="cifar-100-binary",
+    ),
 )
+
+_TINY_IMAGENET = DatasetSpec(
+    name="tiny-imagenet",
+    title="Tiny ImageNet, 200 classes of 64x64 photographs",
+    kind="tiny-imagenet",
+    image_shape=(3, 64, 64),
+    mean=(0.4802, 0.4481, 0.3975),
+    std=(0.2770, 0.2691, 0.2821),
+    num_classes=200,
+    folder="tiny-imagenet",
+    mirrors=("http://cs231n.stanford.edu/",),
+    archive=ArchiveSpec(
+        name="tiny-imagenet-200.zip",
+        size=248_100_043,
+        md5="90528d7ca1a48142e341f4ef8d21d0de",
+        prefix="tiny-imagenet-200",
+    ),
+)
+
+_FEMNIST = DatasetSpec(
+    name="femnist",
+    title="FEMNIST: digits and letters by writer (JSON of LEAF)",
+    kind="leaf-images",
+    image_shape=(1, 28, 28),
+    mean=(0.9637,),
+    std=(0.1597,),
+    num_classes=62,
+    folder="femnist",
+)
+
+_SHAKESPEARE = DatasetSpec(
+    name="shakespeare",
+    title="Shakespeare: the next letter, by speaker (JSON of LEAF)",
+    kind="leaf-text",
+    image_shape=(80,),
+    mean=(),
+    std=(),
+    num_classes=80,
+    folder="shakespeare",
+)
+
+_KNOWN: dict[str, DatasetSpec] = {
+    spec.name: spec
+    for spec in (
+        *(_DIGITS, _MNIST, _FASHION_MNIST, _CIFAR10, _MNIST_WRITERS),
+        *(_CIFAR100, _TINY_IMAGENET, _FEMNIST, _SHAKESPEARE),
+    )
+}
+
+DATASETS: Final[Mapping[str, DatasetSpec]] = MappingProxyType(_KNOWN)
 """Every known data set by name."""
+
+WITH_PEOPLE = ("mnist-writers", "femnist", "shakespeare")
+"""Data sets that say who made each sample."""
+
+
+def add_spec(spec: DatasetSpec) -> None:
+    """Make a data set known in this process, under a name that no other has."""
+    if not re.fullmatch(r"[\w][\w.+-]*", spec.name):
+        raise InvalidValueError(
+            f"name={spec.name!r} must be letters, digits, '.', '_', '+' and '-': it names a folder"
+        )
+    if spec.name in _KNOWN:
+        raise InvalidValueError(
+            f"name={spec.name!r} must be new: a data set has it already ({_KNOWN[spec.name].title})"
+        )
+    _KNOWN[spec.name] = spec

@@ -18,6 +18,7 @@ from fedquilt.data.dataset import (
     group_by_owner,
     samples_by_class,
 )
+from fedquilt.data.specs import WITH_PEOPLE
 
 
 def dirichlet_split(
@@ -210,14 +211,15 @@ def shard_split(
 def writer_split(
     groups: object, num_samples: int, num_clients: int | None, rng: np.random.Generator
 ) -> list[IndexArray]:
-    """Make each writer one client, in the order of their ids.
+    """Make each writer, or speaker, one client, in the order of their ids.
 
     With `num_clients` below the number of writers, that many are drawn at random and the
     samples of the others belong to nobody.
     """
     if groups is None:
         raise InvalidValueError(
-            "split='writer' needs a data set that says who made each sample: 'mnist-writers'"
+            "split='writer' needs a data set that says who made each sample: "
+            + ", ".join(map(repr, WITH_PEOPLE))
         )
     writer_ids = as_labels(groups, "groups")
     if len(writer_ids) != num_samples or num_samples == 0:

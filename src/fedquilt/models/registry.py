@@ -9,9 +9,10 @@ from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet, ExitNet
+from fedquilt.models.convolutional import ConvNet, ExitNet, ResNet18
 from fedquilt.models.features import make_feature_model
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, Linear, MNISTModel
+from fedquilt.models.texts import CharLSTM
 
 MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "digits": lambda shape, classes: DigitsModel(classes),
@@ -23,6 +24,9 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "convnet": lambda shape, classes: ConvNet(shape, classes),
     "convnet-64": lambda shape, classes: ConvNet(shape, classes, width=64),
     "convnet-32": lambda shape, classes: ConvNet(shape, classes, width=32),
+    "resnet18": lambda shape, classes: ResNet18(classes, shape[0]),
+    "resnet18-batchnorm": lambda shape, classes: ResNet18(classes, shape[0], norm="batch"),
+    "lstm": lambda shape, classes: CharLSTM(classes),
     "hog-linear": lambda shape, classes: make_feature_model("hog-linear", shape, classes),
     "scatter-linear": lambda shape, classes: make_feature_model("scatter-linear", shape, classes),
 }
@@ -30,6 +34,8 @@ _MADE_FOR: dict[tuple[int, ...], str] = {
     (1, 8, 8): "digits",
     (1, 28, 28): "mnist",
     (3, 32, 32): "cifar10",
+    (3, 64, 64): "resnet18",
+    (80,): "lstm",
 }
 
 

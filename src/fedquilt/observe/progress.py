@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from fedquilt.common.observer import Observer
@@ -31,9 +31,21 @@ class Progress(Observer):
         Names the run.
     stream : text stream, optional
         Where to; the error stream by default.
+    every_round : bool
+        Say a line after every round where no bar is drawn, with how many took part; not of a
+        run that withholds how long its rounds took.
+    sink : callable, optional
+        Called with every line, which is then not printed; no bar is drawn.
     """
 
-    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        stream: TextIO | None = None,
+        *,
+        every_round: bool = False,
+        sink: Callable[[str], object] | None = None,
+    ) -> None:
         self.label = printable(label)
         self._stream = sys.stderr if stream is None else stream
         self._bar: Any = None
@@ -42,9 +54,12 @@ class Progress(Observer):
         self._accuracy = ""
         self._timed = False
         self._said_at = time.monotonic()
+        self._every_round = every_round
+        self._sink = sink
+        self._limited = False
 
     def __enter__(self) -> Progress:
-        if draws_bars(self._stream):
+        if self._sink is None and draws_bars(self._stream):
             self._bar = _make_bar(self._stream)
             self._bar.start()
             self._task = self._bar.add_task(self.label, total=None, accuracy="", doing="")
@@ -69,6 +84,7 @@ class Progress(Observer):
         if measured:
             first = "test_accuracy" if "test_accuracy" in measured else measured[0]
             self._accuracy = f"{first.removeprefix('test_')} {line[first]:.4f}"
+        self._say_of_limit(line)
         if self._bar is not None:
             if not self._timed:
                 self._hide_time()
@@ -76,7 +92,9 @@ class Progress(Observer):
             self._bar.update(self._task, accuracy=self._accuracy, **shown)
         elif self._is_due(total):
             found = f", {self._accuracy}" if self._accuracy else ""
-            self._say(f"round {self._done} of {total}{found}")
+            count = len(line.get("cohort", ()))
+            joined = f", {count} client{'s' * (count != 1)}" if self._every_round else ""
+            self._say(f"round {self._done} of {total}{joined}{found}")
 
     def working(self, what: str, share: float) -> None:
         """Show what happens within a round."""
@@ -85,14 +103,26 @@ class Progress(Observer):
         elif self._timed and time.monotonic() - self._said_at >= SECONDS:
             self._say(f"round {self._done + 1}, {what} {share:.0%}")
 
+    def _say_of_limit(self, line: dict[str, Any]) -> None:
+        """Say once that max_agg_norm shortens what is applied."""
+        scale = line.get("agg_scale")
+        if scale is not None and not self._limited:
+            self._limited = True
+            self._say(
+                f"round {self._done}: the noised update is longer than max_agg_norm and is "
+                f"shortened to {scale:.2g} of its length, noise and signal alike"
+            )
+
     def _is_due(self, total: int) -> bool:
         if self._timed:
-            return time.monotonic() - self._said_at >= SECONDS
+            return self._every_round or time.monotonic() - self._said_at >= SECONDS
         return self._done * _LINES // total > (self._done - 1) * _LINES // total
 
     def _say(self, text: str) -> None:
         self._said_at = time.monotonic()
-        if self._bar is not None:
+        if self._sink is not None:
+            self._sink(f"{self.label}: {text}")
+        elif self._bar is not None:
             self._bar.console.print(f"{self.label}: {text}", markup=False, highlight=False)
         else:
             print(f"{self.label}: {text}", file=self._stream, flush=True)

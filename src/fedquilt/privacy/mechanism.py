@@ -8,7 +8,8 @@ mechanism may claim about it is in its `statement`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +65,10 @@ class NoiseReport:
     deviation on the mean, both norms are of vectors in the mechanism's units.
     Norms and the fraction of clipped clients are statistics of the data: a mode
     that claims a bound keeps them private.
+
+    `agg_scale` is the factor by which `max_agg_norm` shortened the noised mean, noise and all;
+    None where it did not.  The other figures are of what was applied, after it.
+    `client_budgets` are the nominal budgets of the clients that were noised one by one.
     """
 
     epsilon: float | None = None
@@ -71,6 +76,16 @@ class NoiseReport:
     noise_norm: float | None = None
     signal_norm: float | None = None
     clipped_fraction: float | None = None
+    agg_scale: float | None = None
+    client_budgets: Mapping[int, float] | None = None
+
+    def scaled(self, factor: float) -> NoiseReport:
+        """Return what was applied of this noise when the noised mean is scaled by a factor."""
+        figures = (self.noise_std, self.noise_norm, self.signal_norm)
+        std, noise, signal = (None if value is None else value * factor for value in figures)
+        return dataclasses.replace(
+            self, noise_std=std, noise_norm=noise, signal_norm=signal, agg_scale=factor
+        )
 
 
 class Mechanism(Protocol):

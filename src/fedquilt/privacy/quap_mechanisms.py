@@ -9,6 +9,7 @@ every client's whole delta is clipped and noised before the mean.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.accounting.release import Adjacency
 from fedquilt.privacy.clip import QuantileClipper, norm
@@ -133,16 +135,49 @@ class QuapMechanism(Unbounded):
             return self.allocator.epsilon_base
         return self.allocator.compute_privacy_budget(min(rate, 1.0))
 
-    def _limit(self, mean: torch.Tensor) -> torch.Tensor:
-        """Scale a mean update above max_agg_norm down to it.
+    def _limit(self, mean: torch.Tensor, report: NoiseReport) -> tuple[torch.Tensor, NoiseReport]:
+        """Scale a noised mean above max_agg_norm down to it, and the report of its noise too.
 
         See the QuAP-FL architecture document, section on version 1.1.2.  A mean that is not
         finite, which only tensors without a clip can cause, moves nothing.
         """
         length = norm(mean)
         if not math.isfinite(length):
-            return torch.zeros_like(mean)
-        return mean * (self.max_agg_norm / length) if length > self.max_agg_norm else mean
+            finite = dataclasses.replace(report, noise_std=0.0, noise_norm=0.0, signal_norm=0.0)
+            return torch.zeros_like(mean), finite.scaled(0.0)
+        if length <= self.max_agg_norm:
+            return mean, report
+        factor = self.max_agg_norm / length
+        return mean * factor, report.scaled(factor)
+
+    @property
+    def _own_noise(self) -> bool:
+        """Whether a subclass of the allocator draws its noise by a rule of its own."""
+        kind = type(self.allocator)
+        return kind.add_gaussian_noise is not AdaptivePrivacyAllocator.add_gaussian_noise
+
+    def _noised(
+        self, part: torch.Tensor, epsilon: float, sensitivity: float
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return a clipped part with the allocator's noise, that noise, and its deviation.
+
+        The deviation is the formula's; of noise by a rule of its own, the root mean square of
+        what was drawn, and no finite charge would be true.
+        """
+        if not self._own_noise:
+            noised = self.allocator.add_gaussian_noise(part, epsilon, sensitivity)
+            noise = noised.to(torch.float64) - part
+            return noised, noise, self.allocator.compute_noise_multiplier(epsilon, sensitivity)
+        given = self.allocator.add_gaussian_noise(part.clone(), epsilon, sensitivity)
+        noised = torch.as_tensor(given).to(part.device, part.dtype)
+        if noised.shape != part.shape:
+            raise InvalidValueError(
+                f"add_gaussian_noise must return what it is given with noise, of shape "
+                f"{tuple(part.shape)}, not {tuple(noised.shape)}"
+            )
+        noise = noised.to(torch.float64) - part
+        self.squared_gdp[self.facts.clients] = math.inf
+        return noised, noise, norm(noise) / math.sqrt(max(1, noise.numel()))
 
     def _excuses(self) -> list[str]:
         """Say why the released model has no bound; empty when it has one."""
@@ -156,6 +191,8 @@ class QuapMechanism(Unbounded):
             notes.append("the clip bound is this round's raw percentile, a statistic of the data")
         if self.noise.reproducible:
             notes.append("reproducible noise: no privacy")
+        if self._own_noise or np.isinf(self.squared_gdp).any():
+            notes.append("an allocator adds noise by a rule of its own: nothing is known of it")
         return notes
 
     def _slice_note(self, counts: NDArray[np.float64]) -> str:
@@ -178,12 +215,15 @@ class QuapMechanism(Unbounded):
             f"at most {format_bound(float(self.nominal_epsilon.max()))}"
         )
         if excuses:
+            excuses.append(nominal)
+            if np.isfinite(self.squared_gdp).all():
+                excuses.append(self._slice_note(counts))
             return Statement.without_bound(
                 delta=self.allocator.delta,
                 covered=self.coverage.covered,
                 uncovered=self.coverage.uncovered,
                 noise_source=self.noise.description,
-                notes=(*excuses, nominal, self._slice_note(counts)),
+                notes=excuses,
                 adjacency=self.adjacency.words,
             )
         if epsilons is None:
@@ -311,18 +351,19 @@ class LayerNoise(QuapMechanism):
         """Average, noise the covered slice, and return to the units of the weights."""
         mean = total / weight
         epsilon = self.budget(float(self.facts.rates.mean()))
-        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound / weight)
         signal_norm = norm(mean)
-        drawn = torch.from_numpy(self.allocator.noise.normal(self.coverage.num_covered))
-        noise = noise_std * drawn.to(mean.device)
-        self.coverage.put(mean, self.coverage.take(mean) + noise)
+        part = self.coverage.take(mean)
+        noised, noise, noise_std = self._noised(part, epsilon, self._bound / weight)
+        self.coverage.put(mean, noised)
         self._charge(epsilon, noise_std / (self._bound / weight))
         report = NoiseReport(epsilon, noise_std, norm(noise), signal_norm)
-        return self._limit(mean) * self.facts.learning_rate, report
+        limited, report = self._limit(mean, report)
+        return limited * self.facts.learning_rate, report
 
     def _charge(self, epsilon: float, noise_multiplier: float) -> None:
         self.nominal_epsilon[self.facts.clients] += epsilon
-        self.squared_gdp[self.facts.clients] += noise_multiplier**-2
+        if noise_multiplier > 0:  # zero only by a rule of its own, whose charge is infinite
+            self.squared_gdp[self.facts.clients] += noise_multiplier**-2
 
 
 class ClientNoise(QuapMechanism):
@@ -337,7 +378,7 @@ class ClientNoise(QuapMechanism):
     def open_round(self, facts: RoundFacts) -> None:
         """Begin with an empty noise account."""
         super().open_round(facts)
-        self._budgets: list[float] = []
+        self._budgets: dict[int, float] = {}
         self._variance = 0.0
         self._noise_sum: torch.Tensor | None = None
 
@@ -350,11 +391,9 @@ class ClientNoise(QuapMechanism):
         """Noise the client's vector by its own budget."""
         place = int(np.flatnonzero(self.facts.clients == contribution.client)[0])
         epsilon = self.budget(float(self.facts.rates[place]))
-        noised = self.allocator.add_gaussian_noise(contribution.vector, epsilon, self._bound)
-        noise_std = self.allocator.compute_noise_multiplier(epsilon, self._bound)
-        added = noised.to(torch.float64) - contribution.vector
+        noised, added, noise_std = self._noised(contribution.vector, epsilon, self._bound)
         self._noise_sum = added if self._noise_sum is None else self._noise_sum.add_(added)
-        self._budgets.append(epsilon)
+        self._budgets[contribution.client] = epsilon
         self._variance += noise_std**2
         self.nominal_epsilon[contribution.client] += epsilon
         return Contribution(contribution.client, noised, 1.0, contribution.finite)
@@ -364,12 +403,14 @@ class ClientNoise(QuapMechanism):
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Average the noised vectors."""
         mean = total / weight
-        self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance
+        if self._variance > 0:  # zero only by a rule of its own, whose charge is infinite
+            self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance
         noise = torch.zeros_like(mean) if self._noise_sum is None else self._noise_sum / weight
         report = NoiseReport(
-            float(np.mean(self._budgets)),
+            float(np.mean(list(self._budgets.values()))),
             math.sqrt(self._variance) / weight,
             norm(noise),
             norm(mean - noise),
+            client_budgets=self._budgets,
         )
-        return self._limit(mean), report
+        return self._limit(mean, report)

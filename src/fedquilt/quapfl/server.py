@@ -6,9 +6,13 @@ QuAP-FL architecture document, so a subclass that overrides one changes that ste
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +25,27 @@ from fedquilt.assemble_mechanism import make_allocator, make_clipper
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.config import HYPERPARAMETERS, TARGET_ACCURACY, RunConfig, plain_config
+from fedquilt.common.storage import write_file
+from fedquilt.config import (
+    HYPERPARAMETERS,
+    OUTPUT_CONFIG,
+    TARGET_ACCURACY,
+    RunConfig,
+    plain_config,
+)
 from fedquilt.config.documents import settings_from_hyperparameters
-from fedquilt.experiment import Experiment
+from fedquilt.experiment import Experiment, limit_notes
 from fedquilt.learning import ClientUpdate, FlatModel, evaluate
+from fedquilt.observe.progress import Progress
+from fedquilt.outlook import expectations
 from fedquilt.population import Availability, ParticipationTracker, propensities
 from fedquilt.population.participation import checked_ids
 from fedquilt.population.selection import Cohort, CohortSelector
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
-from fedquilt.record import build_history
+from fedquilt.privacy.statement import Statement
+from fedquilt.record import build_history, build_result, published
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -57,9 +71,17 @@ class QuAPFLServer:
     device : torch.device or str, optional
         Where to train; the GPU when there is one.
     logger : logging.Logger, optional
-        Receives one line per evaluation.
+        Receives what is said; without one the package's logger does, where somebody listens
+        to it (`fedquilt.log.configure`), and else it goes to the error stream.
+    verbose : bool
+        Say the settings now and a line after every round, as a bar in a terminal; False is
+        silent.
+    validation : data set, optional
+        Data that no client holds.  With `early_stopping` in `config` training ends when the
+        accuracy on them reaches `target_accuracy`, the data set's own by default.
 
-    Without a `seed` in `config` the run follows `torch.manual_seed`.
+    Without a `seed` in `config` the run follows `torch.manual_seed`.  What may be claimed
+    about the model is in `statement`, and in that of the history that `train` returns.
     """
 
     def __init__(
@@ -72,15 +94,20 @@ class QuAPFLServer:
         config: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         logger: logging.Logger | None = None,
+        *,
+        verbose: bool = True,
+        validation: object = None,
     ) -> None:
         self.model = model
         self.dataset_name = dataset_name
         self.client_indices = client_indices
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
+        self.verbose = checks.flag("verbose", verbose)
+        self._own_logger = logger is not None
         self.config: dict[str, Any] = {**HYPERPARAMETERS, **(config or {})}
         settings = _settings(config or {}, model, len(client_indices), dataset_name, device)
         self._run_config, self._problem = problem_from(
-            settings, model, train_dataset, test_dataset, client_indices
+            settings, model, train_dataset, test_dataset, client_indices, validation=validation
         )
         self._federation = build_federation(self._run_config, self._problem)
         self._engine = self._federation.method.engine
@@ -88,9 +115,11 @@ class QuAPFLServer:
         self._selector = self._make_selector()
         self._training = False
         self.tracker = self._federation.tracker
-        self.history: dict[str, list[Any]] = build_history([])
+        self._lines: list[dict[str, Any]] = []
+        self._own_steps: set[str] = set()
         self._adopt_mechanism()
-        self._log_settings()
+        self.history = History(build_history([]), self.statement)
+        self._progress().expects(self._run_config, self._settings_in_words())
 
     def _adopt_mechanism(self) -> None:
         """Expose allocator and clipper under the API document's names."""
@@ -116,25 +145,80 @@ class QuAPFLServer:
             default.quantile, default.momentum, default.min_clip, default.max_clip, initial
         )
 
-    def train(self) -> dict[str, list[Any]]:
+    def train(self) -> History:
         """Run all rounds from the model's present weights and return the history."""
         self._take_weights()
         self._plug_in()
         judged = type(self).evaluate is not QuAPFLServer.evaluate
         subject = _OwnEvaluation(self, self._problem) if judged else self._problem
-        experiment = Experiment(self._run_config, subject, self._federation, observer=self._observe)
-        self._training = True
-        try:
-            experiment.run()
-        finally:
-            self._training = False
-            self._store_weights()
-            self.history = build_history(experiment.lines)
+        with self._progress() as shown:
+            experiment = Experiment(self._run_config, subject, self._federation, observer=shown)
+            self._training = True
+            try:
+                experiment.run()
+            finally:
+                self._training = False
+                self._store_weights()
+                self._lines = experiment.lines
+                self.history = History(build_history(experiment.lines), self.statement)
         return self.history
+
+    @property
+    def statement(self) -> Statement:
+        """What may be claimed about the model, after all that `train` has done so far."""
+        counts = self.tracker.participation_count
+        found = self._federation.mechanism.statement(counts, None)
+        if self._own_steps and found.is_bounded:
+            found = Statement.without_bound(
+                delta=found.delta,
+                covered=found.covered,
+                uncovered=found.uncovered,
+                noise_source=found.noise_source,
+                notes=(
+                    f"steps of your own ({', '.join(sorted(self._own_steps))}): what they look at "
+                    "is not known here",
+                ),
+                adjacency=found.adjacency,
+            )
+        limited = limit_notes(self._lines, self._run_config.max_agg_norm)
+        return dataclasses.replace(found, notes=(*found.notes, *limited))
+
+    def save_results(self) -> list[str]:
+        """Write the last training where `OUTPUT_CONFIG` says; return the files.
+
+        `{output_dir}/{dataset}_seed{seed}.json` has `metadata`, `history` and `statement`,
+        `{log_dir}/{dataset}_seed{seed}.log` what was said of it.  With `save_results` off
+        nothing is written.
+        """
+        if not checks.flag("save_results", OUTPUT_CONFIG["save_results"]):
+            return []
+        counts = self.tracker.participation_count
+        result = build_result(self._run_config, self._lines, self.statement, counts)
+        if self._federation.mechanism.is_bounded:
+            result = published(result)
+        said: list[str] = []
+        shown = self._progress(sink=said.append)
+        shown.expects(self._run_config, self._settings_in_words())
+        for line in self._lines:
+            shown(self._run_config, line)
+        stem = f"{self.dataset_name}_seed{self._run_config.seed}"
+        files = {
+            Path(OUTPUT_CONFIG["output_dir"]) / f"{stem}.json": json.dumps(result, allow_nan=False),
+            Path(OUTPUT_CONFIG["log_dir"]) / f"{stem}.log": "\n".join(said),
+        }
+        for path, text in files.items():
+            write_file(path, f"{text}\n".encode(), parents=True)
+        return [str(path) for path in files]
 
     def _plug_in(self) -> None:
         """Give the round this server's parts, and the steps that a subclass overrides."""
         federation, kind = self._federation, type(self)
+        steps = ("select_clients", "local_training", "update_global_model")
+        self._own_steps |= {s for s in steps if getattr(kind, s) is not getattr(QuAPFLServer, s)}
+        if type(self.tracker) is not ParticipationTracker:
+            self._own_steps.add("tracker")
+        if type(self.privacy_allocator) is not AdaptivePrivacyAllocator:
+            self._own_steps.add("privacy_allocator")
         federation.tracker = self.tracker
         if isinstance(federation.mechanism, QuapMechanism):
             federation.mechanism.allocator = self.privacy_allocator
@@ -237,22 +321,39 @@ class QuAPFLServer:
         self._problem.flat.write(self._federation.weights)
         self.model.load_state_dict(self._problem.flat.module.state_dict())
 
-    def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
-        if "test_accuracy" in line:
-            self.logger.info(
-                "round %d of %d: accuracy %.4f, loss %.4f",
-                line["round"] + 1,
-                config.num_rounds,
-                line["test_accuracy"],
-                line["test_loss"],
-            )
+    def _progress(self, sink: Callable[[str], object] | None = None) -> Progress:
+        """Return what says how training goes: to a sink, to a logger that is heard, or shown."""
+        label = f"{self.dataset_name} {self._run_config.mode}"
+        heard = self.logger.isEnabledFor(logging.INFO) and self.logger.hasHandlers()
+        if sink is None and not self.verbose:
+            sink = _nowhere
+        elif sink is None and (heard or self._own_logger):
+            sink = partial(self.logger.info, "%s")
+        return Progress(label, every_round=True, sink=sink)
 
-    def _log_settings(self) -> None:
-        """Log the settings that the QuAP-FL architecture document lists (section v1.1.2)."""
+    def _settings_in_words(self) -> list[str]:
+        """Return the settings that the QuAP-FL architecture document lists (section v1.1.2).
+
+        After them who will join, and what the noise will do.
+        """
         config = self._run_config
-        for key in ("mode", "learning_rate", "max_clip", "epsilon", "max_agg_norm"):
-            self.logger.info("%s: %s", key, getattr(config, key))
-        self.logger.info("epsilon_base: %.6f", config.epsilon / config.num_rounds)
+        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "epsilon", "max_agg_norm")
+        words = [f"{key}: {getattr(config, key)}" for key in listed]
+        words.append(f"epsilon_base: {config.epsilon / config.num_rounds:.6f}")
+        problem = dataclasses.replace(self._problem, selector=self._selector)
+        return [", ".join(words), *expectations(config, problem)]
+
+
+class History(dict[str, list[Any]]):
+    """What a training recorded, in the lists of the API document, with what may be claimed."""
+
+    def __init__(self, lists: Mapping[str, list[Any]], statement: Statement) -> None:
+        super().__init__(lists)
+        self.statement = statement
+
+
+def _nowhere(text: str) -> None:
+    """Say nothing."""
 
 
 class _OwnEvaluation:
@@ -341,8 +442,5 @@ def _settings(
     )
     settings.setdefault("seed", torch.initial_seed() % 2**63)
     if device is not None:
-        chosen = torch.device(device)
-        if chosen.index:
-            raise InvalidValueError(f"device={str(device)!r} must be the first of its kind")
-        settings["device"] = chosen.type
+        settings["device"] = str(torch.device(device))
     return plain_config(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.series import (
     ROUND,
     Array,
@@ -45,7 +47,8 @@ _ATTENDED = "nominal epsilon, summed over the rounds a client attended (not a gu
 class GroupConsumption:
     """Running nominal epsilon of a group: mean, lowest and highest client by round.
 
-    Client i has consumed sum_{s <= t, i in S_s} epsilon_s after round t.
+    Client i has consumed sum_{s <= t, i in S_s} epsilon_s after round t; its own
+    epsilon_{i,s} where every client had a budget of its own (`client_budgets`).
     """
 
     members: NDArray[np.int64]
@@ -65,9 +68,9 @@ def consumption_by_group(
     """
     clients = checks.integer("num_clients", num_clients, at_least=1)
     share = checks.number("fraction", fraction, above=0, at_most=0.5)
-    budgets = np.nan_to_num(column(history, "privacy_budgets"), nan=0.0)
     cohorts = _cohorts(history, clients)
-    rounds = min(budgets.size, len(cohorts))
+    budgets = _budgets(history, cohorts)
+    rounds = len(budgets)
     counts = np.zeros(clients, dtype=np.int64)
     for cohort in cohorts[:rounds]:
         counts[cohort] += 1
@@ -75,9 +78,29 @@ def consumption_by_group(
     top = np.argsort(-counts, kind="stable")[:size]
     bottom = np.argsort(counts, kind="stable")[:size]
     most, least = (
-        _consumption(group, counts, budgets[:rounds], cohorts[:rounds]) for group in (top, bottom)
+        _consumption(group, counts, budgets, cohorts[:rounds]) for group in (top, bottom)
     )
     return most, least
+
+
+def _budgets(history: Mapping[str, Any], cohorts: list[NDArray[np.int64]]) -> list[Array]:
+    """Return the budget of each client of each cohort: its own, or the round's."""
+    by_round = np.nan_to_num(column(history, "privacy_budgets"), nan=0.0)
+    own = entries(history, "client_budgets")
+    found = []
+    for number, (budget, cohort) in enumerate(zip(by_round, cohorts, strict=False)):
+        given = own[number] if number < len(own) else None
+        if given is None:
+            found.append(np.full(cohort.size, budget))
+            continue
+        values = np.asarray([math.nan if value is None else value for value in given], dtype=float)
+        if values.size != cohort.size:
+            raise InvalidValueError(
+                f"client_budgets of round {number + 1} must hold one budget for each of "
+                f"{cohort.size} clients; it holds {values.size}"
+            )
+        found.append(np.nan_to_num(values, nan=0.0))
+    return found
 
 
 def _cohorts(history: Mapping[str, Any], num_clients: int) -> list[NDArray[np.int64]]:
@@ -94,13 +117,13 @@ def _cohorts(history: Mapping[str, Any], num_clients: int) -> list[NDArray[np.in
 def _consumption(
     group: NDArray[np.int64],
     counts: NDArray[np.int64],
-    budgets: Array,
+    budgets: list[Array],
     cohorts: list[NDArray[np.int64]],
 ) -> GroupConsumption:
     spent = np.zeros(group.size)
-    mean, low, high = (np.zeros(budgets.size) for _ in range(3))
-    for t, (budget, cohort) in enumerate(zip(budgets, cohorts, strict=True)):
-        spent[np.isin(group, cohort)] += budget
+    mean, low, high = (np.zeros(len(budgets)) for _ in range(3))
+    for t, (paid, cohort) in enumerate(zip(budgets, cohorts, strict=True)):
+        spent += np.where(group[:, None] == cohort[None, :], paid[None, :], 0.0).max(1, initial=0.0)
         mean[t], low[t], high[t] = spent.mean(), spent.min(), spent.max()
     return GroupConsumption(group, float(counts[group].mean()), mean, low, high)
 

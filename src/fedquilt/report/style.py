@@ -23,6 +23,7 @@ from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable
 from fedquilt.common.storage import write_file
+from fedquilt.config.documents import OUTPUT_CONFIG
 from fedquilt.report.series import Array, Series
 
 if TYPE_CHECKING:
@@ -143,13 +144,15 @@ def figure_path(
 ) -> Path:
     """Return where a figure goes; its ending is one of the formats.
 
-    Without `save_path` that is `results/{default_stem}_{timestamp}.{format}`.
+    Without `save_path` that is `{default_stem}_{timestamp}.{format}` in the folder that
+    OUTPUT_CONFIG names, `./results`.
     An ending in `save_path` decides the format; a path without one gets it.
     """
     if save_path is None:
         stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
         stem = re.sub(r"[^\w.-]+", "_", default_stem)
-        return Path("results") / f"{stem}_{stamp}.{settings.format}"
+        folder = Path(checks.path("output_dir", OUTPUT_CONFIG["output_dir"]))
+        return folder / f"{stem}_{stamp}.{settings.format}"
     path = Path(save_path)
     if not path.name:
         raise InvalidValueError(f"save_path={str(save_path)!r} must name a file")
@@ -163,7 +166,13 @@ def figure_path(
 
 
 def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
-    """Write the figure in the format of its ending; return where it is."""
+    """Write the figure in the format of its ending; return where it is.
+
+    With `enabled` off, or `save_plots` of OUTPUT_CONFIG, nothing is written and the text is
+    empty.
+    """
+    if not (settings.enabled and checks.flag("save_plots", OUTPUT_CONFIG["save_plots"])):
+        return ""
     kind = path.suffix.lower().lstrip(".")
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])

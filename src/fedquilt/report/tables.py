@@ -34,12 +34,12 @@ def generate_summary_table(
     history: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     method: str = "QuAP-FL",
-    statement: Mapping[str, Any] | None = None,
+    statement: object = None,
 ) -> str:
     """Return the table of one run; what was not recorded is shown as "-".
 
     The total privacy budget is the sum of the nominal epsilons of the rounds.
-    It is not a guarantee; what the run may claim stands in its statement.
+    It is not a guarantee; what the run may claim is in the row above it.
 
     Parameters
     ----------
@@ -51,14 +51,17 @@ def generate_summary_table(
         What the run recorded.
     config : mapping, optional
         `target_accuracy` replaces the data set's target; `num_clients` serves
-        when the history has no participation statistics.
+        when the history has no participation statistics; with `include_table` off (a key of
+        VISUALIZATION_CONFIG) there is no table, and the text is empty.
     method : str
         Named in the title.
-    statement : mapping, optional
-        What the run may claim; with it the table says so, and a mode without nominal
-        budgets has no row for their sum.
+    statement : Statement or mapping, optional
+        What the run may claim; a history that `QuAPFLServer.train` returned has it.  Where
+        nobody says, the table does not either.
     """
     settings = config or {}
+    if settings.get("include_table") is False:
+        return ""
     accuracy = [
         _final_accuracy(as_number(final_accuracy), target_accuracy(dataset_name, settings)),
         _best_accuracy(history),
@@ -69,7 +72,7 @@ def generate_summary_table(
         *measured,
         ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
         *_best_loss(history),
-        *_privacy(history, statement),
+        *_privacy(history, _claim(history, statement)),
         ("Average Clipping", _average_clip(history), _NOTHING),
         _participation(history, settings),
     ]
@@ -142,10 +145,20 @@ def _best_loss(history: Mapping[str, Any]) -> list[Row]:
     return [("Best Loss", _fixed(float(series.values[best])), where)]
 
 
+def _claim(history: Mapping[str, Any], statement: object) -> Mapping[str, Any] | None:
+    """Return the record of what is claimed: the one given, or the one a history has."""
+    claim: Any = getattr(history, "statement", None) if statement is None else statement
+    found: Mapping[str, Any] | None = claim.as_json() if hasattr(claim, "as_json") else claim
+    return found
+
+
 def _privacy(history: Mapping[str, Any], statement: Mapping[str, Any] | None) -> list[Row]:
     total = _total_budget(history)
     if statement is None:
-        return [("Total Privacy Budget", total, _NOTHING)]
+        if total == _NOTHING:
+            return [("Total Privacy Budget", total, _NOTHING)]
+        unknown = ("Privacy Claim", "not given", "pass statement=")
+        return [unknown, ("Total Privacy Budget", total, "nominal, no bound")]
     worst, delta = as_number(statement.get("epsilon_max")), as_number(statement.get("delta"))
     claim = ("Privacy Claim", "none (ε = ∞)", "no guarantee")
     if math.isfinite(worst):

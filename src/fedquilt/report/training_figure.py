@@ -71,11 +71,10 @@ def plot_training_history(
         `epsilon` (or `epsilon_total`) and `target_accuracy` may stand here too
         and place the two reference lines; its `mode` and `method` are named in the title,
         and panels that the mode has nothing for then show who took part and the training
-        loss.  `enabled` is for the caller to ask:
-        calling this function draws.
+        loss.  With `enabled` off nothing is written.
     save_path : path, optional
-        File to write; by default
-        ./results/{dataset}_seed{seed}_training_{timestamp}.{format}.
+        File to write; by default {dataset}_seed{seed}_training_{timestamp}.{format} in the
+        folder that OUTPUT_CONFIG names.
 
     Raises
     ------

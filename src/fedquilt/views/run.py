@@ -139,7 +139,7 @@ def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[
     if not size or config.trainable != "all":
         return None
     ratios = [
-        math.sqrt(size) * line["noise_std"] / line["clip_value"]
+        math.sqrt(size) * line["noise_std"] / (line["clip_value"] * line.get("agg_scale", 1.0))
         if line.get("noise_std") and line.get("clip_value")
         else None
         for line in lines
