@@ -25,6 +25,7 @@ _EPSILON = Plain('a number >= 0 or "inf"', frozenset({int, float, str}), least=0
 _FLAG = Plain("true or false", frozenset({bool}))
 _STATS = Mapped(NUMBER)
 _TEXTS = Listed(TEXT)
+_TIERS = Mapped(Mapped(ANY_NUMBER))
 
 ROUND = Table(
     {
@@ -41,6 +42,7 @@ ROUND = Table(
         "seconds": ANY_NUMBER,
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss"), ANY_NUMBER),
         "epoch_avg_loss": ANY_NUMBER,
+        "tiers": _TIERS,
     },
 )
 
@@ -65,6 +67,7 @@ _HISTORY = Table(
         "noise_stats": Listed(Mapped(ANY_NUMBER)),
         "participation_stats": Listed(_STATS),
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"), _NUMBERS),
+        "tiers": Listed(OrNull(_TIERS)),
     },
 )
 
@@ -111,7 +114,12 @@ _COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
 _SLICES = Table(
     {
         "method": NAME,
-        "tiers": Listed(Table({"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)})),
+        "tiers": Listed(
+            Table(
+                {"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)},
+                {"test": Mapped(ANY_NUMBER)},
+            )
+        ),
         "mean": Table(dict.fromkeys(_COSTS, NUMBER)),
     }
 )

@@ -46,6 +46,7 @@ class RunSettings(TypedDict, total=False):
     server_lr: float | None
     server_momentum: float
     tiers: str
+    norm_statistics: str
     epsilon: float
     delta: float
     adjacency: str

@@ -27,6 +27,7 @@ from fedquilt.config.choices import (
     LOSSES,
     LR_SCHEDULES,
     METHODS,
+    NORM_STATISTICS,
     ON_SHORT,
     PARTITIONS,
     POLICIES,
@@ -194,6 +195,13 @@ class RunConfig:
         "1,1/2,1/4,1/8",
         _SLICES,
         "Widths dealt to clients, or FILE.csv (client,width or client,memory_mb,flops).",
+    )
+    norm_statistics: str = declare(
+        "clients",
+        _SLICES,
+        "Whose inputs give BatchNorm its statistics before an evaluation: everybody's (fedavg "
+        "only), or the server's own, a validation split.",
+        choices=NORM_STATISTICS,
     )
 
     epsilon: float = declare(3.0, _PRIVACY, "What the run may take from a client.", above=0)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.learning import ClientUpdate, Task, public_inputs
-from fedquilt.method import MethodParts, WholeModel
+from fedquilt.config.modes import MODE_TABLE
+from fedquilt.learning import ClientUpdate, FlatModel, Task, public_inputs
+from fedquilt.method import MethodParts, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
-from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
+from fedquilt.slices.slicer import keep_scaling
+from fedquilt.slices.slicing import Cut, Slicing, cost_of_everybody, cost_table, make_slicing
+from fedquilt.slices.static_norm import (
+    Batches,
+    batches_of,
+    batches_of_clients,
+    recompute,
+    statistics_of,
+)
+
+_REMEMBERED = 16
 
 _NEED_CLASSES = {
     "heterofl": "hides the classes that a client has no sample of",
@@ -52,6 +67,16 @@ class Slices(WholeModel):
         super().__init__(
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
+        self._flat, self._score = parts.flat, parts.score
+        self._statistics = statistics_of(parts.flat.module)
+        self._batches = _batches_for_statistics(parts) if self._statistics else None
+        self._own: OrderedDict[Hashable, FlatModel] = OrderedDict()
+        self._computed: dict[Cut, dict[str, torch.Tensor]] = {}
+        if self._batches is not None and config.norm_statistics == "clients":
+            self.released = (*self.released, *self._statistics)
+            self.notes = (*self.notes, _FROM_CLIENTS)
+        elif self._batches is not None:
+            self.notes = (*self.notes, _FROM_SERVER)
 
     def place(self, client: int, round_index: int) -> Place:
         """Return where a client's slice lies in the whole vector."""
@@ -78,9 +103,114 @@ class Slices(WholeModel):
         """Return the share of clients that hold each coordinate."""
         return self.slicing.coverage(clients, round_index)
 
+    def move_to(self, remote: RemoteEngine) -> None:
+        """Let clients elsewhere train; statistics of their inputs cannot be had from there."""
+        if self._batches is not None and _FROM_CLIENTS in self.notes:
+            _refuse_clients("engine='flower'", "the clients' inputs are on other machines")
+        super().move_to(remote)
+
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the statistics of static batch normalisation for the model as it stands."""
+        if self._batches is not None:
+            self._flat.write(weights)
+            recompute(self._flat.module, self._batches())
+            self._flat.remember()  # else clients who evaluate put the last statistics back
+            self._computed.clear()
+        return weights, {}
+
+    def own_model(self, client: int, weights: torch.Tensor, round_index: int) -> FlatModel:
+        """Return a client's own small model, to be evaluated by itself.
+
+        It is what the client trains in the round: with HeteroFL's scaler, and with statistics
+        of its own, because narrow layers see other values than the whole model's.
+        """
+        cut = self.slicing.cut(client, round_index)
+        key = self.slicing.structure(cut)
+        if key not in self._own:
+            model = copy.deepcopy(self.slicing.sub_model(cut))
+            keep_scaling(model)
+            self._own[key] = FlatModel(model, self.slicing.sample, adopt=True)
+            if len(self._own) > _REMEMBERED:
+                self._own.popitem(last=False)
+        self._own.move_to_end(key)
+        small = self._own[key]
+        small.restore()
+        small.write(self.slicing.place_of(cut).gather(weights))
+        if self._batches is not None:
+            self._set_statistics(cut, small.module, self._batches)
+        return small
+
+    def _set_statistics(self, cut: Cut, model: nn.Module, batches: Batches) -> None:
+        """Compute a small model's statistics, once for every evaluation of it."""
+        if cut in self._computed:
+            for name, value in self._computed[cut].items():
+                model.get_buffer(name).copy_(value)
+            return
+        recompute(model, batches())
+        found = {name: model.get_buffer(name).clone() for name in self._statistics}
+        if len(self._computed) < _REMEMBERED:
+            self._computed[cut] = found
+
+    def look(
+        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Evaluate the small model of every tier on the test data, by its first client's slice."""
+        tiers: dict[str, dict[str, float]] = {}
+        for width, client in self.slicing.first_of_each_width().items():
+            if self.slicing.place(client, round_index).is_full:
+                whole = {k: v for k, v in looked.items() if k.startswith("test_")}
+                found = {key.removeprefix("test_"): value for key, value in whole.items()}
+            else:
+                found = self._score(self.own_model(client, weights, round_index).module)
+            if found:
+                tiers[str(width)] = found
+        return {"tiers": tiers} if tiers else {}
+
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what a client of each width sends, receives and computes."""
-        return {"slices": cost_table(self.slicing)}
+        """Return what a client of each width sends, receives and computes, and what it scores."""
+        table = cost_table(self.slicing)
+        last: dict[str, Any] = next(
+            (line["tiers"] for line in reversed(lines) if "tiers" in line), {}
+        )
+        for tier in table["tiers"]:
+            if tier["width"] in last:
+                tier["test"] = last[tier["width"]]
+        return {"slices": table}
+
+
+_FROM_CLIENTS = (
+    "BatchNorm's statistics are computed from all clients' inputs before every evaluation, and "
+    "leave them neither clipped nor noised"
+)
+_FROM_SERVER = (
+    "BatchNorm's statistics come from the server's own samples, which no client holds; the claim "
+    "is not about whoever those are of"
+)
+
+
+def _batches_for_statistics(parts: MethodParts) -> Batches:
+    """Return the inputs from which static batch normalisation has its statistics, or raise."""
+    config, task = parts.config, parts.task
+    if config.norm_statistics == "clients":
+        if MODE_TABLE[config.mode].noised:
+            why = "sums over their inputs would leave clients without clip or noise"
+            _refuse_clients(f"mode={config.mode!r}", why)
+        if task.elsewhere:
+            _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
+        return batches_of_clients(task.inputs, task.clients)
+    if parts.server_inputs is None:
+        raise InvalidValueError(
+            "norm_statistics='server' needs samples of the server's own, which no client holds: "
+            "give a validation set"
+        )
+    return batches_of(parts.server_inputs)
+
+
+def _refuse_clients(where: str, why: str) -> None:
+    raise InvalidValueError(
+        f"norm_statistics='clients' must be 'server' in {where} with a model that has BatchNorm: "
+        f"{why}; GroupNorm needs no statistics"
+    )
 
 
 class Smallest(WholeModel):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,9 +63,10 @@ class _ScaleOutput:
     """A forward hook that does what a Scaler behind the layer would."""
 
     keep_rate: float
+    always: bool = False
 
     def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output / self.keep_rate if layer.training else output
+        return output / self.keep_rate if self.always or layer.training else output
 
 
 def scale_outputs(layer: nn.Module, keep_rate: float) -> None:
@@ -76,6 +77,18 @@ def scale_outputs(layer: nn.Module, keep_rate: float) -> None:
 
 
 REMEMBERED = 256
+
+
+def keep_scaling(model: nn.Module) -> None:
+    """Let the layers of a slice scale in evaluation too: the small model as it was trained.
+
+    The Scaler is left out of evaluation for the sake of the whole model; a narrow model that is
+    used by itself needs it.
+    """
+    for layer in model.modules():
+        for key, hook in layer._forward_hooks.items():
+            if isinstance(hook, _ScaleOutput):
+                layer._forward_hooks[key] = replace(hook, always=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from fedquilt.slices.depth import Blocks, DepthSlicer
 from fedquilt.slices.model_slice import ModelSlice, SliceMap
 from fedquilt.slices.selection import Prefix, Selection, federated_dropout, fedrolex, mfl
 from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.static_norm import statistics_of
 from fedquilt.slices.tiers import client_widths
 
 COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
@@ -162,7 +163,7 @@ class Slicing:
         self.element_size = max(p.element_size() for p in model.parameters())
         self._buffers = tuple(buffers)
         self._travelling = {n for n, p in model.named_parameters() if p.requires_grad}
-        self._travelling |= set(buffers)
+        self._travelling |= set(buffers) | set(statistics_of(model))  # or unused in training
         self._places: OrderedDict[Cut, SliceMap] = OrderedDict()
         self._models: OrderedDict[Hashable, nn.Module] = OrderedDict()
         for client in self.first_of_each_width().values():
