@@ -81,7 +81,7 @@ from fedquilt.privacy.ledger import check_ids, roster_name
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
-from fedquilt.slices.method import Slices, Smallest
+from fedquilt.slices.method import LargestOnly, Slices, Smallest
 from fedquilt.slices.slicing import smallest_model
 from fedquilt.slices.static_norm import make_static, make_tracking
 
@@ -394,6 +394,8 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
         return WholeModel(parts)
     if config.method == "smallest":
         return Smallest(parts, problem.model_width)
+    if config.method == "largest_only":
+        return LargestOnly(parts)
     return Slices(parts)
 
 

@@ -454,7 +454,10 @@ def _rebuild(
         width = metadata.get("model_width", "1")
         _check_size(config.model, shape, classes, tensors)
         model = make_model(config.model, shape, classes, 0)
-        return model if width == "1" else slice_model(model, width, sample=torch.zeros(2, *shape))
+        if width == "1":
+            return model
+        sample = torch.zeros(2, *shape)
+        return slice_model(model, width, sample=sample, whole=config.patterns("whole"))
     except (KeyError, InvalidValueError) as error:
         raise RunFolderError(
             f"{path / 'result.json'} does not say what model this is: {error}"

@@ -53,9 +53,18 @@ def test_a_small_network_with_batch_norm_learns(method: str) -> None:
     clients = split_clients("iid", train.targets.numpy()[:800], 8, np.random.default_rng(0))
     done = fedquilt.run(
         *(small_network(), train, test, clients),
-        **{"output_dir": None, "mode": "fedavg", "method": method, "tiers": "1,1/2,1/4"},
-        **{"num_rounds": 8, "clients_per_round": 8, "availability": "always", "quiet": True},
-        **{"local_epochs": 2, "batch_size": 16, "learning_rate": 0.1, "eval_every": 8},
+        output_dir=None,
+        mode="fedavg",
+        method=method,
+        tiers="1,1/2,1/4",
+        num_rounds=8,
+        clients_per_round=8,
+        availability="always",
+        quiet=True,
+        local_epochs=2,
+        batch_size=16,
+        learning_rate=0.1,
+        eval_every=8,
     )
     assert done.final_accuracy is not None
     assert done.final_accuracy > 0.75
@@ -107,8 +116,14 @@ def run_digits(tmp_path: Path, **more: Any) -> fedquilt.RunResult:
     inputs, labels, clients = data()
     return fedquilt.run(
         *(batch_normed(), (inputs, labels), (inputs, labels), clients),
-        **{"output_dir": str(tmp_path), "mode": "fedavg", "method": "heterofl", "tiers": "1,1/2"},
-        **{"num_rounds": 4, "clients_per_round": 6, "availability": "always", "quiet": True},
+        output_dir=str(tmp_path),
+        mode="fedavg",
+        method="heterofl",
+        tiers="1,1/2",
+        num_rounds=4,
+        clients_per_round=6,
+        availability="always",
+        quiet=True,
         **{"local_epochs": 1, "batch_size": 8, "learning_rate": 0.2, "eval_every": 2, **more},
     )
 

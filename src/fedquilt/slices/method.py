@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,16 @@ from fedquilt.config.modes import MODE_TABLE
 from fedquilt.learning import ClientUpdate, FlatModel, Task, public_inputs
 from fedquilt.method import MethodParts, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
+from fedquilt.slices.model_slice import WithoutRows
 from fedquilt.slices.slicer import keep_scaling
-from fedquilt.slices.slicing import Cut, Slicing, cost_of_everybody, cost_table, make_slicing
+from fedquilt.slices.slicing import (
+    Cut,
+    Slicing,
+    cost_of_everybody,
+    cost_table,
+    make_slicing,
+    tier_widths,
+)
 from fedquilt.slices.static_norm import (
     Batches,
     batches_of,
@@ -67,6 +75,9 @@ class Slices(WholeModel):
         super().__init__(
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
+        engine = cast(SlicedEngine, self.engine)
+        known = not (MODE_TABLE[config.mode].noised or parts.task.elsewhere)
+        self._classes = engine.task.class_mask if known else None
         self._flat, self._score = parts.flat, parts.score
         self._statistics = statistics_of(parts.flat.module)
         self._batches = _batches_for_statistics(parts) if self._statistics else None
@@ -79,8 +90,19 @@ class Slices(WholeModel):
             self.notes = (*self.notes, _FROM_SERVER)
 
     def place(self, client: int, round_index: int) -> Place:
-        """Return where a client's slice lies in the whole vector."""
-        return self.slicing.place(client, round_index)
+        """Return where a client's slice lies in the whole vector.
+
+        HeteroFL leaves the output rows of classes that a client lacks out of the mean (the
+        authors' `combine`).  That follows from a client's data, so it is done only where
+        nothing is claimed; under a bound the rows count as zeros and divisors stay public.
+        """
+        place = self.slicing.place(client, round_index)
+        mask = self._classes
+        if mask is None or not bool(mask.hidden[client].any()):
+            return place
+        rows = self.slicing.output_rows(self.slicing.cut(client, round_index))
+        lacking = tuple(mask.hidden[client].nonzero().flatten().tolist())
+        return WithoutRows(place, rows, lacking) if rows else place
 
     def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
         """Return the client's slice of the model."""
@@ -218,12 +240,38 @@ class Smallest(WholeModel):
 
     def __init__(self, parts: MethodParts, width: str) -> None:
         super().__init__(parts)
-        self._parts, self._width = parts, width
+        self._parts, self._width, self._count = parts, width, len(parts.task.clients)
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what each client sends, receives and computes."""
+        """Return what each client that trains sends, receives and computes, and what it gets."""
         flat, task = self._parts.flat, self._parts.task
-        sample, count = public_inputs(task.inputs, 1), len(task.clients)
-        method = self._parts.config.method
-        costs = cost_of_everybody(method, self._width, count, flat.vector, flat.module, sample)
+        sample, method = public_inputs(task.inputs, 1), self._parts.config.method
+        costs = cost_of_everybody(
+            method, self._width, self._count, flat.vector, flat.module, sample
+        )
+        looked: dict[str, Any] = next((x for x in reversed(lines) if "test_loss" in x), {})
+        found = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        if found:
+            costs["tiers"][0]["test"] = found
         return {"slices": costs}
+
+
+class LargestOnly(Smallest):
+    """Only clients that can hold the whole model train: HeFlwr's Selective Client."""
+
+    def __init__(self, parts: MethodParts) -> None:
+        super().__init__(parts, "1")
+        sample, clients = parts.task.public().inputs, len(parts.task.clients)
+        widths = tier_widths(parts.config, parts.flat.module, sample, clients)
+        self._wide = np.asarray([width == 1 for width in widths])
+        self._count = int(self._wide.sum())
+        if not self._count:
+            raise InvalidValueError(
+                f"tiers={parts.config.tiers!r} must have clients of width 1 with "
+                f"method='largest_only': nobody could train; the widest is {max(widths)}"
+            )
+
+    def present(self) -> NDArray[np.bool_]:
+        """Tell who may be asked: widths are public and no matter of data."""
+        there = super().present()
+        return self._wide if there is None else self._wide & there

@@ -302,6 +302,38 @@ class SliceMap:
             )
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tensor in a flat vector: row k begins at start + k length."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class WithoutRows:
+    """A place in the whole vector, less some rows of some tensors: they are not held."""
+
+    place: SliceMap
+    rows: tuple[Rows, ...]
+    left_out: tuple[int, ...]
+
+    def scatter_add_(self, total: Tensor, part: Tensor, alpha: float = 1.0) -> None:
+        """Add alpha times what is held of a sub-model's vector to the whole one."""
+        self.place.scatter_add_(total, self._held(part.clone()), alpha)
+
+    def cover_(self, coverage: Tensor, weight: float = 1.0) -> None:
+        """Add a weight to every element of the whole vector that is held."""
+        self.place.scatter_add_(coverage, self._held(coverage.new_ones(self.place.size)), weight)
+
+    def _held(self, part: Tensor) -> Tensor:
+        for rows in self.rows:
+            for row in self.left_out:
+                start = rows.start + row * rows.length
+                part[start : start + rows.length] = 0
+        return part
+
+
 def _travelling(model: nn.Module, buffers: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

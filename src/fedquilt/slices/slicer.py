@@ -135,6 +135,8 @@ class Slicer:
         self._table = records.table
         self._layers = {name: self._rooted(cut) for name, cut in records.layers.items()}
         self._raw = {name: (dim, self._roots(parts)) for name, (dim, parts) in records.raw.items()}
+        self.output_layer = self._output_layer(records.outputs)
+        """The one linear layer that makes the model's output, None where there is no such."""
         self._list_axes()
         self._kind = type(model)
         if records.written_sizes:
@@ -227,6 +229,13 @@ class Slicer:
         except InvalidValueError as error:
             raise InvalidValueError(f"layer {self._table.origin(part)!r}: {error}") from error
         return kept.spread(part.factor)
+
+    def _output_layer(self, outputs: Parts) -> str | None:
+        last = self._roots(outputs)
+        makers = [name for name, cut in self._layers.items() if cut.outputs == last]
+        if len(makers) != 1 or len(last) != 1:
+            return None
+        return makers[0] if isinstance(self.model.get_submodule(makers[0]), nn.Linear) else None
 
     def _raw_shape(self, name: str) -> tuple[int, ...]:
         return tuple(tensors_of(self.model)[name].shape)

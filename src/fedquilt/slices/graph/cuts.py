@@ -201,6 +201,7 @@ class Records:
     layers: dict[str, LayerCut] = field(default_factory=dict)
     raw: dict[str, tuple[int, Parts]] = field(default_factory=dict)
     written_sizes: list[str] = field(default_factory=list)
+    outputs: Parts = ()
 
     def cut_layer(
         self, name: str, inputs: Parts | None, outputs: Parts | None, dim: int = -1

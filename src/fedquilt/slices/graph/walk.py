@@ -191,6 +191,7 @@ class Walker:
             self._pin_all(value.layout)
         elif isinstance(value, Layout):
             self.records.pin(value.parts)
+            self.records.outputs += value.parts
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
