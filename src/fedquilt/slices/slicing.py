@@ -249,6 +249,8 @@ class Slicing:
         unless values that never travel, because they are frozen, are cut as well.
         """
         held = self._plan.slice(cut)
+        if isinstance(self._plan, Slicer) and self._plan.cuts_unsaved:
+            return held
         if any(not m.is_full and name not in self._travelling for name, m in held.items):
             return held
         return tuple((name, tensor_map.packed_shape) for name, tensor_map in held.items)
