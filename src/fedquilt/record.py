@@ -193,6 +193,8 @@ OWNER_FILES: dict[str, str] = {
     "clients.json": "digests of what clients hold",
     "client_metrics.jsonl": "what each client measures on its own samples",
     "baselines.json": "computed from raw data",
+    "monitor.jsonl": "what rounds and tiers used: how long clients take tells how much they hold",
+    "monitor.png": "the same, drawn",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -172,6 +172,8 @@ class SlicedEngine:
         self._name = name
         mask = class_mask(slicing.model, task) if slicing.method == "heterofl" else None
         self.task = dataclasses.replace(task, class_mask=mask)
+        self.report: Callable[[str, float], None] | None = None
+        """Told which width begins to train, where that may be known."""
         self._engines: OrderedDict[Hashable, Engine] = OrderedDict()
         self._engine(slicing.cut(0, 0))  # an engine that cannot train this is an error now
 
@@ -183,9 +185,15 @@ class SlicedEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client, as a vector of its slice."""
+        done = 0
         for cut, clients in self.slicing.groups(cohort, round_index).items():
+            if self.report is not None:
+                self.report(f"width {self.slicing.widths[clients[0]]}", done / len(cohort))
             part = self.slicing.place_of(cut).gather(start)
             yield from self._engine(cut).train(part, clients, round_index, learning_rate)
+            done += len(clients)
+        if self.report is not None:
+            self.report("server", 1.0)
 
     def _engine(self, cut: Cut) -> Engine:
         key = self.slicing.structure(cut)

@@ -16,7 +16,7 @@ from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.learning import ClientUpdate, FlatModel, Task, public_inputs
-from fedquilt.method import MethodParts, RemoteEngine, WholeModel
+from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.model_slice import WithoutRows
 from fedquilt.slices.slicer import keep_scaling
@@ -78,7 +78,7 @@ class Slices(WholeModel):
         engine = cast(SlicedEngine, self.engine)
         known = not (MODE_TABLE[config.mode].noised or parts.task.elsewhere)
         self._classes = engine.task.class_mask if known else None
-        self._flat, self._score = parts.flat, parts.score
+        self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
         self._statistics = statistics_of(parts.flat.module)
         self._batches = _batches_for_statistics(parts) if self._statistics else None
         self._own: OrderedDict[Hashable, FlatModel] = OrderedDict()
@@ -124,6 +124,11 @@ class Slices(WholeModel):
     def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
         """Return the share of clients that hold each coordinate."""
         return self.slicing.coverage(clients, round_index)
+
+    def report_to(self, progress: Progress) -> None:
+        """Report which width trains; under a secret coin that would tell whom it picked."""
+        if isinstance(self.engine, SlicedEngine) and not self._secret:
+            self.engine.report = progress
 
     def move_to(self, remote: RemoteEngine) -> None:
         """Let clients elsewhere train; statistics of their inputs cannot be had from there."""
