@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,8 @@ def plot_usage(folder: Path) -> str | None:
     rounds = read_usage(folder)
     if not rounds:
         return None
+    from matplotlib.lines import Line2D
+
     settings = figure_settings(None)
     measured = any("energy_vdd_in" in entry for entry in rounds)
     panels = (
@@ -72,9 +76,26 @@ def plot_usage(folder: Path) -> str | None:
             figure.subplots(2, 2).flat, panels, strict=True
         ):
             _draw(axes, rounds, key, title, unit, factor)
+        handles = [Line2D([], [], color=c, label=n) for n, c in _colors(rounds).items()]
+        if handles:
+            figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
         path = save_figure(figure, folder / PICTURE, settings)
     os.chmod(path, 0o600)  # how long clients take tells how much they hold
     return path
+
+
+def _colors(rounds: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a colour for each tier that ever trained, widest first, and for the server."""
+    names = {name for entry in rounds for name in entry.get("tiers") or {}}
+    widths = sorted(names - {"server"}, key=lambda name: as_number(_width(name)), reverse=True)
+    listed = [*widths, *(["server"] if "server" in names else [])]
+    return dict(zip(listed, cycle((VERMILION, GREEN, PURPLE, ORANGE, GREY)), strict=False))
+
+
+def _width(name: str) -> float | None:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        return float(Fraction(name))
+    return None
 
 
 def _draw(
@@ -85,7 +106,7 @@ def _draw(
     unit: str,
     factor: float,
 ) -> None:
-    """Draw the whole round, and thinner each tier and the server, named where they end."""
+    """Draw the whole round, and thinner each tier and the server."""
     positions = np.asarray([float(entry["round"]) + 1 for entry in rounds])
 
     def series(entries: Sequence[Mapping[str, Any]]) -> Series:
@@ -99,14 +120,9 @@ def _draw(
         return
     line(axes, whole, BLUE)
     tiers = [entry.get("tiers") or {} for entry in rounds]
-    names = dict.fromkeys(name for found in tiers for name in found)
-    for name, color in zip(names, cycle((VERMILION, GREEN, PURPLE, ORANGE, GREY)), strict=False):
+    for name, color in _colors(rounds).items():
         part = series([found.get(name) or {} for found in tiers])
         line(axes, part, color, linewidth=1.0, markersize=2.5)
-        if part.finite.any():
-            last = int(np.flatnonzero(part.finite)[-1])
-            end = (float(part.positions[last]), float(part.values[last]))
-            axes.annotate(name, end, (4, -3), textcoords="offset points", color=color, fontsize=8)
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.15 * max(float(np.nanmax(whole.values)), 1e-9))
     whole_rounds(axes, positions, ROUND)
