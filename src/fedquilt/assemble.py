@@ -42,6 +42,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
+from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import (
     Samples,
@@ -80,8 +81,9 @@ from fedquilt.privacy.ledger import check_ids, roster_name
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.round import Federation
-from fedquilt.slices.method import Slices, Smallest
+from fedquilt.slices.method import LargestOnly, Slices, Smallest
 from fedquilt.slices.slicing import smallest_model
+from fedquilt.slices.static_norm import make_static, make_tracking
 
 _LOG = logging.getLogger("fedquilt")
 
@@ -222,19 +224,23 @@ class Problem:
     def whole_model(self) -> nn.Module:
         """Return a copy of the model as it stands, on the CPU, its front included."""
         module = copy.deepcopy(self.flat.module).cpu()
+        make_tracking(module)
         if self.front is not None:
             module.front = copy.deepcopy(self.front).cpu()
         return module
 
     def evaluate(self) -> dict[str, float]:
         """Step 9: evaluate the model as it stands; test data are used nowhere else."""
-        measured = {}
-        if self.test is not None:
-            found = measure(self.flat.module, self.task.objective, self.metrics, *self.test)
-            measured = {f"test_{name}": value for name, value in found.items()}
+        measured = {f"test_{name}": value for name, value in self.score(self.flat.module).items()}
         if self.validation is not None:
             measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
         return measured
+
+    def score(self, module: nn.Module) -> dict[str, float]:
+        """Return what any model reaches on the test data; nothing without them."""
+        if self.test is None:
+            return {}
+        return measure(module, self.task.objective, self.metrics, *self.test)
 
     def metadata(self) -> dict[str, Any]:
         """Return what is needed to build the model again."""
@@ -379,6 +385,8 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
         problem.selector.secret,
         lends_memory=problem.lends_memory,
         optimizer=own.optimizer,
+        score=problem.score,
+        server_inputs=None if problem.validation is None else problem.validation[0],
     )
     if own.engine is not None:
         engine = own.engine(parts) if callable(own.engine) else own.engine
@@ -391,6 +399,8 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
         return WholeModel(parts)
     if config.method == "smallest":
         return Smallest(parts, problem.model_width)
+    if config.method == "largest_only":
+        return LargestOnly(parts)
     return Slices(parts)
 
 
@@ -478,7 +488,7 @@ def _with_data_defaults(config: RunConfig, num_clients: int) -> RunConfig:
 
 def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (validation samples, samples for clients); the first is empty by default."""
-    if not config.early_stopping:
+    if not config.early_stopping and config.norm_statistics != "server":
         return np.zeros(0, dtype=np.int64), np.arange(size)
     order = generator(config.seed, "validation").permutation(size)
     count = max(1, round(config.validation_fraction * size))
@@ -529,6 +539,8 @@ def _assemble(
     if config.method == "smallest":
         model, width = smallest_model(config, model, sample, len(clients))
         model_width = str(width)
+    if config.method in NARROW_METHODS:
+        make_static(model)
     flat = FlatModel(model, sample, adopt=True)
     check_mode(config, flat)
     task = Task(inputs, targets, clients)

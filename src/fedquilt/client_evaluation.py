@@ -8,7 +8,7 @@ leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ from fedquilt.privacy.evaluation import release_mean
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.slices.method import Slices
-from fedquilt.slices.slicing import Slicing
 
 Parts = Sequence[NDArray[np.int64]]
 
@@ -89,7 +88,7 @@ class ClientEvaluation:
         The samples that each client holds back; none for some.
     names : sequence of str, optional
         Who the clients are.
-    slicing : Slicing, optional
+    slices : Slices, optional
         Where clients hold slices: each also evaluates its own.
     account : RunAccount, optional
         Where a bound is claimed: what may be published is charged there.
@@ -109,14 +108,13 @@ class ClientEvaluation:
     task: Task
     tests: Parts
     names: Sequence[str] | None
-    slicing: Slicing | None
+    slices: Slices | None
     account: RunAccount | None
     noise: NoiseSource
     is_bounded: bool
     present: Callable[[int], NDArray[np.int64]]
     metrics: Mapping[str, MakeMetric] = field(default_factory=dict)
     last: list[dict[str, Any]] = field(default_factory=list)
-    _small: dict[Hashable, FlatModel] = field(default_factory=dict, repr=False)
 
     def measure(self, weights: torch.Tensor, round_index: int) -> dict[str, float]:
         """Evaluate every client; return what a line may say of it.
@@ -149,8 +147,8 @@ class ClientEvaluation:
             self.flat.write(weights)
             try:
                 row |= self._look(self.flat, client, by_class=True)
-                if self.slicing is not None:
-                    row |= self._own_slice(self.slicing, weights, client, round_index)
+                if self.slices is not None:
+                    row |= self._own_slice(self.slices, weights, client, round_index)
             except Exception as error:
                 # Where clients are protected an error would say something about one's samples.
                 if not self.is_bounded or isinstance(error, NEVER_SILENT):
@@ -162,19 +160,12 @@ class ClientEvaluation:
         return rows
 
     def _own_slice(
-        self, slicing: Slicing, weights: torch.Tensor, client: int, round_index: int
+        self, slices: Slices, weights: torch.Tensor, client: int, round_index: int
     ) -> dict[str, Any]:
         """Return what a client's own sub-model gets right, and its width."""
-        cut = slicing.cut(client, round_index)
-        key = slicing.structure(cut)
-        if key not in self._small:
-            self._small[key] = FlatModel(slicing.sub_model(cut), self.task.public().inputs)
-        small = self._small[key]
-        small.restore()
-        small.write(slicing.place_of(cut).gather(weights))
-        found = self._look(small, client)
+        found = self._look(slices.own_model(client, weights, round_index), client)
         own = {f"own_{key}": found[key] for key in ("accuracy", "loss")}
-        return {"width": str(slicing.widths[client]), **own}
+        return {"width": str(slices.slicing.widths[client]), **own}
 
     def _look(self, flat: FlatModel, client: int, *, by_class: bool = False) -> dict[str, Any]:
         """Evaluate a model on a client's held-back samples."""
@@ -236,10 +227,10 @@ def make_client_evaluation(
     """Return the evaluation by clients of a run, None where they hold nothing back."""
     if tests is None:
         return None
-    slicing = method.slicing if isinstance(method, Slices) else None
+    slices = method if isinstance(method, Slices) else None
     noise = noise_source(config.noise_seed)
     made = ClientEvaluation(
-        flat, task, tests, names, slicing, account, noise, is_bounded, present, metrics
+        flat, task, tests, names, slices, account, noise, is_bounded, present, metrics
     )
     if config.evaluation_share and not made._has_labels:
         raise InvalidValueError(

@@ -267,6 +267,7 @@ class Experiment:
     def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
+        measured |= self.method.look(self.federation.weights, done - 1, measured)
         if self.clients is not None:
             measured |= self.clients.measure(self.federation.weights, done - 1)
             measured |= self._spent()  # an evaluation may have been paid for
@@ -388,7 +389,7 @@ class Experiment:
         result |= self.method.result(self.lines)
         self._keep()
         self.subject.flat.write(federation.weights)
-        module = self.subject.whole_model()
+        module = self.subject.whole_model().eval()
         if self.folder is not None:
             self._save(len(self.lines))
         if account is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +88,10 @@ class MethodParts:
         An engine may train in the memory of `flat`, which is written before it is read.
     optimizer : callable, optional
         A user's own: `params -> torch.optim.Optimizer`.
+    score : callable
+        What a model reaches on the test data, which no client holds.
+    server_inputs : tree of tensors, optional
+        Inputs of the server's own, which no client holds.
     """
 
     config: RunConfig
@@ -98,6 +102,8 @@ class MethodParts:
     engine: Engine | None = None
     lends_memory: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    score: Callable[[torch.nn.Module], dict[str, float]] = lambda module: {}
+    server_inputs: Any = None  # a `Tree`
 
     @property
     def local_settings(self) -> LocalSettings:
@@ -225,6 +231,15 @@ class Method(ABC):
     def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the model, up to date with all releases, and the measurements of that."""
         return weights, {}
+
+    def look(
+        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Return what else the released model shows on test data, beside what was `looked` at.
+
+        Of a bounded run only what `record.ROUND_PUBLIC` names is published.
+        """
+        return {}
 
     def keep(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the method's own files after so many rounds (None: at the end); return where."""

@@ -72,6 +72,7 @@ ROUND_PUBLIC: dict[str, str] = {
     "test_accuracy": _LOOKED,
     "test_loss": _LOOKED,
     "validation_accuracy": _LOOKED,
+    "tiers": "the slices of the released model that tiers hold, looked at on test data",
     "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
     "noised_client_accuracy_std": "follows from options, charges and the noised mean",
     # what an observer is told beside the line
@@ -130,6 +131,7 @@ RESULT_PUBLIC: dict[str, str] = {
     "history.epsilon_spent": _LINES,
     "history.without_allowance": _LINES,
     "history.agg_scale": _LINES,
+    "history.tiers": _LINES,
     "history.noised_client_accuracy": _LINES,
     "history.noised_client_accuracy_std": _LINES,
     "history.bytes_up": _LINES,
@@ -139,7 +141,7 @@ RESULT_PUBLIC: dict[str, str] = {
     "cohorts": _JOINS,
     "joins": _JOINS,
     "statement": "the claim itself",
-    "slices": "who holds which slice is chosen without looking at data",
+    "slices": "who holds which slice is chosen without looking at data; what it scores: test data",
     "condensation.ipc": _OPTIONS,
     "condensation.images": _OPTIONS,
     "condensation.bytes_up": _LINES,
@@ -193,6 +195,8 @@ OWNER_FILES: dict[str, str] = {
     "clients.json": "digests of what clients hold",
     "client_metrics.jsonl": "what each client measures on its own samples",
     "baselines.json": "computed from raw data",
+    "monitor.jsonl": "what rounds and tiers used: how long clients take tells how much they hold",
+    "monitor.png": "the same, drawn",
 }
 
 
@@ -298,6 +302,7 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
     measured = {key: None for line in evaluated for key in line if key.startswith(_MEASURED)}
     by_clients = {name: None for name in _BY_CLIENTS if any(name in line for line in evaluated)}
+    by_clients |= {"tiers": None} if any("tiers" in line for line in evaluated) else {}
     usual = ("test_accuracy", "test_loss", "participation_stats")
     for name in {**dict.fromkeys(usual), **measured, **by_clients}:
         history[name] = [line.get(name) for line in evaluated]
@@ -411,7 +416,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> RunResult:
     else:
         rebuilt = _rebuild(config, result, tensors, folder.path)
     if rebuilt is not None:
-        load_tensors(rebuilt, tensors, folder.path)
+        load_tensors(rebuilt.eval(), tensors, folder.path)
     grown = folder.synthetic_path()
     synthetic = load_condensed(grown) if grown.exists() else None
     metrics = folder.read_client_metrics()
@@ -467,7 +472,10 @@ def _rebuild(
         width = metadata.get("model_width", "1")
         _check_size(config.model, shape, classes, tensors)
         model = make_model(config.model, shape, classes, 0)
-        return model if width == "1" else slice_model(model, width, sample=torch.zeros(2, *shape))
+        if width == "1":
+            return model
+        sample = torch.zeros(2, *shape)
+        return slice_model(model, width, sample=sample, whole=config.patterns("whole"))
     except (KeyError, InvalidValueError) as error:
         raise RunFolderError(
             f"{path / 'result.json'} does not say what model this is: {error}"

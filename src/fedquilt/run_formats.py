@@ -25,6 +25,7 @@ _EPSILON = Plain('a number >= 0 or "inf"', frozenset({int, float, str}), least=0
 _FLAG = Plain("true or false", frozenset({bool}))
 _STATS = Mapped(NUMBER)
 _TEXTS = Listed(TEXT)
+_TIERS = Mapped(Mapped(ANY_NUMBER))
 
 ROUND = Table(
     {
@@ -43,6 +44,7 @@ ROUND = Table(
         "epoch_avg_loss": ANY_NUMBER,
         "agg_scale": ANY_NUMBER,
         "client_budgets": Listed(ANY_NUMBER),
+        "tiers": _TIERS,
     },
 )
 
@@ -69,6 +71,7 @@ _HISTORY = Table(
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"), _NUMBERS),
         "agg_scale": _NUMBERS,
         "client_budgets": Listed(OrNull(_NUMBERS)),
+        "tiers": Listed(OrNull(_TIERS)),
     },
 )
 
@@ -115,7 +118,12 @@ _COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
 _SLICES = Table(
     {
         "method": NAME,
-        "tiers": Listed(Table({"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)})),
+        "tiers": Listed(
+            Table(
+                {"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)},
+                {"test": Mapped(ANY_NUMBER)},
+            )
+        ),
         "mean": Table(dict.fromkeys(_COSTS, NUMBER)),
     }
 )

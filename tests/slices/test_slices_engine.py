@@ -173,29 +173,6 @@ def test_frozen_layers_are_cut_with_the_window() -> None:
         run_round(sample, index)
 
 
-def batch_normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
-
-
-def test_running_statistics_travel_without_privacy() -> None:
-    sample = federation(model=batch_normed(), method="heterofl", tiers="1/2")
-    before = sample.weights.clone()
-    run_round(sample, 0)
-    moved = sample.weights != before
-    # weight, bias, running mean and variance of the first two of four features
-    places = torch.arange(16, 24).view(2, 4)[:, :2].flatten()
-    assert moved[places].all()
-    assert not moved[torch.arange(16, 24).view(2, 4)[:, 2:].flatten()].any()
-    statistics = torch.arange(39, 47).view(2, 4)
-    assert moved[statistics[:, :2].flatten()].all()
-    assert not moved[statistics[:, 2:].flatten()].any()
-
-
-def test_running_statistics_are_refused_with_privacy() -> None:
-    with pytest.raises(InvalidValueError, match="GroupNorm instead of BatchNorm"):
-        problem(batch_normed(), method="heterofl", mode="certified")
-
-
 @pytest.mark.parametrize("mode", ["fixed_dp", "quap_fl", "quap_fl_client"])
 def test_seed_modes_refuse_slices(mode: str) -> None:
     with pytest.raises(InvalidValueError, match=f"mode='{mode}' must be one of 'fedavg'"):

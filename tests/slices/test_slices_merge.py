@@ -235,8 +235,8 @@ def test_weights_must_fit(weights: Any, reason: str) -> None:
 
 
 def test_aggregate_layer_refuses_layers_it_does_not_know() -> None:
-    with pytest.raises(InvalidValueError, match="global_layer=LSTM"):
-        aggregate_layer(nn.LSTM(2, 2), [nn.LSTM(2, 2)], [1])
+    with pytest.raises(InvalidValueError, match="global_layer=Bilinear"):
+        aggregate_layer(nn.Bilinear(2, 2, 2), [nn.Bilinear(2, 2, 2)], [1])
     with pytest.raises(InvalidValueError, match="must be a Conv2d"):
         aggregate_layer(SSLinear(4, 4), [SSConv2d(4, 4, 1)], [1])
 

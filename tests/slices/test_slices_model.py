@@ -232,7 +232,7 @@ class Apply(nn.Module):
     ("function", "reason"),
     [
         (lambda m, y, x: torch.cumsum(y, 1).mean((2, 3)), "'cumsum'.*not known"),
-        (lambda m, y, x: torch.cat([y, x], 1).mean((2, 3))[:, :8], "joined along the cut"),
+        (lambda m, y, x: torch.cat([y, x], 1).mean((2, 3))[:, :8], "may be indexed"),
         (lambda m, y, x: y[:, :4].repeat(1, 2, 1, 1).mean((2, 3)), "may be indexed"),
         (lambda m, y, x: y.chunk(2, dim=1)[0].mean((2, 3)), "must not be split"),
         (lambda m, y, x: y.view(4, 2, 4, 8, 8).mean((3, 4)), "use flatten"),
@@ -269,15 +269,16 @@ def test_ways_from_channels_to_features(function: Any) -> None:
 
 
 def test_layers_that_cannot_be_cut_are_refused_or_kept_whole() -> None:
-    def recurrent(m: Apply, y: Tensor, x: Tensor) -> Tensor:
-        return m.rnn(y.flatten(2).transpose(1, 2))[0].mean(1)
+    def paired(m: Apply, y: Tensor, x: Tensor) -> Tensor:
+        flat = y.flatten(2).transpose(1, 2)
+        return m.pair(flat, flat).mean(1)
 
-    model = Apply(recurrent)
-    model.rnn = nn.LSTM(8, 8, batch_first=True)
+    model = Apply(paired)
+    model.pair = nn.Bilinear(8, 8, 8)
     model.fc = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
-    with pytest.raises(InvalidValueError, match=r"layer 'rnn' \(LSTM\).*name it in `whole`"):
+    with pytest.raises(InvalidValueError, match=r"layer 'pair' \(Bilinear\).*name it in `whole`"):
         slice_model(model, "1/2")
-    small = slice_model(model, "1/2", whole=["rnn"])
+    small = slice_model(model, "1/2", whole=["pair"])
     assert small.conv.out_channels == 8
     assert small.fc[0].out_features == 3
     assert small(images(3, 8)).shape == (4, 2)

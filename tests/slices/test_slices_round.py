@@ -101,13 +101,24 @@ def distilled(x: Array, y: Array, wide: Held, narrow: Held | None) -> Loss:
     return loss
 
 
+def mask_of(sample: Federation, method: str, client: int, index: int) -> Array:
+    """Return which elements of the mean a client takes part in."""
+    mask = held_by(sample, method, client, index).mask()
+    if method != "heterofl" or sample.mechanism.is_bounded:
+        return mask
+    _, labels, clients = data()
+    known = np.isin(np.arange(3), labels.numpy()[clients[client]])
+    rows = np.concatenate([np.ones(SIZE - 15, bool), np.repeat(known, HIDDEN), known])
+    return mask & rows  # output rows of classes that it lacks are left out
+
+
 def expected_updates(
     sample: Federation, method: str, index: int, weights: Array
 ) -> list[tuple[Array, Array, float]]:
     return [
         (
             trained(losses(sample, method, client, index), weights, RATE),
-            held_by(sample, method, client, index).mask(),
+            mask_of(sample, method, client, index),
             float(SIZES[client]),
         )
         for client in range(len(SIZES))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.screen import screen_width
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.observer import Observer
+from fedquilt.common.observer import Observer, Observers, as_observer
 from fedquilt.common.printable import printable_lines
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.choices import FLOWER_ENGINES
@@ -35,6 +37,12 @@ TRACKER = typer.Option(
     help="Log also to wandb, tensorboard, mlflow, by commas.",
     show_default=False,
 )
+MONITOR = typer.Option(
+    "--monitor",
+    metavar="",
+    help="Write what rounds and tiers use (processor, memory, network, power) into the run's "
+    "folder, for its owner, and draw it.",
+)
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
 
 
@@ -45,6 +53,7 @@ def run(
     preset: Annotated[str | None, PRESET] = None,
     resume: Annotated[str | None, RESUME] = None,
     tracker: Annotated[str, TRACKER] = "none",
+    monitor: Annotated[bool, MONITOR] = False,
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
@@ -57,10 +66,15 @@ def run(
     tracker = beside.get("tracker", "none") if tracker == "none" else tracker
     shown = not quiet and not as_json and not beside.get("quiet", False)
     with interruptible() as kept:
-        finished = _run(settings, config, preset, resume, shown, tracker)
+        finished = _run(settings, config, preset, resume, shown, tracker, monitor)
         kept.folder = finished.folder
         with drawing("training.png"):
             draw_history(finished)
+        if monitor and finished.folder is not None:
+            from fedquilt.report.monitor_figure import plot_usage
+
+            with drawing("monitor.png"):
+                plot_usage(finished.folder)
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))
     else:
@@ -74,16 +88,33 @@ def _run(
     resume: str | None,
     shown: bool,
     tracker: str,
+    monitor: bool = False,
 ) -> RunResult:
     from fedquilt.run_folder import RunFolder
 
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
-        with watch(f"{merged.dataset} {merged.mode}", shown, tracker) as observer:
+        with (
+            watch(f"{merged.dataset} {merged.mode}", shown, tracker) as shows,
+            _monitored(monitor, shows) as observer,
+        ):
             return run_or_resume(merged, None, observer)
     stands_alone(resume, settings, config, preset)
-    with watch(Path(resume).name, shown, tracker) as observer:
+    with watch(Path(resume).name, shown, tracker) as shows, _monitored(monitor, shows) as observer:
         return run_or_resume(RunFolder.open(resume).read_config(), resume, observer)
+
+
+@contextmanager
+def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | None]:
+    """Yield an observer that also measures what the run uses, if that is wanted."""
+    if not monitor:
+        yield observer
+        return
+    optional.load("psutil", "--monitor")
+    from fedquilt.observe.round_monitor import RoundMonitor
+
+    with RoundMonitor() as measures:
+        yield Observers(as_observer(observer), measures)
 
 
 def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | None) -> RunResult:

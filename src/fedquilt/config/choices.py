@@ -33,12 +33,16 @@ PRECISIONS = ("float32", "bf16")
 # Slices
 METHODS = (
     *("full", "heterofl", "fedrolex", "fjord", "dropout", "mfl", "depthfl"),
-    *("smallest", "largest"),
+    *("smallest", "largest", "largest_only"),
 )
-WHOLE_METHODS = ("full", "smallest")
-"""Methods in which all clients train one and the same model."""
+WHOLE_METHODS = ("full", "smallest", "largest_only")
+"""Methods in which all who train, train one and the same model."""
 OWN_LOSS_METHODS = ("fjord", "depthfl")
 """Methods whose local loss only the sequential engine can train."""
+NARROW_METHODS = ("heterofl", "fedrolex", "fjord", "dropout", "mfl")
+"""Methods in which clients hold fewer units of a layer; their BatchNorm is static."""
+NORM_STATISTICS = ("clients", "server")
+"""Whose inputs give static BatchNorm its statistics."""
 
 # Privacy and the ledger
 POLICIES = ("adaptive", "cap", "worst_case", "paper")

@@ -46,6 +46,11 @@ class RunSettings(TypedDict, total=False):
     server_lr: float | None
     server_momentum: float
     tiers: str
+    whole: str | None
+    fjord_alpha: float
+    fjord_temperature: float
+    depthfl_rampup: int
+    norm_statistics: str
     epsilon: float
     delta: float
     adjacency: str

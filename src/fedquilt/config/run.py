@@ -27,6 +27,7 @@ from fedquilt.config.choices import (
     LOSSES,
     LR_SCHEDULES,
     METHODS,
+    NORM_STATISTICS,
     ON_SHORT,
     PARTITIONS,
     POLICIES,
@@ -194,8 +195,8 @@ class RunConfig:
     method: str = declare(
         "full",
         _SLICES,
-        "Which part: full, or heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest "
-        "(in mode fedavg unless certified is said).",
+        "Which part: full, or heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, "
+        "largest_only (in mode fedavg unless certified is said).",
         choices=METHODS,
         own=True,
     )
@@ -203,6 +204,32 @@ class RunConfig:
         "1,1/2,1/4,1/8",
         _SLICES,
         "Widths dealt to clients, or FILE.csv (client,width or client,memory_mb,flops).",
+    )
+    whole: str | None = declare(
+        None,
+        _SLICES,
+        "Patterns of module names, joined by commas, that every client holds at full width.",
+    )
+    fjord_alpha: float = declare(
+        0.5,
+        _SLICES,
+        "Share of the distilled part in the loss of FjORD's narrow passes.",
+        at_least=0,
+        at_most=1,
+    )
+    fjord_temperature: float = declare(1.0, _SLICES, "Temperature of that distillation.", above=0)
+    depthfl_rampup: int = declare(
+        0,
+        _SLICES,
+        "Rounds in which the weight of DepthFL's distillation rises to 1; 0: it is 1 at once.",
+        at_least=0,
+    )
+    norm_statistics: str = declare(
+        "clients",
+        _SLICES,
+        "Whose inputs give BatchNorm its statistics before an evaluation: everybody's (fedavg "
+        "only), or the server's own, a validation split.",
+        choices=NORM_STATISTICS,
     )
 
     epsilon: float = declare(3.0, _PRIVACY, "What the run may take from a client.", above=0)
@@ -383,6 +410,12 @@ class RunConfig:
                 f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
                 f"method={self.method!r}: its noise and clip are those of whole models"
             )
+        if self.method == "largest_only" and self.mode != "fedavg":
+            raise InvalidValueError(
+                f"mode={self.mode!r} must be 'fedavg' with method='largest_only', in which most "
+                "clients sit out: to claim a bound, give the run those alone who hold the whole "
+                "model"
+            )
 
     def _check_steps(self) -> None:
         """Check what the clients' optimiser and its learning rate ask of one another."""
@@ -475,8 +508,10 @@ class RunConfig:
         return claim is Claim.BOUND
 
     def patterns(self, name: str) -> tuple[str, ...]:
-        """Return the comma-separated patterns of `noise_layers` or `trainable`, in order."""
-        return tuple(part.strip() for part in getattr(self, name).split(",") if part.strip())
+        """Return the comma-separated patterns of `noise_layers`, `trainable` or `whole`."""
+        return tuple(
+            part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()
+        )
 
     def cohort_limit(self, num_clients: int) -> int:
         """Return the largest cohort as a number of clients, at least one."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import METHODS
+from fedquilt.config.choices import METHODS, NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
 from fedquilt.config.run import OWN, RunConfig
 
@@ -41,6 +41,11 @@ USES: dict[str, tuple[Case, ...]] = {
     "momentum": ({"optimizer": ("sgd", "nesterov")},),
     "server_momentum": ({"server_optimizer": ("momentum",)},),
     "tiers": ({"method": _SLICED},),
+    "whole": ({"method": (*NARROW_METHODS, "smallest")},),
+    "fjord_alpha": ({"method": ("fjord",)},),
+    "fjord_temperature": ({"method": ("fjord",)},),
+    "depthfl_rampup": ({"method": ("depthfl",)},),
+    "norm_statistics": ({"method": NARROW_METHODS},),
     "epsilon": ({"mode": NOISED_MODES}, _IN_LEDGER),
     "delta": ({"mode": NOISED_MODES}, _IN_LEDGER),
     "adjacency": ({"mode": _CLAIMING}, _IN_LEDGER),
@@ -71,7 +76,10 @@ USES: dict[str, tuple[Case, ...]] = {
     "on_short": (_IN_LEDGER,),
     "spend_everything": (_IN_LEDGER,),
     "evaluation_share": (_CERTIFIED,),
-    "validation_fraction": ({CLIENTS: (SPLIT,), "early_stopping": (True,)},),
+    "validation_fraction": (
+        {CLIENTS: (SPLIT,), "early_stopping": (True,)},
+        {CLIENTS: (SPLIT,), "norm_statistics": ("server",)},
+    ),
     "front": (_CERTIFIED,),
     "mean_rounds": (_CERTIFIED,),
     "head_step": (_CERTIFIED,),
@@ -134,7 +142,7 @@ def _in_words(case: Case) -> Iterator[str]:
     for name, allowed in case.items():
         if allowed is None:
             yield f"a {name}"
-        elif name == "method":
+        elif name == "method" and allowed == _SLICED:
             yield "methods other than 'full'"
         elif name == CLIENTS:
             yield f"clients that are {allowed[0]}"

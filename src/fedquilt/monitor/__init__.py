@@ -12,6 +12,7 @@ have a `FileMonitor`, a `PrometheusMonitor` and a `RemoteMonitor`.
 
 from fedquilt.monitor import process_monitor, thread_monitor
 from fedquilt.observe.meters import power_sources
+from fedquilt.observe.round_monitor import RoundMonitor
 from fedquilt.observe.samples import (
     DeliveryError,
     MetricTypeError,
@@ -26,6 +27,7 @@ __all__ = [
     "MonitorError",
     "PowerUnavailableError",
     "Reach",
+    "RoundMonitor",
     "power_sources",
     "process_monitor",
     "thread_monitor",

@@ -15,7 +15,7 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.observe.delivery import Address
 from fedquilt.observe.meters import network_scope
 from fedquilt.observe.runners import ProcessRunner, ThreadRunner
-from fedquilt.observe.samples import Metrics, Reach, Series, Settings, Sink
+from fedquilt.observe.samples import FORMS, Metrics, Reach, Series, Settings, Sink
 from fedquilt.observe.sinks import FileSink, PrometheusSink, RemoteSink
 
 SHORTEST_INTERVAL = 0.01
@@ -165,6 +165,8 @@ class FileMonitor(Monitor):
         The file; its folder is made when missing.
     interval : float
         Seconds between samples.
+    form : {"fedquilt", "heflwr"}
+        How a line is written; `heflwr`: as HeFlwr's FileMonitor writes it.
     children, network_scope, loopback, sysfs
         How far the metrics reach; see `fedquilt.monitor.Reach`.
     """
@@ -173,13 +175,16 @@ class FileMonitor(Monitor):
         self,
         file: str | os.PathLike[str],
         interval: float = 5,
+        *,
+        form: str = "fedquilt",
         **reach: Unpack[ReachOptions],
     ) -> None:
         super().__init__(interval, reach)
         self._file = os.path.abspath(checks.path("file", file))
+        self._form = checks.choice("form", form, FORMS)
 
     def _sink(self) -> Callable[[], Sink]:
-        return partial(FileSink, self._file)
+        return partial(FileSink, self._file, self._form)
 
 
 class PrometheusMonitor(Monitor):
@@ -234,6 +239,8 @@ class RemoteMonitor(Monitor):
     simple : bool
         True posts the text of a sample to `/simple_log`, False a log record with all
         numbers to `/log`.
+    form : {"fedquilt", "heflwr"}
+        How the text is written; `heflwr`: as HeFlwr's RemoteMonitor writes it.
     children, network_scope, loopback, sysfs
         How far the metrics reach; see `fedquilt.monitor.Reach`.
     """
@@ -244,13 +251,18 @@ class RemoteMonitor(Monitor):
         interval: float = 5,
         identifier: str | None = None,
         simple: bool = True,
+        *,
+        form: str = "fedquilt",
         **reach: Unpack[ReachOptions],
     ) -> None:
         super().__init__(interval, reach)
         self._address = Address.parse(host)
         self._simple = checks.flag("simple", simple)
+        self._form = checks.choice("form", form, FORMS)
         chosen = f"remote-monitor-{uuid.uuid4().hex}" if identifier is None else identifier
         self.identifier = checks.text("identifier", chosen)
 
     def _sink(self) -> Callable[[], Sink]:
-        return partial(RemoteSink, self._address, self.identifier, simple=self._simple)
+        return partial(
+            RemoteSink, self._address, self.identifier, simple=self._simple, form=self._form
+        )

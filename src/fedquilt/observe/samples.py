@@ -56,6 +56,24 @@ _TEXT = {
 }
 KEYS = tuple(_TEXT)
 
+FORMS = ("fedquilt", "heflwr")
+"""How a sample is written: with units and seconds, or exactly as HeFlwr's monitors write it."""
+# Not rounded, a comma and a space after every value; its file and its messages differ.
+_HEFLWR = {
+    CPU: "CPU Usage: {}%, ",
+    MEMORY: "Memory Usage: {}%, ",
+    BYTES_SENT: "Bytes Sent: {:.0f}, ",
+    BYTES_RECV: "Bytes Recv: {:.0f}, ",
+    VDD_IN: "VDD In: {:.0f}, ",
+    VDD_CPU_GPU_CV: "VDD Cpu_Gpu_Cv: {:.0f}, ",
+    VDD_SOC: "VDD Soc: {:.0f}, ",
+}
+_HEFLWR_MESSAGE = _HEFLWR | {
+    CPU: "Cpu Usage: {}%, ",
+    VDD_CPU_GPU_CV: "VDD cpu_gpu_cv: {:.0f}, ",
+    VDD_SOC: "VDD soc: {:.0f}, ",
+}
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -89,6 +107,11 @@ class Sample:
         """Return the sample as one line."""
         parts = [_TEXT[key].format(self.values[key]) for key in KEYS if key in self.values]
         return ", ".join([*parts, f"Seconds: {self.seconds:.2f}"])
+
+    def heflwr_text(self, *, message: bool = False) -> str:
+        """Return the sample as HeFlwr writes it, into a file or as a message."""
+        form = _HEFLWR_MESSAGE if message else _HEFLWR
+        return "".join(form[key].format(self.values[key]) for key in KEYS if key in self.values)
 
 
 class Series:

@@ -35,8 +35,9 @@ class FileSink:
 
     port = None
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, form: str = "fedquilt") -> None:
         self._path = file
+        self._heflwr = form == "heflwr"
         with storage_errors(file), contextlib.ExitStack() as opened:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             # Buffered by lines: what was written is in the file.
@@ -47,7 +48,8 @@ class FileSink:
     def write(self, sample: Sample) -> None:
         """Append a sample; it is in the file when this returns."""
         with storage_errors(self._path):
-            self._file.write(f"{sample.text()}\n")
+            text = sample.heflwr_text() if self._heflwr else sample.text()
+            self._file.write(f"{text}\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -182,7 +184,10 @@ class RemoteSink:
 
     port = None
 
-    def __init__(self, address: Address, identifier: str, *, simple: bool) -> None:
+    def __init__(
+        self, address: Address, identifier: str, *, simple: bool, form: str = "fedquilt"
+    ) -> None:
+        self._heflwr = form == "heflwr"
         self._identifier = identifier
         self._simple = simple
         self._written = 0
@@ -191,9 +196,8 @@ class RemoteSink:
     def write(self, sample: Sample) -> None:
         """Queue a sample."""
         self._written += 1
-        record = logging.LogRecord(
-            "fedquilt.monitor", logging.INFO, __file__, 0, sample.text(), None, None
-        )
+        text = sample.heflwr_text(message=True) if self._heflwr else sample.text()
+        record = logging.LogRecord("fedquilt.monitor", logging.INFO, __file__, 0, text, None, None)
         path, fields = post_fields(record, self._identifier, simple=self._simple)
         if not self._simple:
             fields |= {"seconds": sample.seconds, "time": sample.time, **sample.values}

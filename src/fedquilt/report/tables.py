@@ -213,21 +213,43 @@ _COLUMNS = {
 }
 
 
+def tier_metric(record: Mapping[str, Any]) -> str:
+    """Return the name of the metric that tiers are judged by: the first that was measured."""
+    measured: dict[str, Any] = next((t["test"] for t in record["tiers"] if t.get("test")), {})
+    return next(iter(measured), "accuracy")
+
+
+def tier_scores(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return what each width's own small model reaches on the test data, where it was measured."""
+    name = tier_metric(record)
+    found = {str(tier["width"]): (tier.get("test") or {}).get(name) for tier in record["tiers"]}
+    return {width: score for width, score in found.items() if score is not None}
+
+
 def slices_table(record: Mapping[str, Any]) -> str:
-    """Return the costs that a run on slices has recorded, one line a width and their mean.
+    """Return what a run on slices has recorded, one line a width and the mean over clients.
 
     Bytes are those of a round that the client joins; multiply-adds are those of one
-    example, forward.
+    example, forward; the last column is what the width's own small model reaches on the test
+    data, by the headline metric.
     """
     from tabulate import tabulate
 
+    scores = tier_scores(record)
     rows = [
-        (tier["width"], tier["clients"], *(f"{tier[key]:,}" for key in _COLUMNS))
+        (
+            *(tier["width"], tier["clients"], *(f"{tier[key]:,}" for key in _COLUMNS)),
+            *([f"{scores[tier['width']]:.4f}" if tier["width"] in scores else "-"] * bool(scores)),
+        )
         for tier in record["tiers"]
     ]
     total = sum(tier["clients"] for tier in record["tiers"])
     rows.append(("mean", total, *(f"{record['mean'][key]:,.0f}" for key in _COLUMNS)))
     head = ["width", "clients", *_COLUMNS.values()]
+    if scores:
+        mean = sum(t["clients"] * scores.get(t["width"], math.nan) for t in record["tiers"]) / total
+        rows[-1] = (*rows[-1], f"{mean:.4f}")
+        head.append(f"test {tier_metric(record)}")
     align = ("left", *("right",) * (len(head) - 1))
     table = tabulate(rows, headers=head, disable_numparse=True, colalign=align)
     return f"What a client holds ({record['method']})\n{table}"

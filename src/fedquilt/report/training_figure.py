@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedquilt.report.series import (
     ROUND,
+    Array,
     Series,
     as_number,
     entries,
@@ -27,8 +29,10 @@ from fedquilt.report.spend import draw_spend, spend_by_round
 from fedquilt.report.style import (
     BLUE,
     GREEN,
+    GREY,
     NOMINAL,
     PURPLE,
+    VERMILION,
     accuracy_limits,
     as_drawn,
     drawing,
@@ -159,18 +163,39 @@ def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) 
         return
     line(axes, series, BLUE)
     notes = shortfall(series, "evaluations")
+    tiers = _draw_tiers(axes, history) if key == "test_accuracy" else np.zeros(0)
     if key != "test_accuracy":
         axes.set_ylabel(f"Test {in_title(key)}")
         whole_rounds(axes, series.positions, series.axis)
         panel_title(axes, title, notes)
         return
+    if tiers.size:
+        notes.insert(0, "thin: what clients of each width hold, by itself")
     if target is not None:
         reference(axes, target)
         notes.insert(0, f"dashed: target {target:g}")
-    accuracy_limits(axes, series.values, target)
+    accuracy_limits(axes, np.append(series.values, tiers), target)
     axes.set_ylabel("Test accuracy")
     whole_rounds(axes, series.positions, series.axis)
     panel_title(axes, title, notes)
+
+
+def _draw_tiers(axes: Axes, history: Mapping[str, Any]) -> Array:
+    """Draw the accuracy of each narrow tier's own small model; return all of their values."""
+    found = entries(history, "tiers")
+    looked = [tiers if isinstance(tiers, Mapping) else {} for tiers in found]
+    widths = [w for w in dict.fromkeys(width for tiers in looked for width in tiers) if w != "1"]
+    drawn = [np.zeros(0)]
+    for width, color in zip(widths, cycle((VERMILION, GREEN, PURPLE, GREY)), strict=False):
+        scores = [tiers.get(width, {}).get("accuracy") for tiers in looked]
+        series = per_evaluation({**history, "tier": scores}, "tier")
+        line(axes, series, color, linewidth=1.0, markersize=2.5)
+        drawn.append(series.values)
+        if series.finite.any():  # named where it ends: a legend may cover data
+            last = int(np.flatnonzero(series.finite)[-1])
+            end = (float(series.positions[last]), float(series.values[last]))
+            axes.annotate(width, end, (4, -3), textcoords="offset points", color=color, fontsize=8)
+    return np.concatenate(drawn)
 
 
 def _draw_loss(axes: Axes, history: Mapping[str, Any]) -> None:

@@ -58,12 +58,26 @@ class DepthSlicer:
         return small  # type: ignore[no-any-return]
 
 
-def exits_loss(module: nn.Module, inputs: Tree, targets: Tensor) -> Tensor:
+def ramp(round_index: int, rampup: int) -> float:
+    """Return the weight of the distillation in round t: exp(-5 (1 - t/T)^2), 1 from round T on.
+
+    Early exits have little to teach at first (Kim et al. 2023; the sigmoid ramp-up of Laine and
+    Aila 2017, T = 300 in the authors' code).  T = 0 starts at 1.
+    """
+    if round_index >= rampup:
+        return 1.0
+    return math.exp(-5.0 * (1.0 - round_index / rampup) ** 2)
+
+
+def exits_loss(
+    module: nn.Module, inputs: Tree, targets: Tensor, distillation: float = 1.0
+) -> Tensor:
     """Return DepthFL's loss over the exits z_1 .. z_d of a client's model.
 
-        sum_i CE(z_i, y) + 1/(d - 1) sum_i sum_(j != i) KL(p_j || p_i)
+        sum_i CE(z_i, y) + r/(d - 1) sum_i sum_(j != i) KL(p_j || p_i)
 
     The exits teach one another; no gradient goes through a teacher (Kim et al. 2023, eq. 2).
+    r is `distillation`, see `ramp`.
     """
     exits: Any = module.exits
     outputs: Sequence[Tensor] = trees.call_with(exits, inputs)
@@ -72,7 +86,7 @@ def exits_loss(module: nn.Module, inputs: Tree, targets: Tensor) -> Tensor:
     for mine in logs if len(logs) > 1 else ():
         for other in (log for log in logs if log is not mine):
             apart = functional.kl_div(mine, other.detach(), reduction="batchmean", log_target=True)
-            loss = loss + apart / (len(logs) - 1)
+            loss = loss + distillation * apart / (len(logs) - 1)
     return loss
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from fedquilt.learning import (
     outputs_of,
 )
 from fedquilt.learning.state import ModuleState
-from fedquilt.slices.depth import exits_loss
+from fedquilt.slices.depth import exits_loss, ramp
 from fedquilt.slices.ranges import Axis
 from fedquilt.slices.selection import Selection, fjord
 from fedquilt.slices.slicer import Slicer
@@ -61,11 +62,14 @@ def class_mask(model: nn.Module, task: Task) -> ClassMask | None:
 
 def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
     """Return the clients' loss on a slice's model, None for the engine's own."""
+    options = slicing.options
     if slicing.method == "depthfl":
-        return lambda client, round_index: exits_loss
+        return lambda client, round_index: partial(
+            exits_loss, distillation=ramp(round_index, options.depthfl_rampup)
+        )
     if slicing.method != "fjord":
         return None
-    narrow = _NarrowPasses(model, slicing.sample)
+    narrow = _NarrowPasses(model, slicing)
     widths = sorted(set(slicing.widths))
 
     def loss_of(client: int, round_index: int) -> Loss:
@@ -73,7 +77,7 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
         random = generator(slicing.seed, "ordered dropout", round_index, client)
         limit = slicing.widths[client]
         return lambda wide, inputs, targets: narrow.loss(
-            wide, inputs, targets, fjord(limit, widths, random).width / limit
+            wide, inputs, targets, fjord(limit, widths, random).width, limit
         )
 
     return loss_of
@@ -87,9 +91,9 @@ class _NarrowPasses:
     the narrow pass arrives in the weights of the wide model.
     """
 
-    def __init__(self, model: nn.Module, sample: Tree) -> None:
+    def __init__(self, model: nn.Module, slicing: Slicing) -> None:
         self._model = model
-        self._sample = sample
+        self._slicing = slicing
         self._plan: Slicer | None = None
         self._models: dict[Fraction, nn.Module] = {}
         self._states: list[ModuleState] = []
@@ -99,40 +103,48 @@ class _NarrowPasses:
         for state in self._states:
             state.restore()
 
-    def loss(self, wide: nn.Module, inputs: Tree, targets: Tensor, share: Fraction) -> Tensor:
-        """Return the loss of one step that draws the share p / w."""
+    def loss(
+        self, wide: nn.Module, inputs: Tree, targets: Tensor, width: Fraction, limit: Fraction
+    ) -> Tensor:
+        """Return the loss of one step that draws a width, on the model of width `limit`."""
         outputs = outputs_of(trees.call_with(wide, inputs))
         loss = functional.cross_entropy(outputs, targets)
-        if share == 1:
+        if width == limit:
             return loss
+        options = self._slicing.options
         if self._plan is None:
-            self._plan = Slicer(self._model, self._sample)
-        if share not in self._models:
-            self._models[share] = self._plan.build(_AtLeastOne(share))
-            self._states.append(ModuleState(self._models[share]))
-        held = self._plan.slice(_AtLeastOne(share)).gather(dict(wide.named_parameters()))
-        narrow = functional_call(self._models[share].train(), held, *trees.arguments_of(inputs))
-        return loss + self_distillation_loss(outputs_of(narrow), outputs, targets)
+            self._plan = Slicer(self._model, self._slicing.sample, options.whole)
+        nested = _Nested(width, self._slicing.free_units)
+        if width not in self._models:
+            self._models[width] = self._plan.build(nested)
+            self._states.append(ModuleState(self._models[width]))
+        held = self._plan.slice(nested).gather(dict(wide.named_parameters()))
+        narrow = functional_call(self._models[width].train(), held, *trees.arguments_of(inputs))
+        return loss + self_distillation_loss(
+            outputs_of(narrow),
+            outputs,
+            targets,
+            alpha=options.fjord_alpha,
+            temperature=options.fjord_temperature,
+        )
 
 
-class _AtLeastOne:
-    """The first units of every axis of a slice, never none of them."""
+@dataclasses.dataclass(frozen=True)
+class _Nested:
+    """The first max(1, floor(w n)) units of every axis, n being those of the whole model.
 
-    def __init__(self, share: Fraction) -> None:
-        self.share = share
+    Inside a client's slice the same units as of a client of that width: rounded once.
+    """
+
+    width: Fraction
+    whole_units: tuple[int, ...]
 
     def choose(self, units: int, axis: int) -> Axis:
-        """Return the first max(1, floor(share x units)) units."""
-        return Axis(units, ((0, max(1, int(units * self.share))),))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AtLeastOne) and other.share == self.share
-
-    def __hash__(self) -> int:
-        return hash(self.share)
+        """Return the first units."""
+        return Axis(units, ((0, min(units, max(1, int(self.whole_units[axis] * self.width)))),))
 
 
-_: type[Selection] = _AtLeastOne
+_: type[Selection] = _Nested
 
 _REMEMBERED = 16
 
@@ -160,6 +172,8 @@ class SlicedEngine:
         self._name = name
         mask = class_mask(slicing.model, task) if slicing.method == "heterofl" else None
         self.task = dataclasses.replace(task, class_mask=mask)
+        self.report: Callable[[str, float], None] | None = None
+        """Told which width begins to train, where that may be known."""
         self._engines: OrderedDict[Hashable, Engine] = OrderedDict()
         self._engine(slicing.cut(0, 0))  # an engine that cannot train this is an error now
 
@@ -171,9 +185,15 @@ class SlicedEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client, as a vector of its slice."""
+        done = 0
         for cut, clients in self.slicing.groups(cohort, round_index).items():
+            if self.report is not None:
+                self.report(f"width {self.slicing.widths[clients[0]]}", done / len(cohort))
             part = self.slicing.place_of(cut).gather(start)
             yield from self._engine(cut).train(part, clients, round_index, learning_rate)
+            done += len(clients)
+        if self.report is not None:
+            self.report("server", 1.0)
 
     def _engine(self, cut: Cut) -> Engine:
         key = self.slicing.structure(cut)

@@ -90,7 +90,8 @@ def merge(
         _named(net, _arrays(fit.parameters), f"results[{number}]")
         for number, (net, (_, fit)) in enumerate(zip(client_nets, results, strict=True))
     ]
-    merged = merge_states(tensors_of(server_net), states, slices, weights)
+    held = [{n: s[n] for n in mine.maps} for s, mine in zip(states, slices, strict=True)]
+    merged = merge_states(tensors_of(server_net), held, slices, weights)
     for net, state in zip(client_nets, states, strict=True):
         load_tensors(net, state)
     load_tensors(server_net, merged)

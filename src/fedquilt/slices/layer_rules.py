@@ -10,13 +10,15 @@ rules serve the subset layers of `fedquilt.nn` and `slice_model` alike.
 | Conv | weight[out, in of one group, kernel], bias[out] |
 | ConvTranspose | weight[in, out of one group, kernel], bias[out] |
 | BatchNorm, InstanceNorm, GroupNorm, PReLU | every vector[out]; the counter of batches whole |
-| LayerNorm | every tensor, cut on one of the normalised dimensions |
+| LayerNorm, RMSNorm | every tensor, cut on one of the normalised dimensions |
+| LSTM, GRU, RNN | weight_ih[gates x out, in], weight_hh[gates x out, out], biases[gates x out] |
 | Embedding | weight[vocabulary, out]; the vocabulary is whole |
 | MultiheadAttention | the packed projections[3 x out, out], out_proj[out, out] |
 
 A grouped convolution loses whole groups, or the same channels of every group
 that stays; a depthwise one loses the channel in its input and its output.
-Attention loses whole heads.
+Attention loses whole heads.  All layers and directions of a recurrent network keep the same
+hidden units.
 """
 
 from __future__ import annotations
@@ -50,9 +52,15 @@ SLICEABLE = (
     nn.Embedding,
     nn.MultiheadAttention,
     nn.PReLU,
+    nn.RMSNorm,
+    nn.LSTM,
+    nn.GRU,
+    nn.RNN,
 )
 
-_KNOWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""What a layer may have or not have beside its parameters."""
+_KNOWN = ("weight", "bias", *STATISTICS)
 
 
 def tensor_maps(
@@ -71,12 +79,14 @@ def tensor_maps(
     """
     if isinstance(layer, nn.MultiheadAttention):
         return _attention(layer, outputs, where)
+    if isinstance(layer, nn.RNNBase):
+        return _recurrent(layer, cast(Axis, inputs), outputs, where)
     maps = {}
     for name, tensor in own_tensors(layer).items():
         if name not in _KNOWN:
             raise InvalidValueError(f"{where}: tensor {name!r} must be one of {', '.join(_KNOWN)}")
         axes = [Axis.full(size) for size in tensor.shape]
-        if isinstance(layer, nn.LayerNorm):
+        if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
             axes[dim] = outputs
         elif isinstance(layer, nn.Embedding):
             axes[1] = outputs
@@ -134,7 +144,9 @@ def resize(layer: nn.Module, inputs: Axis | None, outputs: Axis, where: str, dim
     elif isinstance(layer, nn.GroupNorm):
         layer.num_groups = norm_groups(layer.num_channels, layer.num_groups, len(outputs))
         layer.num_channels = len(outputs)
-    elif isinstance(layer, nn.LayerNorm):
+    elif isinstance(layer, nn.RNNBase):
+        layer.input_size, layer.hidden_size = len(cast(Axis, inputs)), len(outputs)
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         shape = list(layer.normalized_shape)
         shape[dim] = len(outputs)
         layer.normalized_shape = tuple(shape)
@@ -175,6 +187,27 @@ def _attention(layer: nn.MultiheadAttention, axis: Axis, where: str) -> dict[str
             axes[0] = axis
         if name in ("in_proj_weight", "q_proj_weight", "out_proj.weight", "bias_k", "bias_v"):
             axes[-1] = axis
+        maps[name] = TensorMap(tuple(axes))
+        _check_sizes(maps[name], tensor, f"{where}.{name}")
+    return maps
+
+
+def _recurrent(layer: nn.RNNBase, inputs: Axis, outputs: Axis, where: str) -> dict[str, TensorMap]:
+    """Return the maps of all layers and directions; `weight_ih_l1` reads both directions."""
+    if layer.proj_size:
+        raise InvalidValueError(
+            f"{where}: proj_size={layer.proj_size} must be 0 to be cut; name the layer in `whole` "
+            "to keep it and its input at full width"
+        )
+    gates = len(cast(Tensor, layer.weight_hh_l0)) // layer.hidden_size
+    below = outputs.stacked(2 if layer.bidirectional else 1)
+    maps = {}
+    for name, tensor in own_tensors(layer).items():
+        axes = [outputs.stacked(gates)]
+        if name.startswith("weight_hh"):
+            axes.append(outputs)
+        elif name.startswith("weight_ih"):
+            axes.append(inputs if name.startswith("weight_ih_l0") else below)
         maps[name] = TensorMap(tuple(axes))
         _check_sizes(maps[name], tensor, f"{where}.{name}")
     return maps

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.learning import ClientUpdate, Task, public_inputs
-from fedquilt.method import MethodParts, WholeModel
+from fedquilt.config.modes import MODE_TABLE
+from fedquilt.learning import ClientUpdate, FlatModel, Task, public_inputs
+from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
-from fedquilt.slices.slicing import Slicing, cost_of_everybody, cost_table, make_slicing
+from fedquilt.slices.model_slice import WithoutRows
+from fedquilt.slices.slicer import keep_scaling
+from fedquilt.slices.slicing import (
+    Cut,
+    Slicing,
+    cost_of_everybody,
+    cost_table,
+    make_slicing,
+    tier_widths,
+)
+from fedquilt.slices.static_norm import (
+    Batches,
+    batches_of,
+    batches_of_clients,
+    recompute,
+    statistics_of,
+)
+
+_REMEMBERED = 16
 
 _NEED_CLASSES = {
     "heterofl": "hides the classes that a client has no sample of",
@@ -52,10 +75,34 @@ class Slices(WholeModel):
         super().__init__(
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
+        engine = cast(SlicedEngine, self.engine)
+        known = not (MODE_TABLE[config.mode].noised or parts.task.elsewhere)
+        self._classes = engine.task.class_mask if known else None
+        self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
+        self._statistics = statistics_of(parts.flat.module)
+        self._batches = _batches_for_statistics(parts) if self._statistics else None
+        self._own: OrderedDict[Hashable, FlatModel] = OrderedDict()
+        self._computed: dict[Cut, dict[str, torch.Tensor]] = {}
+        if self._batches is not None and config.norm_statistics == "clients":
+            self.released = (*self.released, *self._statistics)
+            self.notes = (*self.notes, _FROM_CLIENTS)
+        elif self._batches is not None:
+            self.notes = (*self.notes, _FROM_SERVER)
 
     def place(self, client: int, round_index: int) -> Place:
-        """Return where a client's slice lies in the whole vector."""
-        return self.slicing.place(client, round_index)
+        """Return where a client's slice lies in the whole vector.
+
+        HeteroFL leaves the output rows of classes that a client lacks out of the mean (the
+        authors' `combine`).  That follows from a client's data, so it is done only where
+        nothing is claimed; under a bound the rows count as zeros and divisors stay public.
+        """
+        place = self.slicing.place(client, round_index)
+        mask = self._classes
+        if mask is None or not bool(mask.hidden[client].any()):
+            return place
+        rows = self.slicing.output_rows(self.slicing.cut(client, round_index))
+        lacking = tuple(mask.hidden[client].nonzero().flatten().tolist())
+        return WithoutRows(place, rows, lacking) if rows else place
 
     def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
         """Return the client's slice of the model."""
@@ -78,9 +125,119 @@ class Slices(WholeModel):
         """Return the share of clients that hold each coordinate."""
         return self.slicing.coverage(clients, round_index)
 
+    def report_to(self, progress: Progress) -> None:
+        """Report which width trains; under a secret coin that would tell whom it picked."""
+        if isinstance(self.engine, SlicedEngine) and not self._secret:
+            self.engine.report = progress
+
+    def move_to(self, remote: RemoteEngine) -> None:
+        """Let clients elsewhere train; statistics of their inputs cannot be had from there."""
+        if self._batches is not None and _FROM_CLIENTS in self.notes:
+            _refuse_clients("engine='flower'", "the clients' inputs are on other machines")
+        super().move_to(remote)
+
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the statistics of static batch normalisation for the model as it stands."""
+        if self._batches is not None:
+            self._flat.write(weights)
+            recompute(self._flat.module, self._batches())
+            self._flat.remember()  # else clients who evaluate put the last statistics back
+            self._computed.clear()
+        return weights, {}
+
+    def own_model(self, client: int, weights: torch.Tensor, round_index: int) -> FlatModel:
+        """Return a client's own small model, to be evaluated by itself.
+
+        It is what the client trains in the round: with HeteroFL's scaler, and with statistics
+        of its own, because narrow layers see other values than the whole model's.
+        """
+        cut = self.slicing.cut(client, round_index)
+        key = self.slicing.structure(cut)
+        if key not in self._own:
+            model = copy.deepcopy(self.slicing.sub_model(cut))
+            keep_scaling(model)
+            self._own[key] = FlatModel(model, self.slicing.sample, adopt=True)
+            if len(self._own) > _REMEMBERED:
+                self._own.popitem(last=False)
+        self._own.move_to_end(key)
+        small = self._own[key]
+        small.restore()
+        small.write(self.slicing.place_of(cut).gather(weights))
+        if self._batches is not None:
+            self._set_statistics(cut, small.module, self._batches)
+        return small
+
+    def _set_statistics(self, cut: Cut, model: nn.Module, batches: Batches) -> None:
+        """Compute a small model's statistics, once for every evaluation of it."""
+        if cut in self._computed:
+            for name, value in self._computed[cut].items():
+                model.get_buffer(name).copy_(value)
+            return
+        recompute(model, batches())
+        found = {name: model.get_buffer(name).clone() for name in self._statistics}
+        if len(self._computed) < _REMEMBERED:
+            self._computed[cut] = found
+
+    def look(
+        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Evaluate the small model of every tier on the test data, by its first client's slice."""
+        tiers: dict[str, dict[str, float]] = {}
+        for width, client in self.slicing.first_of_each_width().items():
+            if self.slicing.place(client, round_index).is_full:
+                whole = {k: v for k, v in looked.items() if k.startswith("test_")}
+                found = {key.removeprefix("test_"): value for key, value in whole.items()}
+            else:
+                found = self._score(self.own_model(client, weights, round_index).module)
+            if found:
+                tiers[str(width)] = found
+        return {"tiers": tiers} if tiers else {}
+
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what a client of each width sends, receives and computes."""
-        return {"slices": cost_table(self.slicing)}
+        """Return what a client of each width sends, receives and computes, and what it scores."""
+        table = cost_table(self.slicing)
+        last: dict[str, Any] = next(
+            (line["tiers"] for line in reversed(lines) if "tiers" in line), {}
+        )
+        for tier in table["tiers"]:
+            if tier["width"] in last:
+                tier["test"] = last[tier["width"]]
+        return {"slices": table}
+
+
+_FROM_CLIENTS = (
+    "BatchNorm's statistics are computed from all clients' inputs before every evaluation, and "
+    "leave them neither clipped nor noised"
+)
+_FROM_SERVER = (
+    "BatchNorm's statistics come from the server's own samples, which no client holds; the claim "
+    "is not about whoever those are of"
+)
+
+
+def _batches_for_statistics(parts: MethodParts) -> Batches:
+    """Return the inputs from which static batch normalisation has its statistics, or raise."""
+    config, task = parts.config, parts.task
+    if config.norm_statistics == "clients":
+        if MODE_TABLE[config.mode].noised:
+            why = "sums over their inputs would leave clients without clip or noise"
+            _refuse_clients(f"mode={config.mode!r}", why)
+        if task.elsewhere:
+            _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
+        return batches_of_clients(task.inputs, task.clients)
+    if parts.server_inputs is None:
+        raise InvalidValueError(
+            "norm_statistics='server' needs samples of the server's own, which no client holds: "
+            "give a validation set"
+        )
+    return batches_of(parts.server_inputs)
+
+
+def _refuse_clients(where: str, why: str) -> None:
+    raise InvalidValueError(
+        f"norm_statistics='clients' must be 'server' in {where} with a model that has BatchNorm: "
+        f"{why}; GroupNorm needs no statistics"
+    )
 
 
 class Smallest(WholeModel):
@@ -88,12 +245,38 @@ class Smallest(WholeModel):
 
     def __init__(self, parts: MethodParts, width: str) -> None:
         super().__init__(parts)
-        self._parts, self._width = parts, width
+        self._parts, self._width, self._count = parts, width, len(parts.task.clients)
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what each client sends, receives and computes."""
+        """Return what each client that trains sends, receives and computes, and what it gets."""
         flat, task = self._parts.flat, self._parts.task
-        sample, count = public_inputs(task.inputs, 1), len(task.clients)
-        method = self._parts.config.method
-        costs = cost_of_everybody(method, self._width, count, flat.vector, flat.module, sample)
+        sample, method = public_inputs(task.inputs, 1), self._parts.config.method
+        costs = cost_of_everybody(
+            method, self._width, self._count, flat.vector, flat.module, sample
+        )
+        looked: dict[str, Any] = next((x for x in reversed(lines) if "test_loss" in x), {})
+        found = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        if found:
+            costs["tiers"][0]["test"] = found
         return {"slices": costs}
+
+
+class LargestOnly(Smallest):
+    """Only clients that can hold the whole model train: HeFlwr's Selective Client."""
+
+    def __init__(self, parts: MethodParts) -> None:
+        super().__init__(parts, "1")
+        sample, clients = parts.task.public().inputs, len(parts.task.clients)
+        widths = tier_widths(parts.config, parts.flat.module, sample, clients)
+        self._wide = np.asarray([width == 1 for width in widths])
+        self._count = int(self._wide.sum())
+        if not self._count:
+            raise InvalidValueError(
+                f"tiers={parts.config.tiers!r} must have clients of width 1 with "
+                f"method='largest_only': nobody could train; the widest is {max(widths)}"
+            )
+
+    def present(self) -> NDArray[np.bool_]:
+        """Tell who may be asked: widths are public and no matter of data."""
+        there = super().present()
+        return self._wide if there is None else self._wide & there

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.slices.layer_rules import STATISTICS
 from fedquilt.slices.layers.dense import SubsetLayer
 from fedquilt.slices.ranges import Axis
 from fedquilt.slices.tensor_map import TensorMap
@@ -94,11 +95,17 @@ def slice_between(server_net: nn.Module, client_net: nn.Module) -> ModelSlice:
     whole, mine = tensors_of(server_net), tensors_of(client_net)
     if attached is None:
         _same_names(whole, mine)
-    for name, tensor in mine.items():
+    held = [name for name in mine if name in whole or not _is_statistic(name)]
+    for name in held:
         if name not in maps:
-            maps[name] = TensorMap.full(tensor.shape)
-        _check_shapes(name, maps[name], whole.get(name), tensor)
-    return ModelSlice(tuple((name, maps[name]) for name in mine))
+            maps[name] = TensorMap.full(mine[name].shape)
+        _check_shapes(name, maps[name], whole.get(name), mine[name])
+    return ModelSlice(tuple((name, maps[name]) for name in held))
+
+
+def _is_statistic(name: str) -> bool:
+    """Tell whether a tensor may be on one side only: running statistics that one side tracks."""
+    return name.rpartition(".")[2] in STATISTICS
 
 
 def structure_of(net: nn.Module, tensors: Mapping[str, Tensor]) -> Hashable:
@@ -124,9 +131,13 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write values into a model's tensors, in the model's own types and device."""
+    """Write values into a model's tensors, in the model's own types and device.
+
+    Running statistics that are not among them stay as they are.
+    """
     for name, tensor in tensors_of(model).items():
-        tensor.copy_(values[name])
+        if name in values or not _is_statistic(name):
+            tensor.copy_(values[name])
 
 
 def plain_tensors(client_net: nn.Module, model_slice: ModelSlice) -> list[str]:
@@ -157,6 +168,7 @@ def _maps_of_layers(server_net: nn.Module, client_net: nn.Module) -> dict[str, T
 
 def _same_names(whole: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     missing, foreign = whole.keys() - mine.keys(), mine.keys() - whole.keys()
+    missing, foreign = ({n for n in some if not _is_statistic(n)} for some in (missing, foreign))
     if missing or foreign:
         problems = [f"only server_net has {', '.join(sorted(missing))}"] if missing else []
         problems += [f"only client_net has {', '.join(sorted(foreign))}"] if foreign else []
@@ -300,6 +312,38 @@ class SliceMap:
             raise InvalidValueError(
                 f"{name} of shape {tuple(vector.shape)} must be a vector of {size} elements"
             )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tensor in a flat vector: row k begins at start + k length."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class WithoutRows:
+    """A place in the whole vector, less some rows of some tensors: they are not held."""
+
+    place: SliceMap
+    rows: tuple[Rows, ...]
+    left_out: tuple[int, ...]
+
+    def scatter_add_(self, total: Tensor, part: Tensor, alpha: float = 1.0) -> None:
+        """Add alpha times what is held of a sub-model's vector to the whole one."""
+        self.place.scatter_add_(total, self._held(part.clone()), alpha)
+
+    def cover_(self, coverage: Tensor, weight: float = 1.0) -> None:
+        """Add a weight to every element of the whole vector that is held."""
+        self.place.scatter_add_(coverage, self._held(coverage.new_ones(self.place.size)), weight)
+
+    def _held(self, part: Tensor) -> Tensor:
+        for rows in self.rows:
+            for row in self.left_out:
+                start = rows.start + row * rows.length
+                part[start : start + rows.length] = 0
+        return part
 
 
 def _travelling(model: nn.Module, buffers: Sequence[str]) -> Iterable[tuple[str, Tensor]]:

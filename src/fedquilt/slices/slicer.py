@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,9 +63,10 @@ class _ScaleOutput:
     """A forward hook that does what a Scaler behind the layer would."""
 
     keep_rate: float
+    always: bool = False
 
     def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output / self.keep_rate if layer.training else output
+        return output / self.keep_rate if self.always or layer.training else output
 
 
 def scale_outputs(layer: nn.Module, keep_rate: float) -> None:
@@ -76,6 +77,18 @@ def scale_outputs(layer: nn.Module, keep_rate: float) -> None:
 
 
 REMEMBERED = 256
+
+
+def keep_scaling(model: nn.Module) -> None:
+    """Let the layers of a slice scale in evaluation too: the small model as it was trained.
+
+    The Scaler is left out of evaluation for the sake of the whole model; a narrow model that is
+    used by itself needs it.
+    """
+    for layer in model.modules():
+        for key, hook in layer._forward_hooks.items():
+            if isinstance(hook, _ScaleOutput):
+                layer._forward_hooks[key] = replace(hook, always=True)
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,23 @@ class Slicer:
         self._number: dict[int, int] = {}
         self._table = records.table
         self._layers = {name: self._rooted(cut) for name, cut in records.layers.items()}
-        self._raw = {name: (dim, self._roots(parts)) for name, (dim, parts) in records.raw.items()}
+        raw = {name: (dim, self._roots(parts)) for name, (dim, parts) in records.raw.items()}
+        saved = tensors_of(model)
+        self._raw = {name: cut for name, cut in raw.items() if name in saved}
+        self._unsaved = {name: cut for name, cut in raw.items() if name not in saved}
+        _refuse_computed(self._unsaved)
+        self.output_layer = self._output_layer(records.outputs)
+        """The one linear layer that makes the model's output, None where there is no such."""
         self._list_axes()
         self._kind = type(model)
         if records.written_sizes:
             self._kind = widthless_class(model, records.written_sizes, whole)
         self._slices: OrderedDict[Selection, ModelSlice] = OrderedDict()
+
+    @property
+    def cuts_unsaved(self) -> bool:
+        """Whether tensors are cut that no state dict has, such as non-persistent buffers."""
+        return bool(self._unsaved)
 
     def slice(self, width: Bound | Selection) -> ModelSlice:
         """Return what a sub-network of a width, or of any selection, holds."""
@@ -161,8 +185,17 @@ class Slicer:
             resize(layer, inputs, outputs, f"layer {name!r}", cut.dim)
             if scaled and isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
                 scale_outputs(layer, len(outputs) / outputs.size)
+        for name, (dim, parts) in self._unsaved.items():
+            self._cut_unsaved(small, name, dim, self._axis(parts, selection))
         attach(small, held)
         return small
+
+    def _cut_unsaved(self, small: nn.Module, name: str, dim: int, kept: Axis) -> None:
+        """Cut a non-persistent buffer, or a tensor in a plain attribute, of the small model."""
+        owner, _, attribute = name.rpartition(".")
+        home = small.get_submodule(owner)
+        tensor: Tensor = getattr(home, attribute)
+        setattr(home, attribute, tensor.index_select(dim, kept.index.to(tensor.device)))
 
     def _cut(self, selection: Selection) -> ModelSlice:
         maps: dict[str, TensorMap] = {}
@@ -199,7 +232,8 @@ class Slicer:
         outputs = self._axis(cut.outputs or (), selection)
         if cut.inputs is not None:
             return self._axis(cut.inputs, selection), outputs
-        size = getattr(layer, "in_features", getattr(layer, "in_channels", None))
+        names = ("in_features", "in_channels", "input_size")
+        size = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
         return (None if size is None else Axis.full(size)), outputs
 
     def _axis(self, parts: Parts, selection: Selection) -> Axis:
@@ -214,6 +248,13 @@ class Slicer:
         except InvalidValueError as error:
             raise InvalidValueError(f"layer {self._table.origin(part)!r}: {error}") from error
         return kept.spread(part.factor)
+
+    def _output_layer(self, outputs: Parts) -> str | None:
+        last = self._roots(outputs)
+        makers = [name for name, cut in self._layers.items() if cut.outputs == last]
+        if len(makers) != 1 or len(last) != 1:
+            return None
+        return makers[0] if isinstance(self.model.get_submodule(makers[0]), nn.Linear) else None
 
     def _raw_shape(self, name: str) -> tuple[int, ...]:
         return tuple(tensors_of(self.model)[name].shape)
@@ -262,7 +303,8 @@ def slice_model(
     Parameters
     ----------
     model : nn.Module
-        Any model that torch.fx can trace; it is not changed.
+        A model that torch.fx can trace and whose layers can be cut, or are kept `whole`; what
+        cannot be cut is an error that says so.  It is not changed.
     width : fraction or Selection
         '1/4' and the like keep the first quarter of every hidden axis.
     sample, whole
@@ -271,6 +313,16 @@ def slice_model(
         As in `Slicer.build`.
     """
     return Slicer(model, sample, whole).build(width, scaled=scaled)
+
+
+def _refuse_computed(names: Iterable[str]) -> None:
+    """Raise for a constant that forward computes from attributes: nothing says how to cut it."""
+    for name in names:
+        if name.rpartition(".")[2].startswith("_tensor_constant"):
+            raise InvalidValueError(
+                "forward must not compute a tensor of the cut width from attributes alone; compute "
+                "it once in __init__ and register it as a buffer"
+            )
 
 
 def _refuse_torn(items: list[tuple[str, TensorMap]], tensors: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ never of data, so it is public, and a resumed run cuts as the uninterrupted one 
 | depthfl | the first w of the blocks, at full width |
 | smallest | everybody trains, and the run is about, the model of the smallest width |
 | largest | everybody holds the whole model |
+| largest_only | whoever holds the whole model trains, the others sit out |
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,9 +38,10 @@ from fedquilt.config import RunConfig
 from fedquilt.config.choices import OWN_LOSS_METHODS
 from fedquilt.learning import FlatModel
 from fedquilt.slices.depth import Blocks, DepthSlicer
-from fedquilt.slices.model_slice import ModelSlice, SliceMap
+from fedquilt.slices.model_slice import ModelSlice, Rows, SliceMap
 from fedquilt.slices.selection import Prefix, Selection, federated_dropout, fedrolex, mfl
 from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.static_norm import statistics_of
 from fedquilt.slices.tiers import client_widths
 
 COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
@@ -103,6 +106,27 @@ _REMEMBERED = 512
 # MFL takes turns through its structures; more than these would not come round in a run.
 _STRUCTURES = 64
 
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """What the methods can be told, by the names that the options have."""
+
+    whole: tuple[str, ...] = ()
+    fjord_alpha: float = 0.5
+    fjord_temperature: float = 1.0
+    depthfl_rampup: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> SliceOptions:
+        """Return those of a configuration."""
+        return cls(
+            config.patterns("whole"),
+            config.fjord_alpha,
+            config.fjord_temperature,
+            config.depthfl_rampup,
+        )
+
+
 Cut = Selection | Blocks
 """What a client holds: a rule for every axis, or blocks."""
 
@@ -134,6 +158,8 @@ class Slicing:
         The names of the buffers that travel with the parameters.
     sample : tensor
         A small batch of inputs.
+    options : SliceOptions, optional
+        What else the methods can be told.
     """
 
     def __init__(
@@ -144,25 +170,27 @@ class Slicing:
         model: nn.Module,
         buffers: Sequence[str],
         sample: Tree,
+        options: SliceOptions | None = None,
     ) -> None:
+        self.options = options or SliceOptions()
         self.method = method
         self.widths = tuple(widths)
         self.seed = seed
         self.model = model
         self.sample = sample
         self._by_depth = DepthSlicer(model) if method == "depthfl" else None
-        self._free_axes = 0
+        self.free_units: tuple[int, ...] = ()
         self._plan: SlicerLike
         if self._by_depth is not None:
             self._plan = self._by_depth
         else:
-            plan = Slicer(model, sample)
-            self._free_axes = sum(not axis.pinned for axis in plan.axes)
+            plan = Slicer(model, sample, self.options.whole)
+            self.free_units = tuple(axis.units for axis in plan.axes if not axis.pinned)
             self._plan = plan
         self.element_size = max(p.element_size() for p in model.parameters())
         self._buffers = tuple(buffers)
         self._travelling = {n for n, p in model.named_parameters() if p.requires_grad}
-        self._travelling |= set(buffers)
+        self._travelling |= set(buffers) | set(statistics_of(model))  # or unused in training
         self._places: OrderedDict[Cut, SliceMap] = OrderedDict()
         self._models: OrderedDict[Hashable, nn.Module] = OrderedDict()
         for client in self.first_of_each_width().values():
@@ -188,7 +216,7 @@ class Slicing:
     def _structure(self, client: int, round_index: int, width: Fraction) -> Selection:
         pieces = math.ceil(1 / width)
         turns = max(1, int(math.log(_STRUCTURES) / math.log(pieces) + 1e-9))
-        return mfl(client, round_index, min(self._free_axes, turns), pieces)
+        return mfl(client, round_index, min(len(self.free_units), turns), pieces)
 
     def place(self, client: int, round_index: int) -> SliceMap:
         """Return where a client's vector lies in the whole one."""
@@ -221,9 +249,27 @@ class Slicing:
         unless values that never travel, because they are frozen, are cut as well.
         """
         held = self._plan.slice(cut)
+        if isinstance(self._plan, Slicer) and self._plan.cuts_unsaved:
+            return held
         if any(not m.is_full and name not in self._travelling for name, m in held.items):
             return held
         return tuple((name, tensor_map.packed_shape) for name, tensor_map in held.items)
+
+    def output_rows(self, cut: Cut) -> tuple[Rows, ...]:
+        """Return where the rows of the output layer lie in the vector of a slice.
+
+        None where the model's outputs are not those of one linear layer.
+        """
+        name = None if self._by_depth is not None else cast(Slicer, self._plan).output_layer
+        if name is None:
+            return ()
+        found, start = [], 0
+        for tensor, parameter in self.sub_model(cut).named_parameters():
+            if parameter.requires_grad:
+                if tensor in (f"{name}.weight", f"{name}.bias"):
+                    found.append(Rows(start, parameter[0].numel()))
+                start += parameter.numel()
+        return tuple(found)
 
     def groups(
         self, clients: Sequence[int] | NDArray[np.int64], round_index: int
@@ -264,7 +310,15 @@ def make_slicing(config: RunConfig, flat: FlatModel, sample: Tree, num_clients: 
             "whose clients have a loss of their own"
         )
     widths = tier_widths(config, flat.module, sample, num_clients)
-    return Slicing(config.method, widths, config.seed, flat.module, flat.buffer_names, sample)
+    return Slicing(
+        config.method,
+        widths,
+        config.seed,
+        flat.module,
+        flat.buffer_names,
+        sample,
+        SliceOptions.of(config),
+    )
 
 
 def smallest_model(
@@ -272,7 +326,7 @@ def smallest_model(
 ) -> tuple[nn.Module, Fraction]:
     """Return the model that even the weakest client can hold, and its width."""
     width = min(tier_widths(config, model, sample, num_clients))
-    return Slicer(model, sample).build(width), width
+    return Slicer(model, sample, config.patterns("whole")).build(width), width
 
 
 def tier_widths(
@@ -284,7 +338,7 @@ def tier_widths(
     def needs(width: Fraction) -> tuple[float, float]:
         """Count weights, gradient and update, and one forward pass; no activations."""
         if not plan:
-            plan.append(Slicer(model, sample))
+            plan.append(Slicer(model, sample, config.patterns("whole")))
         small = plan[0].build(width)
         megabytes = sum(3 * p.numel() * p.element_size() for p in small.parameters()) / 2**20
         device = next(small.parameters()).device

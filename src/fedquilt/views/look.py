@@ -21,6 +21,12 @@ NESTED = ("heterofl", "fjord")
 _BATCH = 1024
 
 
+def tier_scores(record: dict[str, Any]) -> dict[str, float]:
+    """Return what each width's own model reached in the end, as a run recorded it."""
+    found = {str(t["width"]): (t.get("test") or {}).get("accuracy") for t in record["tiers"]}
+    return {width: round(score, 4) for width, score in found.items() if score is not None}
+
+
 def look_view(path: Path) -> dict[str, Any] | None:
     """Return what a look at a finished run's model shows, None where there is nothing to see.
 
@@ -64,8 +70,10 @@ def _right(model: nn.Module, test: ImageDataset) -> torch.Tensor:
 
 
 def _tiers(done: RunResult, test: ImageDataset) -> dict[str, float]:
-    """Return the accuracy of each width, where the model is cut in one way for all rounds."""
+    """Return the accuracy of each width: as recorded or, of older runs, of nested slices."""
     record = done.result.get("slices") or {}
+    if any("test" in tier for tier in record.get("tiers", ())):
+        return tier_scores(record)
     if record.get("method") not in NESTED or done.model is None:
         return {}
     sample, method = test.images[:2], record["method"]

@@ -76,6 +76,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "joins": _joins(cohorts, num_clients),
         "spend": spend,
         "slices": None if result is None else result.get("slices"),
+        "tiers": _tiers(lines),
         "condensation": None if result is None else result.get("condensation"),
         "config": _settings(config, private),
         "repeat": _repeat(config, private),
@@ -114,6 +115,19 @@ def _accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         "values": shorts(line["test_accuracy"] for line in looked),
         "loss": shorts(line.get("test_loss") for line in looked),
     }
+
+
+def _tiers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the test accuracy of each tier's own small model by round, widest first."""
+    looked = [line for line in lines if line.get("tiers")]
+    widths = dict.fromkeys(width for line in looked for width in line["tiers"])
+    if not widths:
+        return None
+    values = {
+        width: shorts(line["tiers"].get(width, {}).get("accuracy") for line in looked)
+        for width in widths
+    }
+    return {"rounds": [line["round"] + 1 for line in looked], "widths": values}
 
 
 def _per_round(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

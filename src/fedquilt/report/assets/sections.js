@@ -128,10 +128,17 @@ const did = (run) => (run.roster_is === "available" ? "were available" : "joined
 
 function tiersTable(run) {
   if (!run.slices) return null;
-  const seen = (run.look && run.look.tiers) || {}, measured = (t) => seen[String(t.width)] ?? t.test_accuracy ?? t.accuracy ?? null;
+  const seen = (run.look && run.look.tiers) || {}, measured = (t) => (t.test && t.test.accuracy) ?? seen[String(t.width)] ?? null;
   const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", "test accuracy"].map((name) => ({ name, kind: "number" }))];
   const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number(measured(t))]);
   return [el("h3", {}, `Tiers (${run.slices.method})`), table(columns, rows, "Tiers")];
+}
+
+function tiersChart(run) {
+  const colors = ["blue", "vermilion", "green", "purple", "orange", "grey"], tiers = run.tiers;
+  if (!tiers || !Object.values(tiers.widths).flat().some(known)) return null;
+  const series = Object.entries(tiers.widths).map(([width, y], i) => ({ name: `width ${width}`, color: colors[i % colors.length], x: tiers.rounds, y }));
+  return lineChart({ title: "Test accuracy of each tier", note: "Of the small model that a client of the tier holds, on data that no client holds.", series, xLabel: "round", wholeX: true, yRange: [0, 1], alwaysNamed: true });
 }
 
 function groupTable(run) {
@@ -153,7 +160,7 @@ function measuredTable(run) {
 }
 
 function groupsSection(run) {
-  const look = run.look, parts = [groupTable(run), tiersTable(run), measuredTable(run)], charts = [];
+  const look = run.look, parts = [groupTable(run), tiersTable(run), measuredTable(run)], charts = [tiersChart(run)].filter(Boolean);
   if (look && look.classes) charts.push(barChart({ title: "Test accuracy by class", note: "Of the released model, on data that no client holds.", xLabel: "class", yRange: [0, 1], bars: look.classes.map((c) => ({ label: String(c.label), value: c.accuracy })) }));
   if (run.holdings && run.holdings.counts) charts.push(holdingsChart(run.holdings));
   if (run.holdings && run.holdings.missing) parts.push(el("p", { class: "note" }, `What clients hold: ${run.holdings.missing}`));

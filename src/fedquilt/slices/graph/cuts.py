@@ -44,6 +44,16 @@ class AxisTable:
         self._origin.append(origin)
         return Part(len(self._units) - 1)
 
+    def open_whole(self, origin: str) -> Part:
+        """Open an axis that is always whole, of a size that is not known yet."""
+        part = self.open(0, origin)
+        self._pinned[part.axis] = True
+        return part
+
+    def set_size(self, part: Part, units: int) -> None:
+        """Say how long an axis of `open_whole` is."""
+        self._units[part.axis] = units
+
     def root(self, part: Part) -> Part:
         """Return the same features in terms of the axis they have been tied to."""
         parent = self._parent[part.axis]
@@ -129,7 +139,7 @@ class Layout:
         if self.rank is None:
             raise InvalidValueError(
                 f"{where}: the number of dimensions is not known there; "
-                "give slice_model a sample of the model's input"
+                "give slice_model a sample of the model's input, a tuple where it has several"
             )
         return dim - self.rank
 
@@ -170,6 +180,15 @@ def describe(node: fx.Node) -> str:
     return f"call of {called!r} (node {node.name!r})"
 
 
+def or_whole(node: fx.Node) -> str:
+    """Return the advice that always works: to keep the module around a call at full width."""
+    around = list(node.meta.get("nn_module_stack", {}))
+    name = around[-1] if around and around[-1] else ""
+    if not name:
+        return "or put this part of the model into a module and name that in `whole`"
+    return f"or keep it at full width: whole={name!r} (the command line: --whole {name!r})"
+
+
 def operation(node: fx.Node) -> str:
     """Return the bare name of the function or method that a node calls."""
     if isinstance(node.target, str):
@@ -201,6 +220,7 @@ class Records:
     layers: dict[str, LayerCut] = field(default_factory=dict)
     raw: dict[str, tuple[int, Parts]] = field(default_factory=dict)
     written_sizes: list[str] = field(default_factory=list)
+    outputs: Parts = ()
 
     def cut_layer(
         self, name: str, inputs: Parts | None, outputs: Parts | None, dim: int = -1
@@ -243,7 +263,11 @@ class Records:
         A flatten leaves open how many neighbours each feature has become; the
         layer that follows tells.
         """
+        unknown = [part for part in value.parts if self.table.size(part) == 0]
         size = sum(self.table.size(part) for part in value.parts)
+        if len(unknown) == 1 and value.inner == 1 and size < expected:
+            self.table.set_size(unknown[0], expected - size)
+            size = expected
         inner = value.inner if value.inner is not None else expected // max(size, 1)
         if inner * size != expected:
             raise InvalidValueError(

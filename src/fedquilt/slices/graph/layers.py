@@ -9,7 +9,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.slices.graph.cuts import NOT_TENSOR, Layout, Part, Records, Value, parameter_count
+from fedquilt.slices.graph.cuts import (
+    NOT_TENSOR,
+    Layout,
+    Part,
+    Records,
+    Value,
+    parameter_count,
+)
 from fedquilt.slices.graph.operations import beyond, combine, flattened
 
 _PASSING = {
@@ -43,7 +50,9 @@ def walk_layer(records: Records, name: str, layer: nn.Module, values: Sequence[V
         return Layout(None if value.rank is None else value.rank + 1, -1, outputs or ())
     if isinstance(layer, _NormBase | nn.GroupNorm | nn.PReLU):
         return _channelwise(records, name, layer, value, where)
-    if isinstance(layer, nn.LayerNorm):
+    if isinstance(layer, nn.RNNBase):
+        return _recurrent(records, name, layer, values, where)
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return _layer_norm(records, name, layer, value, where)
     return _other(layer, value, where)
 
@@ -120,13 +129,36 @@ def _channelwise(
 
 
 def _layer_norm(
-    records: Records, name: str, layer: nn.LayerNorm, value: Layout, where: str
+    records: Records, name: str, layer: nn.LayerNorm | nn.RMSNorm, value: Layout, where: str
 ) -> Value:
     if value.axis is None or value.axis < -len(layer.normalized_shape):
         return value
     features = records.features(value, layer.normalized_shape[value.axis], where)
     records.cut_layer(name, None, features, value.axis)
     return value
+
+
+def _recurrent(
+    records: Records, name: str, layer: nn.RNNBase, values: Sequence[Value], where: str
+) -> Value:
+    """Follow an LSTM, GRU or RNN: one axis of hidden units for all layers and directions."""
+    value = values[0] if isinstance(values[0], Layout) else Layout()
+    if len(values) > 1:
+        raise InvalidValueError(
+            f"{where}: a first state of its own has a width of its own; leave it out, which means "
+            "zeros, or name the layer in `whole` to keep it and its input at full width"
+        )
+    inputs = None
+    if value.axis is not None:
+        if value.axis != -1:
+            raise InvalidValueError(f"{where}: its last dimension must be the one that is cut")
+        inputs = records.features(value, layer.input_size, where)
+    opened = (records.table.open(layer.hidden_size, name),)
+    hidden = records.cut_layer(name, inputs, opened) or ()
+    rank = value.rank or 3
+    state = Layout(rank, -1, hidden)
+    outputs = Layout(rank, -1, hidden * (2 if layer.bidirectional else 1))
+    return (outputs, (state, state) if isinstance(layer, nn.LSTM) else state)
 
 
 def _attention(
@@ -191,6 +223,6 @@ def _other(layer: nn.Module, value: Layout, where: str) -> Value:
     if value.axis is None and parameter_count(layer) == 0:
         return Layout()
     raise InvalidValueError(
-        f"{where}: this kind of layer cannot be cut; name it in `whole` to keep it and its "
-        "input at full width"
+        f"{where}: this kind of layer cannot be cut; name it in `whole` (slice_model and "
+        "fedquilt.run: whole=, the command line: --whole) to keep it and its input at full width"
     )

@@ -22,6 +22,7 @@ from fedquilt.slices.graph.cuts import (
     argument,
     describe,
     operation,
+    or_whole,
 )
 
 
@@ -86,12 +87,15 @@ def reshape(records: Records, node: fx.Node, value: Layout) -> Value:
         if isinstance(sizes[1], int) and sizes[1] != -1:
             records.written_sizes.append(node.name)
         return flattened(value, 1, -1, describe(node))
+    follows = not any(isinstance(size, int) and size != -1 for size in sizes[1:2])
+    if value.axis == -1 and value.rank == 2 and sizes[2:] in ([1], [1, 1], [1, 1, 1]) and follows:
+        return value.moved(1 - len(sizes), len(sizes))  # back to an image of one pixel
     dynamic = all(isinstance(size, fx.Node) for size in sizes[:2])
     if value.axis == -3 and value.rank == 4 and len(sizes) == 3 and sizes[2] == -1 and dynamic:
         return flattened(value, 2, -1, describe(node))
     raise InvalidValueError(
         f"{describe(node)}: a reshape to {tuple(map(str, sizes))} may write the width into the "
-        "model; use flatten, which follows the width"
+        f"model; use flatten or unsqueeze, which follow the width, {or_whole(node)}"
     )
 
 
@@ -128,6 +132,13 @@ def reduce(records: Records, node: fx.Node, value: Layout) -> Value:
     if value.axis in places:
         return Layout(rank)
     return value.moved(value.axis + sum(place > value.axis for place in places), rank)
+
+
+def extreme(records: Records, node: fx.Node, value: Layout) -> Value:
+    """Follow max and min: of a dimension they return values and places, else one number."""
+    reduced = reduce(records, node, value)
+    has_dimension = argument(node, 1, "dim") is not None
+    return (reduced, reduced) if has_dimension else Layout()
 
 
 def unsqueeze(records: Records, node: fx.Node, value: Layout) -> Value:
@@ -177,7 +188,10 @@ def chunk(records: Records, node: fx.Node, value: Layout) -> Value:
     if value.axis is not None:
         dim = value.position(argument(node, 2, "dim", 0), describe(node))
         if dim == value.axis:
-            raise InvalidValueError(f"{describe(node)}: the cut dimension must not be split")
+            raise InvalidValueError(
+                f"{describe(node)}: the cut dimension must not be split; use a layer for each part "
+                f"(nn.MultiheadAttention for attention), {or_whole(node)}"
+            )
     return Several(value)
 
 
@@ -228,6 +242,7 @@ HANDLERS: dict[str, Handler] = {
     "expand": expand,
     **dict.fromkeys(SPATIAL, spatial),
     **dict.fromkeys(REDUCING, reduce),
+    **dict.fromkeys(("max", "min"), extreme),
 }
 
 
@@ -263,12 +278,16 @@ def concatenate(records: Records, values: Sequence[Value], dim: int, where: str)
         for value in values:
             result = combine(records, result, value, where)
         return result
-    if any(not isinstance(v, Layout) or v.axis != cut.axis or v.inner != 1 for v in values):
+    if any(
+        not isinstance(v, Layout) or v.axis not in (None, cut.axis) or v.inner != 1 for v in values
+    ):
         raise InvalidValueError(
-            f"{where}: tensors joined along the cut dimension must all be cut there, before any "
-            "flatten; an input or a whole tensor cannot be joined with them"
+            f"{where}: tensors joined along the cut dimension must be cut there or not at all, "
+            "before any flatten; join first and flatten then, or keep the layers before it `whole`"
         )
-    return replace(cut, parts=tuple(part for layout in layouts for part in layout.parts))
+    # An input, or another whole tensor: how long it is, the next layer tells.
+    parts = [v.parts if v.axis is not None else (records.table.open_whole(where),) for v in layouts]
+    return replace(cut, parts=tuple(part for one in parts for part in one))
 
 
 def _with_raw(records: Records, value: Layout, raw: RawTensor, where: str) -> Value:

@@ -13,13 +13,16 @@ fixes what the code asks of `self.training`.
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedParameter
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
@@ -33,6 +36,7 @@ from fedquilt.slices.graph.cuts import (
     argument,
     describe,
     operation,
+    or_whole,
 )
 from fedquilt.slices.graph.layers import keep_whole, walk_layer
 from fedquilt.slices.graph.operations import (
@@ -62,6 +66,11 @@ class LayerTracer(fx.Tracer):
 
 def trace(model: nn.Module, whole: Sequence[str]) -> fx.Graph:
     """Return the graph of a model, or an error that says why there is none."""
+    lazy = [n for n, t in model.named_parameters() if isinstance(t, UninitializedParameter)]
+    if lazy:
+        raise InvalidValueError(
+            f"parameter {lazy[0]!r} has no size yet: call the model once on a batch, then cut it"
+        )
     try:
         return LayerTracer(whole).trace(model)
     except Exception as error:
@@ -133,10 +142,14 @@ class Walker:
 
     def _module(self, node: fx.Node) -> Value:
         name = str(node.target)
-        values = [self.value_of(item) for item in (*node.args, *node.kwargs.values())]
+        given = (*node.args, *node.kwargs.values())
+        values = [self.value_of(item) for item in given]
         if matches_any(name, self.whole):
             return keep_whole(self.records, values)
-        return walk_layer(self.records, name, self.model.get_submodule(name), values)
+        layer = self.model.get_submodule(name)
+        if isinstance(layer, nn.RNNBase) and all(item is None for item in given[1:]):
+            values = values[:1]
+        return walk_layer(self.records, name, layer, values)
 
     def _call(self, node: fx.Node) -> Value:
         called = operation(node)
@@ -146,6 +159,10 @@ class Walker:
             return NOT_TENSOR
         if called == "getitem" and not isinstance(values[0], Layout):
             return self._item(node, values[0])
+        if called == "getattr" and isinstance(values[0], tuple):
+            return cast(Value, values[0][0])  # values or places of a maximum: cut alike
+        if called in ("max", "min") and len(values) > 1 and _is_tensor(values[1:2]):
+            return self._combined(values[0], values[1], node)
         if called in ("cat", "concat", "concatenate"):
             dim = argument(node, 1, "dim", 0)
             joined = values[0] if isinstance(values[0], tuple) else (values[0],)
@@ -166,8 +183,8 @@ class Walker:
         if not _is_cut(values):
             return Layout() if _is_tensor(values) else NOT_TENSOR
         raise InvalidValueError(
-            f"{describe(node)}: it is not known how this acts on a tensor that is cut; keep the "
-            "layers around it `whole` or build the model from the layers of fedquilt.nn"
+            f"{describe(node)}: it is not known how this acts on a tensor that is cut; build the "
+            f"model from the layers of fedquilt.nn, {or_whole(node)}"
         )
 
     def _combined(self, one: Value, other: Value, node: fx.Node) -> Value:
@@ -191,6 +208,7 @@ class Walker:
             self._pin_all(value.layout)
         elif isinstance(value, Layout):
             self.records.pin(value.parts)
+            self.records.outputs += value.parts
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
@@ -219,7 +237,27 @@ def _is_tensor(values: Sequence[Value]) -> bool:
     )
 
 
-Forward = Callable[..., Any]
+class _Forward:
+    """A forward pass made from a traced graph; it is pickled as its source."""
+
+    def __init__(self, source: str, names: dict[str, Any]) -> None:
+        self._source, self._names = source, names
+        namespace = dict(names)
+        exec(compile(source, "<sliced forward>", "exec"), namespace)
+        self._function: Callable[..., Any] = namespace["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        modules = {k: v.__name__ for k, v in self._names.items() if isinstance(v, ModuleType)}
+        others = {k: v for k, v in self._names.items() if k not in modules}
+        return _forward_again, (self._source, modules, others)
+
+
+def _forward_again(source: str, modules: dict[str, str], others: dict[str, Any]) -> _Forward:
+    found = {name: importlib.import_module(module) for name, module in modules.items()}
+    return _Forward(source, {**others, **found})
 
 
 def widthless_class(
@@ -235,16 +273,27 @@ def widthless_class(
         model.train(was_training)
         for module, mode in modes.items():
             module.training = mode
+    return _class_with(type(model), training, evaluating)
 
+
+def _class_with(kind: type[nn.Module], training: _Forward, evaluating: _Forward) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (training if self.training else evaluating)(self, *args, **kwargs)
 
-    kind = type(model)
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        return _instance, (kind, training, evaluating), dict(self.__dict__)
+
     body = {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
-    return type(f"{kind.__name__}Slice", (kind,), body)
+    return type(f"{kind.__name__}Slice", (kind,), {**body, "__reduce_ex__": reduce})
 
 
-def _forward(graph: fx.Graph, names: Sequence[str]) -> Forward:
+def _instance(kind: type[nn.Module], training: _Forward, evaluating: _Forward) -> nn.Module:
+    """Return an empty model of such a class; whoever copies or unpickles it fills it."""
+    made = _class_with(kind, training, evaluating)
+    return made.__new__(made)
+
+
+def _forward(graph: fx.Graph, names: Sequence[str]) -> _Forward:
     """Return the graph as a function of the model, with flattens for the named views."""
     for node in list(graph.nodes):
         if node.name in names:
@@ -254,10 +303,7 @@ def _forward(graph: fx.Graph, names: Sequence[str]) -> Forward:
             graph.erase_node(node)
     graph.eliminate_dead_code(_may_have_effect)
     code = graph.python_code("self")
-    namespace = dict(code.globals)
-    exec(compile(code.src, "<sliced forward>", "exec"), namespace)
-    forward: Forward = namespace["forward"]
-    return forward
+    return _Forward(code.src, dict(code.globals))
 
 
 def _may_have_effect(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.slices.layer_rules import held_heads, own_tensors, tensor_maps
+from fedquilt.slices.layer_rules import STATISTICS, held_heads, own_tensors, tensor_maps
 from fedquilt.slices.ranges import Axis, Layer_Range, Ranges, parse_ranges, show
 from fedquilt.slices.tensor_map import TensorMap
 
@@ -57,6 +57,9 @@ class SubsetLayer(nn.Module):
             )
         inputs, outputs = self.subset_axes(father, where)
         maps = tensor_maps(father, inputs, outputs, where)
+        # A layer without running statistics leaves the father's alone, and the reverse.
+        mine = own_tensors(self).keys()
+        maps = {n: m for n, m in maps.items() if n in mine or n not in STATISTICS}
         self._check_fit(maps, where)
         return maps
 
@@ -82,7 +85,8 @@ class SubsetLayer(nn.Module):
         return Axis.from_ranges(size, ranges, f"{where}.{name}")
 
     def _check_fit(self, maps: dict[str, TensorMap], where: str) -> None:
-        mine: dict[str, Tensor] = own_tensors(self)
+        own: dict[str, Tensor] = own_tensors(self)
+        mine = {n: t for n, t in own.items() if n in maps or n not in STATISTICS}
         ranges = ", ".join(f"{name}={show(getattr(self, name))}" for name in self.range_names)
         if mine.keys() != maps.keys():
             differing = ", ".join(sorted(mine.keys() ^ maps.keys()))
