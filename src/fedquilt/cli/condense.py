@@ -24,7 +24,6 @@ from fedquilt.cli.run import (
 from fedquilt.cli.screen import screen_width
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.choices import BASELINES
 from fedquilt.config.condense import ALIASES, COMMON_OF_CONDENSE, NOT_FOR_CONDENSE
@@ -54,6 +53,7 @@ def condense(
 ) -> None:
     """Grow a synthetic data set on the server from class statistics of the clients."""
     from fedquilt.fednum.baselines import baseline_row, condensation_row
+    from fedquilt.fednum.pictures import draw_pictures
     from fedquilt.run_folder import RunFolder, finite
 
     beside = read_beside(config, CondenseConfig.method)
@@ -79,7 +79,7 @@ def condense(
         kept.folder = finished.folder
         pictures: list[Path] = []
         with drawing("the pictures"):
-            pictures = draw_pictures(finished)
+            pictures = draw_pictures(finished.folder)
         rows = [condensation_row(finished)]
         for name in names:
             with watch(f"{wanted.dataset} {name}", shown) as observer:
@@ -130,63 +130,12 @@ def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
     return names
 
 
-def draw_one(path: Path) -> None:
-    """Draw the images of one file as a grid beside it.
-
-    A round that ran again with new noise has new images: an older picture is replaced.
-    """
-    from fedquilt.data import condensed_info, load_condensed
-    from fedquilt.report import draw_condensed
-
-    made, info = load_condensed(path), condensed_info(path)
-    about = info["about"]
-    stated = [str(about.get(key, "?"))[:80] for key in ("dataset", "mode", "rounds")]
-    title = "{}, {}, after round {}".format(*map(printable, stated))
-    draw_condensed(
-        made.images,
-        made.targets,
-        path.with_suffix(".png"),
-        mean=info["mean"],
-        std=info["std"],
-        title=title,
-    )
-
-
 def _draw_on_the_way(path: Path) -> None:
     """Draw the images of one file; a run goes on without."""
+    from fedquilt.fednum.pictures import draw_one
+
     with drawing(path.with_suffix(".png").name):
         draw_one(path)
-
-
-def draw_pictures(finished: RunResult) -> list[Path]:
-    """Draw what is missing: a grid for each evaluation and the final set, strip, animation."""
-    from fedquilt.data import condensed_info, load_condensed
-    from fedquilt.report import animate_condensed, draw_condensed_strip
-    from fedquilt.run_folder import RunFolder
-
-    if finished.folder is None:
-        return []
-    folder = RunFolder.open(finished.folder)
-    files = sorted(folder.synthetic_path(0).parent.glob("round_*.safetensors"))
-    final = folder.synthetic_path()
-    for file in (*files, final):
-        if not file.with_suffix(".png").exists():
-            draw_one(file)
-    pictures = [final.with_suffix(".png")]
-    info = condensed_info(final)
-    labels = load_condensed(files[-1] if files else final).targets
-    frames = [(_frame_title(condensed_info(file)), load_condensed(file).images) for file in files]
-    for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
-        path = final.with_name(f"condensed_{name}")
-        if not path.exists() and frames:  # somebody may have removed the rounds to save space
-            draw(frames, labels, path, mean=info["mean"], std=info["std"])
-        if path.exists():
-            pictures.append(path)
-    return pictures
-
-
-def _frame_title(info: dict[str, Any]) -> str:
-    return f"round {printable(info['about'].get('rounds', '?'))[:80]}"
 
 
 def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]) -> None:

@@ -28,6 +28,17 @@ published FedNum code calls Wasserstein: it compares how peaked two distribution
 are and not where, so that certainty of class 0 and certainty of class 5 are at
 distance 0.  It is here for comparison.
 
+With two moments (`moments=2`) an embedding is followed by its squares, so that groups
+merge exactly, and f and F are replaced by (mean, standard deviation) of every feature:
+
+    s = sqrt(max(0, mean of squares - mean^2) + 1e-4)
+
+Images that all look like the mean of their class match the mean, but not that.
+
+Where the feature model was trained on the server's own images, a cross-entropy of the
+synthetic images under it, times `discrimination`, keeps classes apart (the regulariser of
+Zhao et al. 2023).  It asks nothing of the clients.
+
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.
 """
@@ -48,7 +59,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.statistics import ClassTargets, Drawn
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.synthetic import SyntheticSet, expand
 from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
 
 
@@ -78,6 +89,7 @@ def matching_loss(
     *,
     logit_loss_type: str = "none",
     loss_computation: str = "avg-loss",
+    moments: int = 1,
 ) -> torch.Tensor:
     """Return the loss of each class, [P].
 
@@ -89,16 +101,30 @@ def matching_loss(
         Means over groups of real images.
     weights : [P, S]
         Weight of each group; rows sum to 1, and a place without a group has 0.
+    moments
+        2: the second half of f and of features are means of squares.
     """
     checks.choice("loss_computation", loss_computation, LOSS_COMPUTATIONS)
     if loss_computation == "avg-loss":
         features = (weights[..., None] * features).sum(dim=1, keepdim=True)
         logits = (weights[..., None] * logits).sum(dim=1, keepdim=True)
         weights = weights.new_ones(len(weights), 1)
+    if moments == 2:
+        f, features = mean_and_spread(f), mean_and_spread(features)
     apart = (f[:, None] - features).square().sum(dim=-1)
     if logit_loss_type != "none":
         apart = apart + logit_distance(logit_loss_type, z[:, None], logits)
     return (weights * apart).sum(dim=1)
+
+
+_LEAST_VARIANCE = 1e-4  # the square root has no gradient at 0
+
+
+def mean_and_spread(moments: torch.Tensor) -> torch.Tensor:
+    """Return (mean, standard deviation) for (mean, mean of squares), along the last axis."""
+    mean, squares = moments.chunk(2, dim=-1)
+    variance = (squares - mean.square()).clamp(min=0)
+    return torch.cat([mean, (variance + _LEAST_VARIANCE).sqrt()], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -110,6 +136,8 @@ class MatchingSettings:
     momentum: float = 0.5
     logit_loss_type: str = "none"
     loss_computation: str = "avg-loss"
+    moments: int = 1
+    discrimination: float = 0.0
 
     def __post_init__(self) -> None:
         checks.integer("dc_iterations", self.iterations, at_least=1)
@@ -117,15 +145,21 @@ class MatchingSettings:
         checks.number("image_momentum", self.momentum, at_least=0, below=1)
         checks.choice("logit_loss_type", self.logit_loss_type, LOGIT_LOSSES)
         checks.choice("loss_computation", self.loss_computation, LOSS_COMPUTATIONS)
+        checks.integer("moments", self.moments, at_least=1, at_most=2)
+        checks.number("discrimination", self.discrimination, at_least=0)
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A frozen feature model, its augmentation, and the targets that clients sent for both."""
+    """A frozen feature model, its augmentation, and the targets that clients sent for both.
+
+    `knows_classes`: it was trained, so that its scores mean something.
+    """
 
     model: nn.Module
     targets: ClassTargets
     transform: Transform | None = None
+    knows_classes: bool = False
 
 
 def view_loss(
@@ -134,6 +168,7 @@ def view_loss(
     places: torch.Tensor,
     drawn: Drawn,
     settings: MatchingSettings,
+    tiles: int = 1,
 ) -> torch.Tensor:
     """Return the loss of each of P classes.
 
@@ -145,25 +180,38 @@ def view_loss(
         Place of each class among all classes of the run: its augmentation's row.
     drawn
         What the classes are matched to, in the same order.
+    tiles
+        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.synthetic`).
     """
-    classes, ipc = images.shape[:2]
-    batch = images.flatten(0, 1)
+    classes = len(images)
+    batch = expand(images.flatten(0, 1), tiles)
+    ipc = len(batch) // classes
+    owners = places.repeat_interleave(ipc)
     if view.transform is not None:
-        batch = view.transform.apply(batch, places.repeat_interleave(ipc))
-    if settings.logit_loss_type == "none":
+        batch = view.transform.apply(batch, owners)
+    discriminates = settings.discrimination > 0 and view.knows_classes
+    sent_logits = settings.logit_loss_type != "none"
+    if sent_logits or discriminates:
+        f, z = embed_and_forward(view.model, batch)
+    else:
         f = cast(Embeds, view.model).embed(batch)
         z = f.new_zeros(len(f), 0)
-    else:
-        f, z = embed_and_forward(view.model, batch)
-    return matching_loss(
+    mean_scores = z.view(classes, ipc, z.shape[1]).mean(dim=1)
+    loss = matching_loss(
         f.view(classes, ipc, -1).mean(dim=1),
-        z.view(classes, ipc, z.shape[1]).mean(dim=1),
+        mean_scores if sent_logits else mean_scores[:, :0],
         drawn.features,
         drawn.logits,
         drawn.weights,
         logit_loss_type=settings.logit_loss_type,
         loss_computation=settings.loss_computation,
+        moments=settings.moments,
     )
+    if not discriminates:
+        return loss
+    labels = torch.tensor(view.targets.classes, device=z.device).repeat_interleave(ipc)
+    wrong = functional.cross_entropy(z, labels, reduction="none").view(classes, ipc)
+    return loss + settings.discrimination * wrong.mean(dim=1)
 
 
 class Matcher:
@@ -177,6 +225,7 @@ class Matcher:
         self, synthetic: SyntheticSet, views: Sequence[View], settings: MatchingSettings
     ) -> None:
         self._images = synthetic.by_class()
+        self._tiles = synthetic.tiles
         self._velocity = torch.zeros_like(self._images)
         self._views = views
         self._settings = settings
@@ -188,7 +237,8 @@ class Matcher:
         view, places = self._views[number], self._places[number]
         whole = len(places) == len(self._images)
         part = (self._images if whole else self._images[places]).detach().requires_grad_(True)
-        loss = view_loss(view, part, places, view.targets.draw(source), self._settings).sum()
+        drawn = view.targets.draw(source)
+        loss = view_loss(view, part, places, drawn, self._settings, self._tiles).sum()
         (gradient,) = torch.autograd.grad(loss, part)
         self._move(gradient, None if whole else places)
         return loss.detach()

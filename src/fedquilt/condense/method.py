@@ -22,8 +22,8 @@ from fedquilt.condense.embeds import FeatureModels
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.server import CondensingServer, freed_memory_kept
-from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import Trainer, TrainingSettings
+from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
 from fedquilt.learning import ClientUpdate, Engine, Task
@@ -87,6 +87,7 @@ class Condensation(Method):
         channels: int,
         num_classes: int,
         trains_late: bool = True,
+        too_small: Sequence[int] | None = None,
     ) -> None:
         super().__init__(engine, server, released=RELEASED, notes=notes)
         self.source = engine
@@ -96,6 +97,7 @@ class Condensation(Method):
         self._new_sum = new_sum
         self._channels, self._num_classes = channels, num_classes
         self._trains_late = trains_late
+        self._too_small = too_small
 
     def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
         """Return what the statistics of the round depend on."""
@@ -171,6 +173,8 @@ class Condensation(Method):
             "classes_not_sent": self.images.not_sent(),
             "seconds": None if None in seconds else sum(seconds),
         }
+        if self._too_small is not None:
+            record["classes_too_small"] = list(self._too_small)
         return {"condensation": record}
 
     def report_to(self, progress: Progress) -> None:
@@ -211,6 +215,7 @@ def _make_grouped(
     held = np.unique(task.targets.cpu().numpy()[_held(task)])
     # Where clients' data are elsewhere, every class of the model may be somebody's.
     classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
+    too_small = None if task.elsewhere else classes_too_small(task, classes, config.min_group)
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -230,7 +235,8 @@ def _make_grouped(
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
-        restarts=config.feature_model == "random_pool",
+        restarts=config.feature_model in POOLS,
+        pool=pool_of(config),
         seed=config.seed,
     )
     device = task.inputs.device
@@ -243,7 +249,23 @@ def _make_grouped(
         notes,
         channels=task.inputs.shape[1],
         num_classes=num_classes,
+        too_small=too_small,
     )
+
+
+def classes_too_small(task: Task, classes: Sequence[int], min_group: int) -> list[int]:
+    """Return the classes that no client holds `min_group` samples of; raise where all are."""
+    labels = task.targets.cpu().numpy()
+    sent: set[int] = set()
+    for samples in task.clients:
+        held, counts = np.unique(labels[np.asarray(samples)], return_counts=True)
+        sent |= set(held[counts >= min_group].tolist())
+    if not sent:
+        raise InvalidValueError(
+            f"min_group={min_group} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+    return [label for label in classes if label not in sent]
 
 
 def _make_bounded(
@@ -320,6 +342,7 @@ def make_round_models(
         classes,
         embed_layer=config.embed_layer,
         with_logits=config.logit_loss != "none",
+        moments=config.moments,
         seed=config.seed,
     )
 
@@ -328,10 +351,12 @@ def matching_of(config: CondenseConfig, pixels: int, features: int) -> MatchingS
     """Return the numbers of the matching, for images and embeddings of so many numbers."""
     return MatchingSettings(
         config.dc_iterations,
-        config.image_step(pixels, features),
+        config.image_step(pixels, features // config.moments),
         config.image_momentum,
         config.logit_loss,
         config.loss_computation,
+        config.moments,
+        config.discrimination,
     )
 
 
@@ -342,7 +367,20 @@ def training_of(config: CondenseConfig) -> TrainingSettings:
         config.batch_size,
         config.model_lr,
         weight_decay=config.model_weight_decay,
+        schedule=config.model_schedule,
+        cutmix=config.cutmix,
     )
+
+
+POOLS = ("random_pool", "trained_pool")
+"""Feature models that do not depend on the global model."""
+
+
+def pool_of(config: CondenseConfig) -> PoolSettings | None:
+    """Return which feature models the server trains; None: none."""
+    if config.feature_model != "trained_pool":
+        return None
+    return PoolSettings(config.trained_n, config.pool_epochs)
 
 
 def augmentation_of(config: CondenseConfig, channels: int) -> str:
@@ -365,7 +403,7 @@ def first_images(config: CondenseConfig, task: Task, classes: tuple[int, ...]) -
     """
     source = generator(config.seed, "first images")
     shape, device = task.inputs.shape[1:], task.inputs.device
-    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device)
+    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, config.tiles)
     if config.init_method == "real_sample":
         if task.elsewhere:
             raise InvalidValueError(
@@ -373,10 +411,12 @@ def first_images(config: CondenseConfig, task: Task, classes: tuple[int, ...]) -
             )
         held = _held(task)
         labels = task.targets.cpu().numpy()[held]
+        count = config.ipc * config.tiles**2
         chosen = np.concatenate(
-            [np.resize(source.permutation(held[labels == label]), config.ipc) for label in classes]
+            [np.resize(source.permutation(held[labels == label]), count) for label in classes]
         )
-        synthetic.images.copy_(task.inputs[torch.from_numpy(chosen).to(device)])
+        real = task.inputs[torch.from_numpy(chosen).to(device)]
+        synthetic.images.copy_(shrink(real, config.tiles))
     return synthetic
 
 
@@ -390,7 +430,7 @@ def _trains_in(config: CondenseConfig) -> Callable[[int], bool]:
 
     Random feature models do not depend on it: it is trained when it is evaluated.
     """
-    if config.feature_model != "random_pool":
+    if config.feature_model not in POOLS:
         return lambda round_index: True
     return _at_evaluations(config)
 

@@ -48,10 +48,11 @@ ADJACENCIES = ("zero_out", "replace_one")
 ON_SHORT = ("refuse", "sit_out")
 
 # Condensation
-FEATURE_MODELS = ("random_pool", "global", "perturbed")
+FEATURE_MODELS = ("trained_pool", "random_pool", "global", "perturbed")
 FRONTS = ("hog-linear", "scatter-linear")
 INIT_METHODS = ("random", "real_sample")
 LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
 LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
+MODEL_SCHEDULES = ("step", "cosine", "constant")
 BASELINES = ("coreset", "dm", "feddm", "fedavg")
 """What a condensation is compared with."""

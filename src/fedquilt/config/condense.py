@@ -19,6 +19,7 @@ from fedquilt.config.choices import (
     INIT_METHODS,
     LOGIT_LOSSES,
     LOSS_COMPUTATIONS,
+    MODEL_SCHEDULES,
 )
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
@@ -95,6 +96,15 @@ class CondenseConfig(RunConfig):
     model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
     model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
     model_weight_decay: float = declare(5e-4, _MODEL, "Weight decay of that training.", at_least=0)
+    model_schedule: str = declare(
+        "step",
+        _MODEL,
+        "How that rate falls: step (a tenth from half way on), cosine (to 0), or constant.",
+        choices=MODEL_SCHEDULES,
+    )
+    cutmix: float = declare(
+        0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1
+    )
     eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -113,6 +123,15 @@ class CondenseConfig(RunConfig):
     model_n: int | None = declare(
         None, _STATISTICS, "Feature models a round; 8, or 1 for global.", at_least=1
     )
+    trained_n: int = declare(
+        1, _STATISTICS, "Models of a trained_pool that are sent in a round.", at_least=1
+    )
+    pool_epochs: int = declare(
+        50, _STATISTICS, "Epochs that the server trains them for on its images.", at_least=1
+    )
+    moments: int = declare(
+        1, _STATISTICS, "1: clients send means; 2: means and variances.", at_least=1, at_most=2
+    )
     rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
     augmentation: str = declare(
         "auto",
@@ -121,6 +140,7 @@ class CondenseConfig(RunConfig):
     )
 
     ipc: int = declare(10, _MATCHING, "Synthetic images per class.", at_least=1)
+    tiles: int = declare(1, _MATCHING, "Each image holds tiles x tiles smaller ones.", at_least=1)
     init_method: str = declare(
         "random",
         _MATCHING,
@@ -143,6 +163,10 @@ class CondenseConfig(RunConfig):
     )
     loss_computation: str = declare(
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
+    )
+
+    discrimination: float = declare(
+        0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0
     )
 
     front: str = declare(
@@ -251,7 +275,7 @@ class CondenseConfig(RunConfig):
         """The distance of logits; a random model's say nothing that its embedding does not."""
         if self.logit_loss_type != "auto":
             return self.logit_loss_type
-        return "none" if self.feature_model == "random_pool" else "l2"
+        return "none" if self.feature_model in ("random_pool", "trained_pool") else "l2"
 
 
 def _numbers(

@@ -16,17 +16,19 @@ from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
+    POOLS,
     Condensation,
     groups_per_step,
     init_notes,
     make_round_models,
     matching_of,
+    pool_of,
     statistics_notes,
     training_of,
 )
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.synthetic import SyntheticSet, shrink
 from fedquilt.condense.training import Trainer
 from fedquilt.config import CondenseConfig
 from fedquilt.fednum.arguments import Client
@@ -145,7 +147,8 @@ def make_fednum(
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         # Where nobody sent anything the round passes and the model stays as it is.
         trains_in=lambda round_index: server.report()["groups"] > 0,
-        restarts=config.feature_model == "random_pool",
+        restarts=config.feature_model in POOLS,
+        pool=pool_of(config),
         seed=config.seed,
     )
     return Condensation(
@@ -168,14 +171,15 @@ def first_images_of(
 ) -> SyntheticSet:
     """Return the images to begin with; a class that nobody holds begins with noise."""
     source = generator(config.seed, "first images")
-    first = SyntheticSet.random(classes, config.ipc, like.shape, source, like.device)
+    tiles = config.tiles
+    first = SyntheticSet.random(classes, config.ipc, like.shape, source, like.device, tiles)
     if config.init_method != "real_sample":
         return first
     for label, images in zip(first.classes, first.by_class(), strict=True):
         held = torch.cat([_images_of(client, label).to(like.device) for client in clients])
         if len(held):
-            chosen = np.resize(source.permutation(len(held)), config.ipc)
-            images.copy_(held[torch.from_numpy(chosen).to(like.device)])
+            chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
+            images.copy_(shrink(held[torch.from_numpy(chosen).to(like.device)], tiles))
     return first
 
 

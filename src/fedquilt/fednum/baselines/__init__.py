@@ -81,19 +81,30 @@ def condensation_row(finished: RunResult) -> dict[str, Any]:
         "rounds": finished.result["rounds"],
         "seconds": record["seconds"],
         "raw": settings["init_method"] == "real_sample",
-        "note": _note(record["classes_not_sent"], settings["min_group"]),
+        "note": _note(record, settings["min_group"]),
     }
 
 
-def _note(missing: list[int], min_group: int) -> str:
+def _note(record: dict[str, Any], min_group: int) -> str:
     """Say which classes are missing, and why."""
+    missing = record["classes_not_sent"]
     if not missing:
         return ""
-    names = ", ".join(map(str, missing))
-    return (
-        f"nobody sent the classes {names}: no client holds min_group={min_group} samples of "
-        "them; they are left out of the images and of training"
+    too_small = record.get("classes_too_small")
+    if too_small is None:
+        because = [(missing, f"nobody who joined holds min_group={min_group} samples of them")]
+    else:
+        small = [label for label in missing if label in too_small]
+        because = [
+            (small, f"no client holds min_group={min_group} samples of them"),
+            ([c for c in missing if c not in small], "no client that holds enough of them joined"),
+        ]
+    reasons = "; ".join(
+        f"nobody sent the classes {', '.join(map(str, labels))}: {why}"
+        for labels, why in because
+        if labels
     )
+    return f"{reasons}; they are left out of the images and of training"
 
 
 def baseline_row(

@@ -31,7 +31,7 @@ from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.matching import Matcher, MatchingSettings, View
 from fedquilt.condense.method import augmentation_of, training_of
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.synthetic import SyntheticSet, shrink
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
@@ -94,11 +94,16 @@ def real_sample(
     classes: Mapping[int, NDArray[np.int64]],
     ipc: int,
     source: np.random.Generator,
+    tiles: int = 1,
 ) -> SyntheticSet:
-    """Return `ipc` images of each class, drawn without replacement, repeated where fewer."""
-    chosen = [np.resize(source.permutation(samples), ipc) for samples in classes.values()]
+    """Return `ipc` images of each class, drawn without replacement, repeated where fewer.
+
+    With `tiles`, each holds so many smaller ones, row and column.
+    """
+    count = ipc * tiles**2
+    chosen = [np.resize(source.permutation(samples), count) for samples in classes.values()]
     index = torch.from_numpy(np.concatenate(chosen)).to(images.device)
-    return SyntheticSet(images[index], tuple(classes), ipc)
+    return SyntheticSet(shrink(images[index], tiles), tuple(classes), ipc, tiles)
 
 
 def image_bytes(task: Task) -> int:
