@@ -223,7 +223,7 @@ def test_rounds_without_statistics_are_an_error(caplog: pytest.LogCaptureFixture
     clients = [FedNumClient(cid, [], [1, 4], INFO, 2, 5, 8, "cpu") for cid in range(2)]
     made = server(clients)
     images, before = made.synthetic.images.clone(), weights(made.global_model)
-    with pytest.raises(InvalidValueError, match="nobody has sent statistics.*min_group"):
+    with pytest.raises(InvalidValueError, match=r"nobody has sent statistics.*min_group"):
         made.fit()
     assert torch.equal(made.synthetic.images, images)
     assert torch.equal(weights(made.global_model), before)

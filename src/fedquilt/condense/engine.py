@@ -17,6 +17,7 @@ from fedquilt.condense.augment import Augmentation, Transform
 from fedquilt.condense.embeds import (
     SEED_BYTES,
     FeatureModels,
+    HalfPrecision,
     TwoMoments,
     embed_and_forward,
     embedding_model,
@@ -41,6 +42,10 @@ class RoundModels:
         One input or more, to learn what the model puts out.
     classes
         All classes of the run; augmentation has a row of parameters for each.
+    moments
+        2: embeddings are followed by their squares.
+    half
+        Whether feature models compute in bfloat16.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class RoundModels:
         embed_layer: str | None = None,
         with_logits: bool = False,
         moments: int = 1,
+        half: bool = False,
         seed: int = 0,
     ) -> None:
         self._flat = FlatModel(copy.deepcopy(model), sample[:2])
@@ -61,7 +67,7 @@ class RoundModels:
         self._features = features
         self._augmentation = augmentation
         self._seed = seed
-        self._moments = moments
+        self._moments, self._half = moments, half
         self.classes = classes
         self.with_logits = with_logits
         # Weights [models, parameters] of a trained pool; empty until there is one.
@@ -71,7 +77,8 @@ class RoundModels:
         self.models: list[nn.Module] = []
         self.transforms: list[Transform] = []
         with torch.no_grad():
-            embedded, scores = embed_and_forward(self._embedding(self._flat.module), sample[:1])
+            trial = self._embedding(frozen_copy(self._flat.module))
+            embedded, scores = embed_and_forward(trial, sample[:1])
         self.num_features = embedded.shape[1]
         self.num_logits = scores.shape[1] if with_logits else 0
 
@@ -123,6 +130,7 @@ class RoundModels:
 
     def _embedding(self, module: nn.Module) -> nn.Module:
         model = embedding_model(module, self._layer)
+        model = HalfPrecision(model) if self._half else model
         return TwoMoments(model) if self._moments == 2 else model
 
 

@@ -3,7 +3,8 @@
 One step, for a feature model with frozen weights: all images of all classes in one
 batch, one forward pass, one backward pass to the pixels and not to the weights.  With
 `S` images a class the mean embedding of a class is a mean over `S` rows of that batch.
-The images move by SGD with momentum (0.5 in DM, FedDM and FedNum).
+The images move by SGD with momentum (0.5 in DM, FedDM and FedNum), or by Adam (betas 0.9
+and 0.99), whose rate falls along a cosine to a tenth within the round.
 
 The loss is the distance of the synthetic set from the statistics.  For class c with mean
 embedding f and mean scores z of its synthetic images, and groups j with means F_j, Z_j and
@@ -47,10 +48,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -60,7 +62,7 @@ from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.statistics import ClassTargets, Drawn
 from fedquilt.condense.synthetic import SyntheticSet, expand
-from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
+from fedquilt.config.choices import IMAGE_OPTIMIZERS, LOGIT_LOSSES, LOSS_COMPUTATIONS
 
 
 def logit_distance(kind: str, z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -138,6 +140,7 @@ class MatchingSettings:
     loss_computation: str = "avg-loss"
     moments: int = 1
     discrimination: float = 0.0
+    optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
         checks.integer("dc_iterations", self.iterations, at_least=1)
@@ -147,6 +150,7 @@ class MatchingSettings:
         checks.choice("loss_computation", self.loss_computation, LOSS_COMPUTATIONS)
         checks.integer("moments", self.moments, at_least=1, at_most=2)
         checks.number("discrimination", self.discrimination, at_least=0)
+        checks.choice("image_optimizer", self.optimizer, IMAGE_OPTIMIZERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +219,7 @@ def view_loss(
 
 
 class Matcher:
-    """SGD with momentum on the images of a synthetic set, for the views of one round.
+    """SGD with momentum, or Adam, on the images of a synthetic set, for one round's views.
 
     The set's images change in place.  Classes that a view has no statistics of keep
     theirs.
@@ -227,6 +231,8 @@ class Matcher:
         self._images = synthetic.by_class()
         self._tiles = synthetic.tiles
         self._velocity = torch.zeros_like(self._images)
+        self._squares = torch.zeros_like(self._images) if settings.optimizer == "adam" else None
+        self._steps = np.zeros(len(self._images), dtype=np.int64)
         self._views = views
         self._settings = settings
         place_of = {label: place for place, label in enumerate(synthetic.classes)}
@@ -246,14 +252,48 @@ class Matcher:
     @torch.no_grad()
     def _move(self, gradient: torch.Tensor, places: torch.Tensor | None) -> None:
         """Move the classes at `places` (None: all); the others stand still, velocity and all."""
-        rate, momentum = self._settings.image_lr, self._settings.momentum
-        if places is None:
-            self._velocity.mul_(momentum).add_(gradient)
-            self._images.add_(self._velocity, alpha=-rate)
+        if places is not None:
+            images, velocity = self._images[places], self._velocity[places]
+            squares = None if self._squares is None else self._squares[places]
+            self._update(images, velocity, squares, gradient, places.cpu().numpy())
+            self._images[places], self._velocity[places] = images, velocity
+            if self._squares is not None and squares is not None:
+                self._squares[places] = squares
             return
-        velocity = self._velocity[places].mul_(momentum).add_(gradient)
-        self._velocity[places] = velocity
-        self._images[places] = self._images[places].sub_(velocity, alpha=rate)
+        everybody = np.arange(len(self._images))
+        self._update(self._images, self._velocity, self._squares, gradient, everybody)
+
+    def _update(
+        self,
+        images: torch.Tensor,
+        velocity: torch.Tensor,
+        squares: torch.Tensor | None,
+        gradient: torch.Tensor,
+        classes: NDArray[np.int64],
+    ) -> None:
+        """Take one step in place; classes that have stood still have taken fewer."""
+        rate = self._settings.image_lr
+        if squares is None:
+            velocity.mul_(self._settings.momentum).add_(gradient)
+            images.add_(velocity, alpha=-rate)
+            return
+        self._steps[classes] += 1
+        taken = self._steps[classes]
+        left = np.cos(np.pi * np.minimum(1, taken / self._settings.iterations))
+        scale = rate * (0.1 + 0.45 * (1 + left)) / (1 - _FIRST**taken)
+        undone = 1 - _SECOND**taken
+        velocity.mul_(_FIRST).add_(gradient, alpha=1 - _FIRST)
+        squares.mul_(_SECOND).addcmul_(gradient, gradient, value=1 - _SECOND)
+        root = (squares / _beside(undone, images)).sqrt_().add_(1e-12)
+        images.sub_(_beside(scale, images) * velocity / root)
+
+
+_FIRST, _SECOND = 0.9, 0.99  # Adam's betas
+
+
+def _beside(values: NDArray[Any], images: torch.Tensor) -> torch.Tensor:
+    """Lay one number a class beside the images [P, ipc, C, H, W]."""
+    return torch.from_numpy(values).to(images).view(-1, 1, 1, 1, 1)
 
 
 def _places(

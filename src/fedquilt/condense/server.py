@@ -44,6 +44,8 @@ class CondensingServer:
         last round ended.
     pool
         The feature models that it trains on its images for the clients; None: none.
+    first_bytes
+        What clients sent for the images to begin with; counted in the first round.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class CondensingServer:
         trains_in: Callable[[int], bool] = lambda round_index: True,
         restarts: bool = False,
         pool: PoolSettings | None = None,
+        first_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self.synthetic = synthetic
@@ -72,6 +75,7 @@ class CondensingServer:
         self._seed = seed
         self._report: dict[str, float] = {}
         self._sent: set[int] = set()
+        self._first_bytes = first_bytes
         self._pool = pool
         if pool is not None:
             round_models.train_pool = self._train_pool
@@ -87,7 +91,7 @@ class CondensingServer:
         self._sent |= set(table.classes.tolist())
         up, down = self._traffic()
         self._report = {
-            "bytes_up": up,
+            "bytes_up": up + (self._first_bytes if index == 0 else 0),
             "bytes_down": down,
             "groups": len(table),
             "matching_loss": self._match(table, index),

@@ -17,7 +17,7 @@ def draw_one(path: Path) -> None:
     """
     from fedquilt.report import draw_condensed
 
-    made, info = load_condensed(path), condensed_info(path)
+    made, info = load_condensed(path, whole=True), condensed_info(path)
     about = info["about"]
     stated = [str(about.get(key, "?"))[:80] for key in ("dataset", "mode", "rounds")]
     title = "{}, {}, after round {}".format(*map(printable, stated))
@@ -45,8 +45,11 @@ def draw_pictures(run_folder: Path | None) -> list[Path]:
             draw_one(file)
     pictures = [final.with_suffix(".png")]
     info = condensed_info(final)
-    labels = load_condensed(files[-1] if files else final).targets
-    frames = [(_frame_title(condensed_info(file)), load_condensed(file).images) for file in files]
+    labels = load_condensed(files[-1] if files else final, whole=True).targets
+    frames = [
+        (_frame_title(condensed_info(file)), load_condensed(file, whole=True).images)
+        for file in files
+    ]
     for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
         path = final.with_name(f"condensed_{name}")
         if not path.exists() and frames:  # somebody may have removed the rounds to save space

@@ -9,16 +9,15 @@ from torch import nn
 from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, reinitialised
+from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config import CondenseConfig
 from fedquilt.fednum.baselines.common import (
     BaselineResult,
-    RealImages,
     accuracy_of_images,
     augmentation,
     held_by_class,
     image_bytes,
-    match_real,
     matching_settings,
     progress_of,
     real_sample,
