@@ -1,0 +1,76 @@
+"""`docs/papers.md` says what is true of the package: every name in its lists is looked up."""
+
+from __future__ import annotations
+
+import pytest
+
+import papers
+from papers import Row, attribute, faults, look_up
+
+LISTED = [
+    pytest.param(row, id=f"{name}: {row.promise[:60]}")
+    for name in papers.names()
+    for section in papers.read(name)
+    for row in section.rows
+]
+
+
+@pytest.mark.parametrize("row", LISTED)
+def test_a_promise_is_where_the_list_says(row: Row) -> None:
+    assert list(faults(row)) == []
+
+
+def test_the_page_shows_the_lists() -> None:
+    page = papers.PAGE.read_text()
+    assert papers.written(page) == page, "run  python tests/papers.py"
+
+
+def test_no_promise_stands_twice() -> None:
+    for name in papers.names():
+        for section in papers.read(name):
+            promises = [row.promise for row in section.rows]
+            assert len(promises) == len(set(promises)), section.title
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("fedquilt.framework.QuAPServer", "no attribute"),
+        ("fedquilt.nothing.here", "no attribute"),
+        ("fedquilt.framework.QuantileClipper(quantil)", "takes no quantil"),
+        ("fedquilt.config.HYPERPARAMETERS['alfa']", "alfa"),
+        ("fedquilt.config.HYPERPARAMETERS['alpha'] = 0.6", "is 0.5"),
+        ("fedquilt walk --seed", "no command"),
+        ("fedquilt run --sed", "no option"),
+        ("docs/nothing.md", "No such file"),
+        ("docs/papers.md#nothing", "no heading"),
+        ("tests/test_papers.py::test_nothing", "has no test_nothing"),
+        ("something else", "none of the forms"),
+    ],
+)
+def test_a_name_that_is_not_there_is_noticed(reference: str, reason: str) -> None:
+    row = Row("a promise", (reference,), "same")
+    (fault,) = faults(row)
+    assert reason in fault
+
+
+def test_what_can_be_looked_up() -> None:
+    for reference in (
+        "fedquilt.framework.QuantileClipper(quantile, momentum)",
+        "fedquilt.config.HYPERPARAMETERS['alpha'] = 0.5",
+        "fedquilt.config.EXPECTED_MILESTONES['mnist']['round_10']",
+        "fedquilt.config.RunConfig.epsilon",
+        "fedquilt run --seed --budget-alpha",
+        "fedquilt ledger show",
+        "docs/papers.md#the-papers",
+        "tests/test_papers.py::test_what_can_be_looked_up",
+    ):
+        look_up(reference)
+    assert attribute("fedquilt.config.RunConfig.epsilon").default == 3.0
+
+
+def test_a_row_must_say_why() -> None:
+    assert list(faults(Row("x", ("fedquilt.run",), "differs"))) != []
+    assert list(faults(Row("x", (), "same"))) != []
+    assert list(faults(Row("x", ("fedquilt.run",), "absent", "because"))) != []
+    assert list(faults(Row("x", (), "absent", "because"))) == []
