@@ -50,6 +50,7 @@ from fedquilt.data import (
     check_data_dir,
     clients_data,
     load_dataset,
+    read_split_file,
     split_clients,
 )
 from fedquilt.data.holdings import Holdings
@@ -269,15 +270,18 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     num_clients = config.num_clients
     if num_clients is None and config.partition != "writer":
         num_clients = 100
-    parts = split_clients(
-        config.partition,
-        train.targets.numpy()[pool],
-        num_clients,
-        generator(config.seed, "partition"),
-        dirichlet_alpha=config.dirichlet_alpha,
-        classes_per_client=config.classes_per_client,
-        groups=groups,
-    )
+    if isinstance(config, CondenseConfig) and config.split_file is not None:
+        parts = read_split_file(config.split_file, len(train))
+    else:
+        parts = split_clients(
+            config.partition,
+            train.targets.numpy()[pool],
+            num_clients,
+            generator(config.seed, "partition"),
+            dirichlet_alpha=config.dirichlet_alpha,
+            classes_per_client=config.classes_per_client,
+            groups=groups,
+        )
     clients = Holdings(pool[part] for part in parts)
     del parts
     people = None

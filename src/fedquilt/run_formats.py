@@ -111,7 +111,8 @@ _CONDENSATION = Table(
         **dict.fromkeys(("bytes_up", "bytes_down"), COUNT),
         "seconds": ANY_NUMBER,
         "classes_not_sent": Listed(COUNT),
-    }
+    },
+    {"classes_too_small": Listed(COUNT)},
 )
 
 _COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")

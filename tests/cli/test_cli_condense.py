@@ -287,7 +287,7 @@ def test_spoilt_baselines_are_named(
 
 @pytest.mark.parametrize(
     "place",
-    ["fedquilt.cli.condense.draw_pictures", "fedquilt.fednum.baselines.baseline_row"],
+    ["fedquilt.fednum.pictures.draw_pictures", "fedquilt.fednum.baselines.baseline_row"],
 )
 def test_ctrl_c_after_the_rounds_says_where_the_run_is(
     cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch, place: str

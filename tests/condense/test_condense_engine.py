@@ -276,7 +276,9 @@ def test_a_state_of_other_images_is_refused() -> None:
 def test_real_samples_come_from_clients_and_from_the_class() -> None:
     task = Task(make_task().inputs, make_task().targets, [np.arange(20), np.arange(20, 40)])
     config = small(init_method="real_sample", ipc=9)
-    images = first_images(config, task, (1, 3, 4)).by_class()
+    first, sent = first_images(config, task, (1, 3, 4), Linear())
+    images = first.by_class()
+    assert sent == 4 * images.numel()
     for place, label in enumerate((1, 3, 4)):
         own = [i for i in range(40) if task.targets[i] == label]
         found = [

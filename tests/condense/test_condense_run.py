@@ -103,13 +103,10 @@ def test_a_class_that_nobody_holds_has_no_images() -> None:
     assert result.final_accuracy is not None
 
 
-def test_clients_too_small_for_any_group_change_no_image(tmp_path: Path) -> None:
-    result = condense(clients=[[0, 1], [2, 3]], output_dir=str(tmp_path))
-    first = load_condensed(folder_of(result) / "synthetic" / "round_0000.safetensors")
-    assert torch.equal(images_of(result), first.images)
-    assert result.result["history"]["groups"] == [0, 0]
-    assert result.result["history"]["matching_loss"] == [0.0, 0.0]
-    assert result.result["condensation"]["bytes_up"] == 0
+def test_clients_too_small_for_any_group_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"min_group=\d must be smaller: no client holds"):
+        condense(clients=[[0, 1], [2, 3]], output_dir=str(tmp_path))
+    assert not list(tmp_path.rglob("condensed.safetensors"))
 
 
 def test_one_class_and_two() -> None:
@@ -285,10 +282,9 @@ def test_an_empty_evaluation_round_is_made_up_for(tmp_path: Path) -> None:
 def test_nobody_ever_comes(tmp_path: Path) -> None:
     there = tmp_path / "there.csv"
     there.write_text("round,client\n7,0\n")
-    result = condense(availability=str(there))
-    assert result.result["cohorts"] == [[], []]
-    assert result.result["condensation"]["bytes_up"] == 0
-    assert same_tensors(result.state_dict, dict(Linear().state_dict()))
+    with pytest.raises(InvalidValueError, match=r"nobody has sent statistics.*min_group"):
+        condense(availability=str(there), output_dir=str(tmp_path / "runs"))
+    assert not list(tmp_path.rglob("condensed.safetensors"))
 
 
 class Watching(Observer):

@@ -73,7 +73,12 @@ def test_weights_and_loss_are_those_of_numpy(epochs: int, drop: bool, rates: lis
     """The rate falls tenfold, once, half way; momentum and decay are SGD's."""
     model = linear()
     loss = train(
-        model, epochs=epochs, drop=drop, learning_rate=0.3, momentum=0.8, weight_decay=0.05
+        model,
+        epochs=epochs,
+        schedule="step" if drop else "constant",
+        learning_rate=0.3,
+        momentum=0.8,
+        weight_decay=0.05,
     )
     w, b, expected = regression(rates, 0.8, 0.05)
     np.testing.assert_allclose(model[1].weight.detach().numpy(), w, rtol=1e-10)

@@ -249,7 +249,7 @@ def test_table_of_a_message() -> None:
     ("changes", "message"),
     [
         ({"classes": [3]}, r"train\(\) of client 'a': class 3 must be one of \(2,\)"),
-        ({"avg_features": {}}, r"must return a tensor as 'avg_features'\[2\]"),
+        ({"avg_features": {2: "none"}}, r"must return a tensor as 'avg_features'\[2\]"),
         ({"avg_features": {2: torch.ones(2, 4)}}, r"of shape \(2, 4\) must have shape \(-1, 3\)"),
         ({"avg_logits": {2: torch.ones(1, 4)}}, r"of shape \(1, 4\) must have shape \(2, 4\)"),
         ({"counts": {2: torch.ones(3)}}, r"of shape \(3,\) must have shape \(2,\)"),

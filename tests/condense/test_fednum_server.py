@@ -219,13 +219,15 @@ def test_classes_that_nobody_sent_keep_their_images() -> None:
     assert not torch.equal(made.synthetic.images[2:], before[2:])
 
 
-def test_a_round_without_statistics_changes_nothing() -> None:
+def test_rounds_without_statistics_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     clients = [FedNumClient(cid, [], [1, 4], INFO, 2, 5, 8, "cpu") for cid in range(2)]
     made = server(clients)
     images, before = made.synthetic.images.clone(), weights(made.global_model)
-    made.fit()
+    with pytest.raises(InvalidValueError, match=r"nobody has sent statistics.*min_group"):
+        made.fit()
     assert torch.equal(made.synthetic.images, images)
     assert torch.equal(weights(made.global_model), before)
+    assert "nothing was sent" in caplog.text
     assert [line["epoch_avg_loss"] for line in made.history] == [None, None]
     assert [line["groups"] for line in made.history] == [0, 0]
 
@@ -352,20 +354,20 @@ def test_a_client_that_sends_nan_is_left_out(caplog: pytest.LogCaptureFixture) -
     assert "client 'bad' sent NaN or infinity" in caplog.text
     alone = server([bad])
     before = weights(alone.global_model).clone()
-    alone.fit()
+    with pytest.raises(InvalidValueError, match="nobody has sent statistics"):
+        alone.fit()
     assert torch.equal(weights(alone.global_model), before)
 
 
 def test_a_round_of_nobody_passes() -> None:
     class Nobody(FedNumServer):
         def select_clients(self) -> list[Any]:
-            return []
+            return self.clients if self.history else []
 
     made = server(kind=Nobody)
-    images = made.synthetic.images.clone()
     made.fit()
-    assert torch.equal(made.synthetic.images, images)
-    assert [line["groups"] for line in made.history] == [0, 0]
+    groups = [line["groups"] for line in made.history]
+    assert groups[0] == 0 < groups[1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -24,10 +24,14 @@ from fedquilt.cli.run import (
 from fedquilt.cli.screen import screen_width
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.config.choices import BASELINES
-from fedquilt.config.condense import ALIASES, COMMON_OF_CONDENSE, NOT_FOR_CONDENSE
+from fedquilt.config.choices import BASELINES, RELEASE_USES
+from fedquilt.config.condense import (
+    ALIASES,
+    COMMON_OF_CONDENSE,
+    CONDENSE_PRESETS,
+    NOT_FOR_CONDENSE,
+)
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
@@ -35,8 +39,12 @@ if TYPE_CHECKING:
 
 BASELINE_OPTION = typer.Option(
     "--baselines",
-    help=f"What stands beside it, joined by commas: {', '.join(BASELINES)}; all, or none.",
-    show_default="coreset,fedavg; none for certified",
+    help=f"What stands beside it, joined by commas: {', '.join(BASELINES)}, for certified "
+    f"{', '.join(RELEASE_USES)}; all, or none.",
+    show_default=f"coreset,fedavg; {','.join(RELEASE_USES)} for certified",
+)
+PRESET_OPTION = typer.Option(
+    "--preset", help=f"Settings of a document: {', '.join(CONDENSE_PRESETS)}."
 )
 _USUAL = ("coreset", "fedavg")
 
@@ -45,6 +53,7 @@ _USUAL = ("coreset", "fedavg")
 @interruptible("condense")  # also while it loads
 def condense(
     settings: dict[str, Any],
+    preset: Annotated[str | None, PRESET_OPTION] = None,
     config: Annotated[str | None, CONFIG] = None,
     baselines: Annotated[str | None, BASELINE_OPTION] = None,
     resume: Annotated[str | None, RESUME] = None,
@@ -54,16 +63,17 @@ def condense(
 ) -> None:
     """Grow a synthetic data set on the server from class statistics of the clients."""
     from fedquilt.fednum.baselines import baseline_row, condensation_row
+    from fedquilt.fednum.pictures import draw_pictures
     from fedquilt.run_folder import RunFolder, finite
 
     beside = read_beside(config, CondenseConfig.method)
     tracker = beside.get("tracker", "none") if tracker == "none" else tracker
     shown = not quiet and not as_json and not beside.get("quiet", False)
     if resume is not None:
-        stands_alone(resume, settings, config)
+        stands_alone(resume, settings, preset, config)
         wanted = _config_of(resume)
     else:
-        wanted = build_config({**settings, "method": "condense"}, file=config)
+        wanted = build_config({**settings, "method": "condense"}, preset=preset, file=config)
     names = _baseline_names(baselines, wanted)
     if resume is not None and baselines is None:
         asked = RunFolder.open(resume).wanted_baselines()
@@ -79,7 +89,7 @@ def condense(
         kept.folder = finished.folder
         pictures: list[Path] = []
         with drawing("the pictures"):
-            pictures = draw_pictures(finished)
+            pictures = draw_pictures(finished.folder)
         rows = [condensation_row(finished)]
         for name in names:
             with watch(f"{wanted.dataset} {name}", shown) as observer:
@@ -109,84 +119,35 @@ def _label(config: RunConfig) -> str:
 
 
 def _baseline_names(text: str | None, config: RunConfig) -> list[str]:
-    """Return the baselines that are asked for.
+    """Return the rows that are asked for.
 
-    Beside a run that is bounded there are none unless asked for: they read the clients'
-    data, and their accuracies are covered by no claim.
+    Beside a run that is bounded there are the uses of its release, and no baselines unless
+    asked for: they read the clients' data, and their accuracies are covered by no claim.
     """
+    bounded = config.is_bounded(covered=True)
     if text is None:
         from fedquilt.data import DATASETS
 
-        # Nor beside somebody's own data: they cannot be loaded by name.
+        # None beside somebody's own data: they cannot be loaded by name.
         theirs = config.dataset not in DATASETS
-        return [] if theirs or config.is_bounded(covered=True) else list(_USUAL)
+        return [] if theirs else list(RELEASE_USES if bounded else _USUAL)
     if text == "none":
         return []
+    possible = (*RELEASE_USES, *BASELINES) if bounded else BASELINES
     if text == "all":
-        return list(BASELINES)
-    names = [checks.choice("baselines", part.strip(), BASELINES) for part in text.split(",")]
+        return list(possible)
+    names = [checks.choice("baselines", part.strip(), possible) for part in text.split(",")]
     if len(set(names)) != len(names):
         raise InvalidValueError(f"baselines={text!r} must not repeat a name")
     return names
 
 
-def draw_one(path: Path) -> None:
-    """Draw the images of one file as a grid beside it.
-
-    A round that ran again with new noise has new images: an older picture is replaced.
-    """
-    from fedquilt.data import condensed_info, load_condensed
-    from fedquilt.report import draw_condensed
-
-    made, info = load_condensed(path), condensed_info(path)
-    about = info["about"]
-    stated = [str(about.get(key, "?"))[:80] for key in ("dataset", "mode", "rounds")]
-    title = "{}, {}, after round {}".format(*map(printable, stated))
-    draw_condensed(
-        made.images,
-        made.targets,
-        path.with_suffix(".png"),
-        mean=info["mean"],
-        std=info["std"],
-        title=title,
-    )
-
-
 def _draw_on_the_way(path: Path) -> None:
     """Draw the images of one file; a run goes on without."""
+    from fedquilt.fednum.pictures import draw_one
+
     with drawing(path.with_suffix(".png").name):
         draw_one(path)
-
-
-def draw_pictures(finished: RunResult) -> list[Path]:
-    """Draw what is missing: a grid for each evaluation and the final set, strip, animation."""
-    from fedquilt.data import condensed_info, load_condensed
-    from fedquilt.report import animate_condensed, draw_condensed_strip
-    from fedquilt.run_folder import RunFolder
-
-    if finished.folder is None:
-        return []
-    folder = RunFolder.open(finished.folder)
-    files = sorted(folder.synthetic_path(0).parent.glob("round_*.safetensors"))
-    final = folder.synthetic_path()
-    for file in (*files, final):
-        if not file.with_suffix(".png").exists():
-            draw_one(file)
-    pictures = [final.with_suffix(".png")]
-    info = condensed_info(final)
-    labels = load_condensed(files[-1] if files else final).targets
-    frames = [(_frame_title(condensed_info(file)), load_condensed(file).images) for file in files]
-    for name, draw in (("strip.png", draw_condensed_strip), ("rounds.gif", animate_condensed)):
-        path = final.with_name(f"condensed_{name}")
-        if not path.exists() and frames:  # somebody may have removed the rounds to save space
-            draw(frames, labels, path, mean=info["mean"], std=info["std"])
-        if path.exists():
-            pictures.append(path)
-    return pictures
-
-
-def _frame_title(info: dict[str, Any]) -> str:
-    return f"round {printable(info['about'].get('rounds', '?'))[:80]}"
 
 
 def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]) -> None:
@@ -196,7 +157,7 @@ def _print(finished: RunResult, rows: list[dict[str, Any]], pictures: list[Path]
     say(condensation_table(rows))
     if finished.result.get("stopped"):
         say(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
-    beside = [row["name"] for row in rows[1:]]
+    beside = [row["name"] for row in rows[1:] if row["name"] not in RELEASE_USES]
     if finished.statement.is_bounded and beside:
         say(f"\nNot covered by the claim below, computed from raw data: {', '.join(beside)}")
     claim = finished.statement.as_text(screen_width())

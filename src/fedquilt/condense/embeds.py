@@ -5,6 +5,9 @@
 | global | the current model | FedNum document, section 1 |
 | random_pool | one seed; `count` freshly initialised models a round | Zhao and Bilen 2023 (DM) |
 | perturbed | the current model and one seed; `count` models at distance `rho` from it | FedDM |
+| trained_pool | a few models that the server has trained on its images | Zhao et al. 2023 (IDM) |
+
+In the first round of a trained pool there are no images yet, and it is a random one.
 
 Client and server must see the same models, so both build them here from the same
 weights and seeds.  Weights are drawn on the CPU: every device gets the same ones.
@@ -110,12 +113,62 @@ def embed_and_forward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, 
     return cast(Embeds, model).embed(x), model(x)
 
 
+class TwoMoments(nn.Module):
+    """A model whose embedding is followed by its squares.
+
+    Means over groups are then the first two moments of every feature, and groups of many
+    clients still merge by their counts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features and their squares, [N, 2 D]."""
+        return _with_squares(cast(Embeds, self.model).embed(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the model puts out."""
+        return cast(torch.Tensor, self.model(x))
+
+    def embed_and_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both from one pass."""
+        embedded, scores = embed_and_forward(self.model, x)
+        return _with_squares(embedded), scores
+
+
+class HalfPrecision(nn.Module):
+    """A model that computes in bfloat16 and gives float32; for GPUs, where that is faster."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.to(torch.bfloat16)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features, [N, D]."""
+        return cast(Embeds, self.model).embed(x.to(torch.bfloat16)).float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the model puts out."""
+        return cast(torch.Tensor, self.model(x.to(torch.bfloat16))).float()
+
+    def embed_and_forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both from one pass."""
+        embedded, scores = embed_and_forward(self.model, x.to(torch.bfloat16))
+        return embedded.float(), scores.float()
+
+
+def _with_squares(embedded: torch.Tensor) -> torch.Tensor:
+    return torch.cat([embedded, embedded.square()], dim=1)
+
+
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode whose weights ask for no gradient."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-_SEED_BYTES = 8
+SEED_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -155,16 +208,16 @@ class FeatureModels:
         if self.kind == "global":
             return frozen_copy(model)
         seed = torch_seed(self.seed, "feature-model", round_index, number)
-        if self.kind == "random_pool":
+        if self.kind in ("random_pool", "trained_pool"):
             return frozen_copy(reinitialised(model, seed))
         return frozen_copy(perturbed(model, self.rho, seed))
 
     def bytes_down(self, model: nn.Module) -> int:
         """Return what one client receives in a round: the weights, a seed, or both."""
         weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-        if self.kind == "random_pool":
-            return _SEED_BYTES
-        return int(weights) + (_SEED_BYTES if self.kind == "perturbed" else 0)
+        if self.kind in ("random_pool", "trained_pool"):
+            return SEED_BYTES
+        return int(weights) + (SEED_BYTES if self.kind == "perturbed" else 0)
 
 
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:

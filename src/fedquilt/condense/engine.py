@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,15 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation, Transform
-from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
+from fedquilt.condense.embeds import (
+    SEED_BYTES,
+    FeatureModels,
+    HalfPrecision,
+    TwoMoments,
+    embed_and_forward,
+    embedding_model,
+    frozen_copy,
+)
 from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
 from fedquilt.learning import ClientUpdate, FlatModel, Task
 from fedquilt.method import Progress
@@ -34,6 +42,10 @@ class RoundModels:
         One input or more, to learn what the model puts out.
     classes
         All classes of the run; augmentation has a row of parameters for each.
+    moments
+        2: embeddings are followed by their squares.
+    half
+        Whether feature models compute in bfloat16.
     """
 
     def __init__(
@@ -46,6 +58,8 @@ class RoundModels:
         *,
         embed_layer: str | None = None,
         with_logits: bool = False,
+        moments: int = 1,
+        half: bool = False,
         seed: int = 0,
     ) -> None:
         self._flat = FlatModel(copy.deepcopy(model), sample[:2])
@@ -53,22 +67,29 @@ class RoundModels:
         self._features = features
         self._augmentation = augmentation
         self._seed = seed
+        self._moments, self._half = moments, half
         self.classes = classes
         self.with_logits = with_logits
+        # Weights [models, parameters] of a trained pool; empty until there is one.
+        self.pool = torch.zeros(0, 0)
+        self.train_pool: Callable[[int], torch.Tensor] | None = None
         self.round_index = -1
         self.models: list[nn.Module] = []
         self.transforms: list[Transform] = []
         with torch.no_grad():
-            embedded, scores = embed_and_forward(self._embedding(self._flat.module), sample[:1])
+            trial = self._embedding(frozen_copy(self._flat.module))
+            embedded, scores = embed_and_forward(trial, sample[:1])
         self.num_features = embedded.shape[1]
         self.num_logits = scores.shape[1] if with_logits else 0
 
     def open(self, weights: torch.Tensor, round_index: int) -> None:
         """Build the models and draw the augmentations of a round."""
+        if self.train_pool is not None:
+            self.pool = self.train_pool(round_index)
         self._flat.write(weights)
         self.round_index = round_index
         numbers = range(self._features.count)
-        self.models = [
+        self.models = self._pooled(numbers) or [
             self._embedding(self._features.build(self._flat.module, round_index, number))
             for number in numbers
         ]
@@ -79,10 +100,23 @@ class RoundModels:
             for number in numbers
         ]
 
+    def _pooled(self, numbers: Iterable[int]) -> list[nn.Module]:
+        """Return the trained models in turn, one for each number; none without a pool."""
+        kept = []
+        for weights in self.pool:
+            self._flat.write(weights)
+            kept.append(self._embedding(frozen_copy(self._flat.module)))
+        return [kept[number % len(kept)] for number in numbers] if kept else []
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether the models of the round have been trained, so that their scores say something."""
+        return len(self.pool) > 0 or self._features.kind in ("global", "perturbed")
+
     @property
     def need_weights(self) -> bool:
         """Whether the feature models depend on the global model, and not on a seed alone."""
-        return self._features.kind != "random_pool"
+        return self._features.kind in ("global", "perturbed")
 
     def weights(self) -> torch.Tensor:
         """Return the weights that were written last."""
@@ -90,10 +124,14 @@ class RoundModels:
 
     def bytes_down(self) -> int:
         """Return what one client receives in a round."""
+        if len(self.pool):
+            return self.pool.numel() * self.pool.element_size() + SEED_BYTES
         return self._features.bytes_down(self._flat.module)
 
     def _embedding(self, module: nn.Module) -> nn.Module:
-        return embedding_model(module, self._layer)
+        model = embedding_model(module, self._layer)
+        model = HalfPrecision(model) if self._half else model
+        return TwoMoments(model) if self._moments == 2 else model
 
 
 # Clients share batches as long as they hold no more samples than this together.
@@ -107,12 +145,20 @@ class TableSource:
     table_size: int | None = None
 
     def outgoing(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weights, or nothing where the feature models follow from a seed alone."""
+        """Return the weights, those of the pool, or nothing where a seed alone decides."""
+        if len(self.round_models.pool):
+            return self.round_models.pool.flatten()
         return weights if self.round_models.need_weights else weights[:0]
 
     def incoming(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return the weights to build feature models from."""
-        return sent if self.round_models.need_weights else self.round_models.weights()
+        """Return the weights to build feature models from; take in those of a pool."""
+        models = self.round_models
+        if models.need_weights:
+            return sent
+        here = models.weights()
+        models.train_pool = None  # the server's images, which a pool is trained on, are elsewhere
+        models.pool = sent.view(-1, here.numel()) if sent.numel() else sent.view(0, 0)
+        return here
 
     def objection(self, vector: torch.Tensor) -> str | None:
         """Refuse what is no table of this round's models and classes, with finite means."""

@@ -3,7 +3,8 @@
 One step, for a feature model with frozen weights: all images of all classes in one
 batch, one forward pass, one backward pass to the pixels and not to the weights.  With
 `S` images a class the mean embedding of a class is a mean over `S` rows of that batch.
-The images move by SGD with momentum (0.5 in DM, FedDM and FedNum).
+The images move by SGD with momentum (0.5 in DM, FedDM and FedNum), or by Adam (betas 0.9
+and 0.99), whose rate falls along a cosine to a tenth within the round.
 
 The loss is the distance of the synthetic set from the statistics.  For class c with mean
 embedding f and mean scores z of its synthetic images, and groups j with means F_j, Z_j and
@@ -28,6 +29,17 @@ published FedNum code calls Wasserstein: it compares how peaked two distribution
 are and not where, so that certainty of class 0 and certainty of class 5 are at
 distance 0.  It is here for comparison.
 
+With two moments (`moments=2`) an embedding is followed by its squares, so that groups
+merge exactly, and f and F are replaced by (mean, standard deviation) of every feature:
+
+    s = sqrt(max(0, mean of squares - mean^2) + 1e-4)
+
+Images that all look like the mean of their class match the mean, but not that.
+
+Where the feature model was trained on the server's own images, a cross-entropy of the
+synthetic images under it, times `discrimination`, keeps classes apart (the regulariser of
+Zhao et al. 2023).  It asks nothing of the clients.
+
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.
 """
@@ -36,10 +48,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -48,8 +61,8 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.statistics import ClassTargets, Drawn
-from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
+from fedquilt.condense.synthetic import SyntheticSet, expand
+from fedquilt.config.choices import IMAGE_OPTIMIZERS, LOGIT_LOSSES, LOSS_COMPUTATIONS
 
 
 def logit_distance(kind: str, z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -78,6 +91,7 @@ def matching_loss(
     *,
     logit_loss_type: str = "none",
     loss_computation: str = "avg-loss",
+    moments: int = 1,
 ) -> torch.Tensor:
     """Return the loss of each class, [P].
 
@@ -89,16 +103,30 @@ def matching_loss(
         Means over groups of real images.
     weights : [P, S]
         Weight of each group; rows sum to 1, and a place without a group has 0.
+    moments
+        2: the second half of f and of features are means of squares.
     """
     checks.choice("loss_computation", loss_computation, LOSS_COMPUTATIONS)
     if loss_computation == "avg-loss":
         features = (weights[..., None] * features).sum(dim=1, keepdim=True)
         logits = (weights[..., None] * logits).sum(dim=1, keepdim=True)
         weights = weights.new_ones(len(weights), 1)
+    if moments == 2:
+        f, features = mean_and_spread(f), mean_and_spread(features)
     apart = (f[:, None] - features).square().sum(dim=-1)
     if logit_loss_type != "none":
         apart = apart + logit_distance(logit_loss_type, z[:, None], logits)
     return (weights * apart).sum(dim=1)
+
+
+_LEAST_VARIANCE = 1e-4  # the square root has no gradient at 0
+
+
+def mean_and_spread(moments: torch.Tensor) -> torch.Tensor:
+    """Return (mean, standard deviation) for (mean, mean of squares), along the last axis."""
+    mean, squares = moments.chunk(2, dim=-1)
+    variance = (squares - mean.square()).clamp(min=0)
+    return torch.cat([mean, (variance + _LEAST_VARIANCE).sqrt()], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -110,6 +138,9 @@ class MatchingSettings:
     momentum: float = 0.5
     logit_loss_type: str = "none"
     loss_computation: str = "avg-loss"
+    moments: int = 1
+    discrimination: float = 0.0
+    optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
         checks.integer("dc_iterations", self.iterations, at_least=1)
@@ -117,15 +148,22 @@ class MatchingSettings:
         checks.number("image_momentum", self.momentum, at_least=0, below=1)
         checks.choice("logit_loss_type", self.logit_loss_type, LOGIT_LOSSES)
         checks.choice("loss_computation", self.loss_computation, LOSS_COMPUTATIONS)
+        checks.integer("moments", self.moments, at_least=1, at_most=2)
+        checks.number("discrimination", self.discrimination, at_least=0)
+        checks.choice("image_optimizer", self.optimizer, IMAGE_OPTIMIZERS)
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A frozen feature model, its augmentation, and the targets that clients sent for both."""
+    """A frozen feature model, its augmentation, and the targets that clients sent for both.
+
+    `knows_classes`: it was trained, so that its scores mean something.
+    """
 
     model: nn.Module
     targets: ClassTargets
     transform: Transform | None = None
+    knows_classes: bool = False
 
 
 def view_loss(
@@ -134,6 +172,7 @@ def view_loss(
     places: torch.Tensor,
     drawn: Drawn,
     settings: MatchingSettings,
+    tiles: int = 1,
 ) -> torch.Tensor:
     """Return the loss of each of P classes.
 
@@ -145,29 +184,42 @@ def view_loss(
         Place of each class among all classes of the run: its augmentation's row.
     drawn
         What the classes are matched to, in the same order.
+    tiles
+        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.synthetic`).
     """
-    classes, ipc = images.shape[:2]
-    batch = images.flatten(0, 1)
+    classes = len(images)
+    batch = expand(images.flatten(0, 1), tiles)
+    ipc = len(batch) // classes
+    owners = places.repeat_interleave(ipc)
     if view.transform is not None:
-        batch = view.transform.apply(batch, places.repeat_interleave(ipc))
-    if settings.logit_loss_type == "none":
+        batch = view.transform.apply(batch, owners)
+    discriminates = settings.discrimination > 0 and view.knows_classes
+    sent_logits = settings.logit_loss_type != "none"
+    if sent_logits or discriminates:
+        f, z = embed_and_forward(view.model, batch)
+    else:
         f = cast(Embeds, view.model).embed(batch)
         z = f.new_zeros(len(f), 0)
-    else:
-        f, z = embed_and_forward(view.model, batch)
-    return matching_loss(
+    mean_scores = z.view(classes, ipc, z.shape[1]).mean(dim=1)
+    loss = matching_loss(
         f.view(classes, ipc, -1).mean(dim=1),
-        z.view(classes, ipc, z.shape[1]).mean(dim=1),
+        mean_scores if sent_logits else mean_scores[:, :0],
         drawn.features,
         drawn.logits,
         drawn.weights,
         logit_loss_type=settings.logit_loss_type,
         loss_computation=settings.loss_computation,
+        moments=settings.moments,
     )
+    if not discriminates:
+        return loss
+    labels = torch.tensor(view.targets.classes, device=z.device).repeat_interleave(ipc)
+    wrong = functional.cross_entropy(z, labels, reduction="none").view(classes, ipc)
+    return loss + settings.discrimination * wrong.mean(dim=1)
 
 
 class Matcher:
-    """SGD with momentum on the images of a synthetic set, for the views of one round.
+    """SGD with momentum, or Adam, on the images of a synthetic set, for one round's views.
 
     The set's images change in place.  Classes that a view has no statistics of keep
     theirs.
@@ -177,7 +229,10 @@ class Matcher:
         self, synthetic: SyntheticSet, views: Sequence[View], settings: MatchingSettings
     ) -> None:
         self._images = synthetic.by_class()
+        self._tiles = synthetic.tiles
         self._velocity = torch.zeros_like(self._images)
+        self._squares = torch.zeros_like(self._images) if settings.optimizer == "adam" else None
+        self._steps = np.zeros(len(self._images), dtype=np.int64)
         self._views = views
         self._settings = settings
         place_of = {label: place for place, label in enumerate(synthetic.classes)}
@@ -188,7 +243,8 @@ class Matcher:
         view, places = self._views[number], self._places[number]
         whole = len(places) == len(self._images)
         part = (self._images if whole else self._images[places]).detach().requires_grad_(True)
-        loss = view_loss(view, part, places, view.targets.draw(source), self._settings).sum()
+        drawn = view.targets.draw(source)
+        loss = view_loss(view, part, places, drawn, self._settings, self._tiles).sum()
         (gradient,) = torch.autograd.grad(loss, part)
         self._move(gradient, None if whole else places)
         return loss.detach()
@@ -196,14 +252,48 @@ class Matcher:
     @torch.no_grad()
     def _move(self, gradient: torch.Tensor, places: torch.Tensor | None) -> None:
         """Move the classes at `places` (None: all); the others stand still, velocity and all."""
-        rate, momentum = self._settings.image_lr, self._settings.momentum
-        if places is None:
-            self._velocity.mul_(momentum).add_(gradient)
-            self._images.add_(self._velocity, alpha=-rate)
+        if places is not None:
+            images, velocity = self._images[places], self._velocity[places]
+            squares = None if self._squares is None else self._squares[places]
+            self._update(images, velocity, squares, gradient, places.cpu().numpy())
+            self._images[places], self._velocity[places] = images, velocity
+            if self._squares is not None and squares is not None:
+                self._squares[places] = squares
             return
-        velocity = self._velocity[places].mul_(momentum).add_(gradient)
-        self._velocity[places] = velocity
-        self._images[places] = self._images[places].sub_(velocity, alpha=rate)
+        everybody = np.arange(len(self._images))
+        self._update(self._images, self._velocity, self._squares, gradient, everybody)
+
+    def _update(
+        self,
+        images: torch.Tensor,
+        velocity: torch.Tensor,
+        squares: torch.Tensor | None,
+        gradient: torch.Tensor,
+        classes: NDArray[np.int64],
+    ) -> None:
+        """Take one step in place; classes that have stood still have taken fewer."""
+        rate = self._settings.image_lr
+        if squares is None:
+            velocity.mul_(self._settings.momentum).add_(gradient)
+            images.add_(velocity, alpha=-rate)
+            return
+        self._steps[classes] += 1
+        taken = self._steps[classes]
+        left = np.cos(np.pi * np.minimum(1, taken / self._settings.iterations))
+        scale = rate * (0.1 + 0.45 * (1 + left)) / (1 - _FIRST**taken)
+        undone = 1 - _SECOND**taken
+        velocity.mul_(_FIRST).add_(gradient, alpha=1 - _FIRST)
+        squares.mul_(_SECOND).addcmul_(gradient, gradient, value=1 - _SECOND)
+        root = (squares / _beside(undone, images)).sqrt_().add_(1e-12)
+        images.sub_(_beside(scale, images) * velocity / root)
+
+
+_FIRST, _SECOND = 0.9, 0.99  # Adam's betas
+
+
+def _beside(values: NDArray[Any], images: torch.Tensor) -> torch.Tensor:
+    """Lay one number a class beside the images [P, ipc, C, H, W]."""
+    return torch.from_numpy(values).to(images).view(-1, 1, 1, 1, 1)
 
 
 def _places(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +19,13 @@ from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import GrowingSettings, Released
-from fedquilt.condense.embeds import FeatureModels
+from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
+from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.server import CondensingServer, freed_memory_kept
-from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import Trainer, TrainingSettings
+from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
 from fedquilt.learning import ClientUpdate, Engine, Task
@@ -87,6 +89,7 @@ class Condensation(Method):
         channels: int,
         num_classes: int,
         trains_late: bool = True,
+        too_small: Sequence[int] | None = None,
     ) -> None:
         super().__init__(engine, server, released=RELEASED, notes=notes)
         self.source = engine
@@ -96,6 +99,7 @@ class Condensation(Method):
         self._new_sum = new_sum
         self._channels, self._num_classes = channels, num_classes
         self._trains_late = trains_late
+        self._too_small = too_small
 
     def outgoing(self, weights: torch.Tensor, client: int, round_index: int) -> torch.Tensor:
         """Return what the statistics of the round depend on."""
@@ -135,7 +139,7 @@ class Condensation(Method):
     def keep(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""
         # On the way all images are kept: those of one round must fit those of another.
-        grown = self._as_dataset(self.images.synthetic if rounds is not None else None)
+        stored = self.images.grown() if rounds is None else self.images.synthetic
         path = files.room_for_synthetic(rounds)
         mean, std = normalisation(self._config, self._channels)
         about: dict[str, str | int | float] = {
@@ -144,18 +148,18 @@ class Condensation(Method):
             "seed": self._config.seed,
             "rounds": self._config.num_rounds if rounds is None else rounds,
         }
-        save_condensed(path, grown, mean=mean, std=std, about=about)
+        dataset = self._as_dataset(stored)
+        save_condensed(path, dataset, mean=mean, std=std, tiles=stored.tiles, about=about)
         return path
 
     def synthetic(self) -> ImageDataset:
-        """Return the images of the classes that somebody has sent, as they stand."""
-        return self._as_dataset(None)
+        """Return the images of the classes that somebody has sent, as they are trained on."""
+        return self._as_dataset(self.images.grown().expanded())
 
-    def _as_dataset(self, synthetic: SyntheticSet | None) -> ImageDataset:
-        images = self.images.grown() if synthetic is None else synthetic
+    def _as_dataset(self, synthetic: SyntheticSet) -> ImageDataset:
         return ImageDataset(
-            images.images.detach().cpu().clone(),
-            images.labels.cpu(),
+            synthetic.images.detach().cpu().clone(),
+            synthetic.labels.cpu(),
             f"{self._config.dataset}-condensed",
             self._num_classes,
         )
@@ -165,12 +169,14 @@ class Condensation(Method):
         seconds = [line["seconds"] for line in lines]
         record = {
             "ipc": self._config.ipc,
-            "images": len(self.synthetic()),
+            "images": len(self.images.grown().images),
             "bytes_up": sum(line.get("bytes_up", 0) for line in lines),
             "bytes_down": sum(line.get("bytes_down", 0) for line in lines),
             "classes_not_sent": self.images.not_sent(),
             "seconds": None if None in seconds else sum(seconds),
         }
+        if self._too_small is not None:
+            record["classes_too_small"] = list(self._too_small)
         return {"condensation": record}
 
     def report_to(self, progress: Progress) -> None:
@@ -211,6 +217,7 @@ def _make_grouped(
     held = np.unique(task.targets.cpu().numpy()[_held(task)])
     # Where clients' data are elsewhere, every class of the model may be somebody's.
     classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
+    too_small = None if task.elsewhere else classes_too_small(task, classes, config.min_group)
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -222,15 +229,18 @@ def _make_grouped(
         max_samples=config.max_samples,
         seed=config.seed,
     )
+    first, first_bytes = first_images(config, task, classes, model)
     server = CondensingServer(
         trainer,
-        first_images(config, task, classes),
+        first,
         round_models,
         matching_of(config, task.inputs[0].numel(), round_models.num_features),
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
         trains_in=_trains_in(config),
-        restarts=config.feature_model == "random_pool",
+        restarts=config.feature_model in POOLS,
+        pool=pool_of(config),
+        first_bytes=first_bytes,
         seed=config.seed,
     )
     device = task.inputs.device
@@ -243,7 +253,23 @@ def _make_grouped(
         notes,
         channels=task.inputs.shape[1],
         num_classes=num_classes,
+        too_small=too_small,
     )
+
+
+def classes_too_small(task: Task, classes: Sequence[int], min_group: int) -> list[int]:
+    """Return the classes that no client holds `min_group` samples of; raise where all are."""
+    labels = task.targets.cpu().numpy()
+    sent: set[int] = set()
+    for samples in task.clients:
+        held, counts = np.unique(labels[np.asarray(samples)], return_counts=True)
+        sent |= set(held[counts >= min_group].tolist())
+    if not sent:
+        raise InvalidValueError(
+            f"min_group={min_group} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+    return [label for label in classes if label not in sent]
 
 
 def _make_bounded(
@@ -320,6 +346,8 @@ def make_round_models(
         classes,
         embed_layer=config.embed_layer,
         with_logits=config.logit_loss != "none",
+        moments=config.moments,
+        half=config.precision == "bf16",
         seed=config.seed,
     )
 
@@ -328,10 +356,13 @@ def matching_of(config: CondenseConfig, pixels: int, features: int) -> MatchingS
     """Return the numbers of the matching, for images and embeddings of so many numbers."""
     return MatchingSettings(
         config.dc_iterations,
-        config.image_step(pixels, features),
+        config.image_step(pixels, features // config.moments),
         config.image_momentum,
         config.logit_loss,
         config.loss_computation,
+        config.moments,
+        config.discrimination,
+        config.image_optimizer,
     )
 
 
@@ -342,7 +373,20 @@ def training_of(config: CondenseConfig) -> TrainingSettings:
         config.batch_size,
         config.model_lr,
         weight_decay=config.model_weight_decay,
+        schedule=config.model_schedule,
+        cutmix=config.cutmix,
     )
+
+
+POOLS = ("random_pool", "trained_pool")
+"""Feature models that do not depend on the global model."""
+
+
+def pool_of(config: CondenseConfig) -> PoolSettings | None:
+    """Return which feature models the server trains; None: none."""
+    if config.feature_model != "trained_pool":
+        return None
+    return PoolSettings(config.trained_n, config.pool_epochs)
 
 
 def augmentation_of(config: CondenseConfig, channels: int) -> str:
@@ -357,27 +401,54 @@ def groups_per_step(batch_num: int | None, avg_num: int) -> int | None:
     return None if batch_num is None else max(1, batch_num // avg_num)
 
 
-def first_images(config: CondenseConfig, task: Task, classes: tuple[int, ...]) -> SyntheticSet:
-    """Return the images to begin with.
+def first_images(
+    config: CondenseConfig, task: Task, classes: tuple[int, ...], model: nn.Module
+) -> tuple[SyntheticSet, int]:
+    """Return the images to begin with, and the bytes that clients sent for them.
 
-    `real_sample` reads clients' images: for each class `ipc` of those that somebody
-    holds, drawn without replacement, repeated where there are fewer.
+    `real_sample` reads clients' images: for each class as many as are needed of those that
+    somebody holds, drawn without replacement, repeated where there are fewer.  `dm` lets
+    clients condense images first (`fedquilt.condense.real`).
     """
     source = generator(config.seed, "first images")
     shape, device = task.inputs.shape[1:], task.inputs.device
-    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device)
-    if config.init_method == "real_sample":
-        if task.elsewhere:
-            raise InvalidValueError(
-                "init_method='real_sample' must be 'random' where clients' data are elsewhere"
-            )
-        held = _held(task)
-        labels = task.targets.cpu().numpy()[held]
-        chosen = np.concatenate(
-            [np.resize(source.permutation(held[labels == label]), config.ipc) for label in classes]
+    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, config.tiles)
+    if config.init_method in ("random", "smooth"):
+        return (synthetic.smoothed() if config.init_method == "smooth" else synthetic), 0
+    if task.elsewhere:
+        raise InvalidValueError(
+            f"init_method={config.init_method!r} must be 'random' where clients' data are elsewhere"
         )
-        synthetic.images.copy_(task.inputs[torch.from_numpy(chosen).to(device)])
-    return synthetic
+    labels = task.targets.cpu().numpy()
+    if config.init_method == "dm":
+        held_by = (
+            {
+                label: task.inputs[torch.from_numpy(at[labels[at] == label]).to(device)]
+                for label in classes
+            }
+            for at in map(np.asarray, task.clients)
+        )
+        own = copy.deepcopy(model).to(device)
+        moves = moves_of_clients(config, own, task.public().inputs[:1])
+        return synthetic, condensed_by_clients(config, own, held_by, moves, synthetic)
+    held = _held(task)
+    count = config.ipc * config.tiles**2
+    chosen = np.concatenate(
+        [np.resize(source.permutation(held[labels[held] == c]), count) for c in classes]
+    )
+    real = task.inputs[torch.from_numpy(chosen).to(device)]
+    synthetic.images.copy_(shrink(real, config.tiles))
+    return synthetic, 4 * real.numel()
+
+
+@torch.no_grad()
+def moves_of_clients(
+    config: CondenseConfig, model: nn.Module, sample: torch.Tensor
+) -> MatchingSettings:
+    """Return how clients move images of their own: as FedDM does, by embeddings and logits."""
+    features = embed_and_forward(embedding_model(model, config.embed_layer), sample)[0].shape[1]
+    step = config.image_step(sample[0].numel(), features)
+    return MatchingSettings(config.dc_iterations, step, config.image_momentum, "l2")
 
 
 def _held(task: Task) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -390,7 +461,7 @@ def _trains_in(config: CondenseConfig) -> Callable[[int], bool]:
 
     Random feature models do not depend on it: it is trained when it is evaluated.
     """
-    if config.feature_model != "random_pool":
+    if config.feature_model not in POOLS:
         return lambda round_index: True
     return _at_evaluations(config)
 
@@ -413,9 +484,14 @@ def statistics_notes(least: int, init_method: str) -> list[str]:
 
 def init_notes(init_method: str) -> list[str]:
     """Return a note where the first images are the clients' own."""
-    if init_method != "real_sample":
-        return []
-    return [
-        "init_method=real_sample: images of clients leave them and are the first synthetic "
-        "images; for comparison only"
-    ]
+    if init_method == "real_sample":
+        return [
+            "init_method=real_sample: images of clients leave them and are the first synthetic "
+            "images; for comparison only"
+        ]
+    if init_method == "dm":
+        return [
+            "init_method=dm: the first synthetic images are clients' own, moved by them before "
+            "they are sent; what is left of an image in them is not bounded; for comparison only"
+        ]
+    return []

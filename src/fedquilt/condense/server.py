@@ -18,7 +18,7 @@ from fedquilt.condense.engine import RoundModels
 from fedquilt.condense.matching import MatchingSettings, View, match
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import Trainer
+from fedquilt.condense.training import PoolSettings, Trainer
 from fedquilt.method import Progress
 
 
@@ -42,6 +42,10 @@ class CondensingServer:
     restarts
         Whether training begins at the first weights each time, instead of where the
         last round ended.
+    pool
+        The feature models that it trains on its images for the clients; None: none.
+    first_bytes
+        What clients sent for the images to begin with; counted in the first round.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class CondensingServer:
         traffic: Callable[[], tuple[int, int]] = lambda: (0, 0),
         trains_in: Callable[[int], bool] = lambda round_index: True,
         restarts: bool = False,
+        pool: PoolSettings | None = None,
+        first_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self.synthetic = synthetic
@@ -69,6 +75,10 @@ class CondensingServer:
         self._seed = seed
         self._report: dict[str, float] = {}
         self._sent: set[int] = set()
+        self._first_bytes = first_bytes
+        self._pool = pool
+        if pool is not None:
+            round_models.train_pool = self._train_pool
         # The round whose images the model has not been trained on yet; -1: none is open.
         self._untrained_round = -1
 
@@ -81,7 +91,7 @@ class CondensingServer:
         self._sent |= set(table.classes.tolist())
         up, down = self._traffic()
         self._report = {
-            "bytes_up": up,
+            "bytes_up": up + (self._first_bytes if index == 0 else 0),
             "bytes_down": down,
             "groups": len(table),
             "matching_loss": self._match(table, index),
@@ -103,7 +113,7 @@ class CondensingServer:
 
         Returns the weights and the measurements of the training.
         """
-        if self._untrained_round < 0:
+        if self._untrained_round < 0 or not self._sent:
             return weights, {}
         start = None if self._restarts else weights
         trained, loss = self._trainer.train(
@@ -112,9 +122,25 @@ class CondensingServer:
         self._untrained_round = -1
         return trained, {"epoch_avg_loss": loss}
 
+    def _train_pool(self, round_index: int) -> torch.Tensor:
+        """Return the feature models of a round; none before there are images of a class."""
+        if self._pool is None or not self._sent:
+            return torch.zeros(0, 0)
+        return self._trainer.train_pool(self.grown(), round_index, self._pool)
+
     def grown(self) -> SyntheticSet:
         """Return the images of the classes that somebody has sent; the others are noise still."""
+        self.check_contributed()
         return self.synthetic.of(sorted(self._sent))
+
+    def check_contributed(self) -> None:
+        """Raise where nobody has sent anything so far: all images are noise still."""
+        if not self._sent:
+            raise InvalidValueError(
+                "nobody has sent statistics of any class, so there are no images: a client sends a "
+                "class only if it holds min_group samples of it; lower min_group, or let clients "
+                "with more samples join"
+            )
 
     def not_sent(self) -> list[int]:
         """Return the classes that nobody has sent so far."""
@@ -127,6 +153,7 @@ class CondensingServer:
                 model,
                 ClassTargets(table.of_model(number), self._groups_per_step, average),
                 transform,
+                self.round_models.are_trained,
             )
             for number, (model, transform) in enumerate(
                 zip(self.round_models.models, self.round_models.transforms, strict=True)

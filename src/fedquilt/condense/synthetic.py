@@ -1,4 +1,8 @@
-"""The synthetic set: `ipc` images of each class, class after class."""
+"""The synthetic set: `ipc` images of each class, class after class.
+
+Every image may hold `tiles` x `tiles` smaller ones (`fedquilt.data.tiles`), which are what
+is matched and trained on.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.data.tiles import expand, shrink
+
+__all__ = ["SyntheticSet", "expand", "shrink"]
 
 
 @dataclass(eq=False)
 class SyntheticSet:
     """Images [len(classes) * ipc, C, H, W] in class order, and their labels.
 
-    Class labels may be any whole numbers; `classes` lists them ascending.
+    Class labels may be any whole numbers; `classes` lists them ascending.  Each image
+    holds `tiles` x `tiles` smaller ones; `expanded` returns those.
     """
 
     images: torch.Tensor
     classes: tuple[int, ...]
     ipc: int
+    tiles: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.tiles <= min(self.images.shape[2:]):
+            raise InvalidValueError(
+                f"tiles={self.tiles} must be >= 1 and at most the smaller side of images of "
+                f"{tuple(self.images.shape[2:])} pixels"
+            )
         if list(self.classes) != sorted(set(self.classes)):
             raise InvalidValueError(f"classes={self.classes} must be ascending, each named once")
         if len(self.images) != len(self.classes) * self.ipc:
@@ -40,12 +55,23 @@ class SyntheticSet:
         shape: Sequence[int],
         source: np.random.Generator,
         device: torch.device | str = "cpu",
+        tiles: int = 1,
     ) -> SyntheticSet:
         """Start from standard normal pixels, in the units of normalised images."""
         checks.integer("ipc", ipc, at_least=1)
         size = (len(classes) * ipc, *shape)
         images = torch.from_numpy(source.standard_normal(size, dtype=np.float32))
-        return cls(images.to(device), tuple(sorted(classes)), ipc)
+        return cls(images.to(device), tuple(sorted(classes)), ipc, tiles)
+
+    def smoothed(self) -> SyntheticSet:
+        """Return a start of smooth noise: means over 3 x 3 pixels, of standard deviation 1/2.
+
+        What matching does not decide stays as it began; less of that is sharp noise, which
+        a network trained on the images would learn.
+        """
+        smooth = functional.avg_pool2d(self.images, 3, 1, 1)
+        smooth = 0.5 * smooth / smooth.std()
+        return SyntheticSet(smooth, self.classes, self.ipc, self.tiles)
 
     @property
     def labels(self) -> torch.Tensor:
@@ -54,13 +80,17 @@ class SyntheticSet:
         return labels.repeat_interleave(self.ipc)
 
     def of(self, classes: Sequence[int]) -> SyntheticSet:
-        """Return the images of some classes; all of them when that is none."""
+        """Return the images of some classes."""
         chosen = tuple(label for label in self.classes if label in set(classes))
-        if chosen in ((), self.classes):
+        if chosen == self.classes:
             return self
         places = [place for place, label in enumerate(self.classes) if label in chosen]
-        return SyntheticSet(self.by_class()[places].flatten(0, 1), chosen, self.ipc)
+        return SyntheticSet(self.by_class()[places].flatten(0, 1), chosen, self.ipc, self.tiles)
 
     def by_class(self) -> torch.Tensor:
         """Return the images as [classes, ipc, C, H, W], without a copy."""
         return self.images.view(len(self.classes), self.ipc, *self.images.shape[1:])
+
+    def expanded(self) -> SyntheticSet:
+        """Return the smaller images, enlarged: what is matched and trained on."""
+        return SyntheticSet(expand(self.images, self.tiles), self.classes, self.ipc * self.tiles**2)

@@ -7,7 +7,7 @@ audit read these lists; the modes have a table of their own (`fedquilt.config.mo
 from __future__ import annotations
 
 # Data and population
-PARTITIONS = ("dirichlet", "iid", "shards", "writer")
+PARTITIONS = ("dirichlet", "iid", "shards", "part", "writer")
 AVAILABILITIES = ("beta", "uniform", "always")
 SELECTIONS = ("uniform", "weighted", "poisson")
 
@@ -52,10 +52,14 @@ ADJACENCIES = ("zero_out", "replace_one")
 ON_SHORT = ("refuse", "sit_out")
 
 # Condensation
-FEATURE_MODELS = ("random_pool", "global", "perturbed")
+FEATURE_MODELS = ("trained_pool", "random_pool", "global", "perturbed")
 FRONTS = ("hog-linear", "scatter-linear")
-INIT_METHODS = ("random", "real_sample")
+INIT_METHODS = ("random", "smooth", "real_sample", "dm")
+IMAGE_OPTIMIZERS = ("sgd", "adam")
 LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
 LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
+MODEL_SCHEDULES = ("step", "cosine", "constant")
 BASELINES = ("coreset", "dm", "feddm", "fedavg")
 """What a condensation is compared with."""
+RELEASE_USES = ("head", "network", "distilled")
+"""What a certified condensation's release is put to use in, beside its own row."""

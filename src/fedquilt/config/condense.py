@@ -16,9 +16,11 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
     FEATURE_MODELS,
     FRONTS,
+    IMAGE_OPTIMIZERS,
     INIT_METHODS,
     LOGIT_LOSSES,
     LOSS_COMPUTATIONS,
+    MODEL_SCHEDULES,
 )
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
@@ -63,6 +65,43 @@ CERTIFIED_DEFAULTS: dict[str, Any] = {
     "augmentation": "none",
     "normalise_updates": True,
 }
+CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
+    "fednum-document": {
+        "mode": "fednum",
+        "dataset": "cifar10",
+        "partition": "part",
+        "dirichlet_alpha": 0.1,
+        "num_clients": 50,
+        "model": "convnet",
+        "num_rounds": 20,
+        "clients_per_round": 1.0,
+        "batch_size": 256,
+        "model_epochs": 500,
+        "model_lr": 0.01,
+        "model_weight_decay": 5e-4,
+        "model_schedule": "constant",
+        "cutmix": 0.0,
+        "eval_every": 1,
+        "feature_model": "global",
+        "augmentation": "none",
+        "avg_num": 32,
+        "min_group": 1,
+        "max_samples": 0,
+        "moments": 1,
+        "ipc": 10,
+        "tiles": 1,
+        "init_method": "real_sample",
+        "dc_iterations": 1000,
+        "batch_num": 128,
+        "image_lr": 1.0,
+        "image_momentum": 0.5,
+        # What the published code calls Wasserstein.
+        "logit_loss_type": "wasserstein_sorted",
+        "loss_computation": "avg-loss",
+    },
+}
+"""The settings of the FedNum document's published code, as one name."""
+
 DEFAULTS_BY_MODE = {"fednum": FEDNUM_DEFAULTS, "certified": CERTIFIED_DEFAULTS}
 
 
@@ -95,6 +134,15 @@ class CondenseConfig(RunConfig):
     model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
     model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
     model_weight_decay: float = declare(5e-4, _MODEL, "Weight decay of that training.", at_least=0)
+    model_schedule: str = declare(
+        "step",
+        _MODEL,
+        "How that rate falls: step (a tenth from half way on), cosine (to 0), or constant.",
+        choices=MODEL_SCHEDULES,
+    )
+    cutmix: float = declare(
+        0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1
+    )
     eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -113,6 +161,15 @@ class CondenseConfig(RunConfig):
     model_n: int | None = declare(
         None, _STATISTICS, "Feature models a round; 8, or 1 for global.", at_least=1
     )
+    trained_n: int = declare(
+        1, _STATISTICS, "Models of a trained_pool that are sent in a round.", at_least=1
+    )
+    pool_epochs: int = declare(
+        50, _STATISTICS, "Epochs that the server trains them for on its images.", at_least=1
+    )
+    moments: int = declare(
+        1, _STATISTICS, "1: clients send means; 2: means and variances.", at_least=1, at_most=2
+    )
     rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
     augmentation: str = declare(
         "auto",
@@ -121,18 +178,26 @@ class CondenseConfig(RunConfig):
     )
 
     ipc: int = declare(10, _MATCHING, "Synthetic images per class.", at_least=1)
+    tiles: int = declare(1, _MATCHING, "Each image holds tiles x tiles smaller ones.", at_least=1)
     init_method: str = declare(
         "random",
         _MATCHING,
-        "First images; real_sample takes the clients' own, for comparison only.",
+        "First images: noise, or smooth noise; for comparison only real_sample, which takes the "
+        "clients' own, and dm, which takes what they condense of them.",
         choices=INIT_METHODS,
     )
     dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)
     batch_num: int | None = declare(
         None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1
     )
+    image_optimizer: str = declare(
+        "sgd", _MATCHING, "How images are moved.", choices=IMAGE_OPTIMIZERS
+    )
     image_lr: float | None = declare(
-        None, _MATCHING, "Step of the images; absent: 0.5 ipc pixels / features.", above=0
+        None,
+        _MATCHING,
+        "Step of the images; absent: 0.5 ipc pixels / features with sgd, 0.02 with adam.",
+        above=0,
     )
     image_momentum: float = declare(0.5, _MATCHING, "Momentum of the images.", at_least=0, below=1)
     logit_loss_type: str = declare(
@@ -143,6 +208,10 @@ class CondenseConfig(RunConfig):
     )
     loss_computation: str = declare(
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
+    )
+
+    discrimination: float = declare(
+        0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0
     )
 
     front: str = declare(
@@ -159,6 +228,9 @@ class CondenseConfig(RunConfig):
         15000, _BOUNDED, "Public drawings that images are begun from.", at_least=1
     )
 
+    split_file: str | None = declare(
+        None, "Data", "Who holds which samples, in the published FedNum code's JSON form."
+    )
     pixel_mean: str | None = declare(
         None,
         "Data",
@@ -176,6 +248,10 @@ class CondenseConfig(RunConfig):
                 "train, or be one of those whose clients are elsewhere"
             )
         self.pixels(None)
+        if self.split_file is not None and self.early_stopping:
+            raise InvalidValueError(
+                "split_file must be left out with early_stopping=True, which holds samples back"
+            )
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
@@ -242,16 +318,18 @@ class CondenseConfig(RunConfig):
 
         A class's mean is over ipc images, so the gradient of one falls with ipc; the
         loss sums over features, so that of one pixel grows with features / pixels.
-        The default makes up for both.
+        The default of SGD makes up for both; Adam does so itself.
         """
-        return 0.5 * self.ipc * pixels / features if self.image_lr is None else self.image_lr
+        if self.image_lr is not None:
+            return self.image_lr
+        return 0.02 if self.image_optimizer == "adam" else 0.5 * self.ipc * pixels / features
 
     @property
     def logit_loss(self) -> str:
         """The distance of logits; a random model's say nothing that its embedding does not."""
         if self.logit_loss_type != "auto":
             return self.logit_loss_type
-        return "none" if self.feature_model == "random_pool" else "l2"
+        return "none" if self.feature_model in ("random_pool", "trained_pool") else "l2"
 
 
 def _numbers(

@@ -23,6 +23,7 @@ from fedquilt.common.printable import shortened
 from fedquilt.common.storage import in_words
 from fedquilt.config.condense import (
     ALIASES,
+    CONDENSE_PRESETS,
     DEFAULTS_BY_MODE,
     CondenseConfig,
     package_names,
@@ -70,11 +71,12 @@ def build_config(
     if preset is None:
         preset = from_file.get("preset")
     from_file = {key: value for key, value in from_file.items() if key not in BESIDE}
-    base = {} if preset is None else dict(PRESETS[checks.choice("preset", preset, PRESETS)])
-    if own:
-        base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
     method = method or from_file.get("method")
     kind = CondenseConfig if method == CondenseConfig.method else RunConfig
+    presets = CONDENSE_PRESETS if kind is CondenseConfig else PRESETS
+    base = {} if preset is None else dict(presets[checks.choice("preset", preset, presets)])
+    if own:
+        base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
     from_file, said = package_names(kind, from_file), package_names(kind, said)
     check_keys(from_file, str(file), kind)
     check_keys(said, "configuration", kind)
@@ -134,7 +136,8 @@ def plain_config(
     kind = CondenseConfig if condenses else RunConfig
     content = package_names(kind, content)
     check_keys(content, "configuration" if file is None else str(file), kind)
-    usual = _usual_of_condensation(content)
+    # A record names every option that there was: what it lacks did not exist yet.
+    usual = {} if _is_record(content, kind) else _usual_of_condensation(content)
     if not condenses:
         whole = content.get("method", "full") == "full"
         usual = {"mode": "quap_fl" if whole else "fedavg"}

@@ -83,7 +83,7 @@ class RunConfig:
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
     )
     classes_per_client: int = declare(
-        2, _DATA, "Classes a client holds with --partition shards.", at_least=1
+        2, _DATA, "Classes a client holds with --partition shards or part.", at_least=1
     )
 
     num_clients: int | None = declare(

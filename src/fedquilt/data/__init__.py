@@ -30,7 +30,7 @@ from fedquilt.data.load import load_dataset
 from fedquilt.data.register import register_dataset
 from fedquilt.data.samples import Samples, as_dataset, as_samples, clients_data
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
-from fedquilt.data.split import SPLITS, dirichlet_split, split_clients
+from fedquilt.data.split import SPLITS, dirichlet_split, read_split_file, split_clients
 
 __all__ = [
     "DATASETS",
@@ -55,6 +55,7 @@ __all__ = [
     "load_condensed",
     "load_dataset",
     "prepare_non_iid_data",
+    "read_split_file",
     "register_dataset",
     "save_condensed",
     "split_clients",

@@ -36,6 +36,7 @@ from fedquilt.common.printable import printable, shortened
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
+from fedquilt.data.tiles import expand
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"
@@ -51,6 +52,7 @@ def save_condensed(
     *,
     mean: Sequence[float],
     std: Sequence[float],
+    tiles: int = 1,
     about: About = MappingProxyType({}),
 ) -> Path:
     """Write a condensed set as one file, whole or not at all, and return its path.
@@ -64,6 +66,8 @@ def save_condensed(
         nobody wrote a synthetic image.
     mean, std
         What the images are normalised with, one value a channel: pixel = x * std + mean.
+    tiles
+        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.data.tiles`).
     about
         Anything else worth knowing of how the set was made.
     """
@@ -84,16 +88,24 @@ def save_condensed(
         "std": json.dumps(_channels("std", std, images.shape[1], above=0)),
         "about": json.dumps(_checked_about(about)),
     }
+    if tiles != 1:  # files without it, of earlier versions too, hold plain images
+        metadata["tiles"] = str(checks.integer("tiles", tiles, at_least=1, at_most=_most(images)))
     tensors = {"images": images, "labels": dataset.targets.detach().cpu().clone()}
     return _write(Path(path), safetensors.torch.save(tensors, metadata))
 
 
-def load_condensed(path: str | os.PathLike[str]) -> ImageDataset:
-    """Return the condensed set in the file, or raise `DataError` when it is none."""
+def load_condensed(path: str | os.PathLike[str], *, whole: bool = False) -> ImageDataset:
+    """Return the condensed set in the file, or raise `DataError` when it is none.
+
+    Where images hold smaller ones, those are returned, enlarged, ready to train on; with
+    `whole` the images as they are stored.
+    """
     with _opened(Path(path)) as stream:
         info = _info(stream, Path(path))
         images, labels = (stream.get(name).clone() for name in _DTYPES)
     _check_finite(images, f"images of {path}", DataError)
+    if info["tiles"] > 1 and not whole:
+        images, labels = expand(images, info["tiles"]), labels.repeat_interleave(info["tiles"] ** 2)
     try:
         return ImageDataset(images, labels, info["name"], info["num_classes"])
     except InvalidValueError as error:
@@ -103,7 +115,7 @@ def load_condensed(path: str | os.PathLike[str]) -> ImageDataset:
 def condensed_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the file says of itself, without reading the images.
 
-    The keys are schema_version, name, num_classes, mean and std (a list each), about
+    The keys are schema_version, name, num_classes, mean and std (a list each), tiles, about
     (a dictionary) and shape (N, C, H, W).
     """
     with _opened(Path(path)) as stream:
@@ -133,6 +145,7 @@ def _info(opened: TensorFile, path: Path) -> dict[str, Any]:
             f"{str(SCHEMA_VERSION)!r}; it was written by another version of fedquilt"
         )
     shape = _shape(opened, path)
+    most = min(shape[2:])
     try:
         stated = {key: parse_json(metadata[key], key) for key in ("mean", "std", "about")}
         classes = parse_json(metadata["num_classes"], "num_classes")
@@ -145,12 +158,20 @@ def _info(opened: TensorFile, path: Path) -> dict[str, Any]:
             "mean": _channels("mean", stated["mean"], shape[1]),
             "std": _channels("std", stated["std"], shape[1], above=0),
             "about": _checked_about(stated["about"]),
+            "tiles": checks.integer(
+                "tiles", parse_json(metadata.get("tiles", "1"), "tiles"), at_least=1, at_most=most
+            ),
             "shape": shape,
         }
     except KeyError as error:
         raise DataError(f"{path} must state {error} in its metadata and does not") from error
     except ValueError as error:
         raise DataError(f"the metadata of {path} cannot be used: {error}") from error
+
+
+def _most(images: torch.Tensor) -> int:
+    """Return how many smaller images fit beside each other."""
+    return min(images.shape[2:])
 
 
 def _shape(opened: TensorFile, path: Path) -> tuple[int, int, int, int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import os
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.untrusted import read_json
 from fedquilt.config.choices import PARTITIONS
 from fedquilt.data.dataset import (
     IndexArray,
@@ -140,8 +143,8 @@ def split_clients(
     Parameters
     ----------
     kind
-        'dirichlet' (see `dirichlet_split`), 'iid', 'shards' (see `shard_split`) or
-        'writer' (see `writer_split`).
+        'dirichlet' (see `dirichlet_split`), 'iid', 'shards' (see `shard_split`), 'part'
+        (see `part_split`) or 'writer' (see `writer_split`).
     labels
         Class of each sample: tensor, array or list of integers >= 0.
     num_clients
@@ -149,9 +152,9 @@ def split_clients(
     rng
         The source of all randomness of the split.
     dirichlet_alpha
-        Concentration, for 'dirichlet'.
+        Concentration, for 'dirichlet' and 'part'.
     classes_per_client
-        Most classes a client may have, for 'shards'.
+        Most classes a client may have, for 'shards' and 'part'.
     groups
         Who made each sample, for 'writer'.
     """
@@ -166,7 +169,81 @@ def split_clients(
         return iid_split(len(targets), clients, rng)
     if kind == "shards":
         return shard_split(targets, clients, classes_per_client, rng)
+    if kind == "part":
+        return part_split(targets, clients, classes_per_client, dirichlet_alpha, rng)
     return dirichlet_split(targets, clients, int(targets.max()) + 1, dirichlet_alpha, rng)
+
+
+def part_split(
+    labels: IndexArray,
+    num_clients: int,
+    classes_per_client: int,
+    alpha: float,
+    rng: np.random.Generator,
+) -> list[IndexArray]:
+    """Give each client a few classes, and divide a class among its owners by Dirichlet(alpha).
+
+    The split that the published FedNum code calls `part`.  Classes are dealt from a
+    shuffled pack in which each stands equally often; a client takes the next ones that it
+    has not got.  A class that nobody draws goes to one client at random.  Clients that end
+    with nothing get one sample (`fill_empty_clients`).
+    """
+    wanted = checks.integer("classes_per_client", classes_per_client, at_least=1)
+    concentration = checks.number("dirichlet_alpha", alpha, above=0)
+    members = dict(samples_by_class(labels, rng))
+    owners = _deal_classes(list(members), num_clients, min(wanted, len(members)), rng)
+    owner = np.empty(len(labels), dtype=np.int64)
+    for label, part in members.items():
+        shares = log_dirichlet(concentration, (1, len(owners[label])), rng)[0]
+        owner[part] = np.repeat(owners[label], _share_sizes(shares, len(part)))
+    return fill_empty_clients(group_by_owner(owner, num_clients, rng))
+
+
+def _deal_classes(
+    classes: list[int], num_clients: int, per_client: int, rng: np.random.Generator
+) -> dict[int, list[int]]:
+    """Return who holds each class: everybody `per_client` of them, every class somebody."""
+    copies = -(-num_clients * per_client // len(classes))
+    pack = list(rng.permutation(np.repeat(classes, copies)))
+    owners: dict[int, list[int]] = {label: [] for label in classes}
+    for client in range(num_clients):
+        for _ in range(per_client):
+            fresh = [at for at, label in enumerate(pack) if client not in owners[label]]
+            label = pack.pop(fresh[0]) if fresh else None
+            if label is None:
+                label = rng.choice([c for c in classes if client not in owners[c]])
+            owners[int(label)].append(client)
+    for holders in owners.values():
+        if not holders:
+            holders.append(int(rng.integers(num_clients)))
+    return owners
+
+
+def read_split_file(path: str | os.PathLike[str], num_samples: int) -> list[IndexArray]:
+    """Read a split in the JSON form of the published FedNum code.
+
+    `{"client_idx": [[sample, ...], ...], "client_classes": [[class, ...], ...]}`; the classes
+    follow from the samples and are not read.  Clients without samples are left out.
+    """
+    content = read_json(Path(path))
+    listed = content.get("client_idx") if isinstance(content, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(part, list) for part in listed):
+        raise DataError(f"{path} must hold 'client_idx', a list of samples for each client")
+    parts = [_sample_numbers(part, num_samples, path) for part in listed if part]
+    if not parts:
+        raise DataError(f"{path} must give some client a sample; its lists are empty")
+    counts = np.bincount(np.concatenate(parts), minlength=num_samples)
+    if counts.max() > 1:
+        raise DataError(f"{path} gives sample {int(counts.argmax())} twice; one client may hold it")
+    return parts
+
+
+def _sample_numbers(part: list[object], num_samples: int, path: object) -> IndexArray:
+    if not all(type(i) is int and 0 <= i < num_samples for i in part):
+        wrong = next(i for i in part if type(i) is not int or not 0 <= i < num_samples)
+        most = num_samples - 1
+        raise DataError(f"{path}: sample {wrong!r} must be a whole number from 0 to {most}")
+    return np.array(part, dtype=np.int64)
 
 
 def iid_split(num_samples: int, num_clients: int, rng: np.random.Generator) -> list[IndexArray]:

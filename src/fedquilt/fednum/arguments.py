@@ -31,14 +31,17 @@ from fedquilt.config.choices import LOGIT_LOSSES
 class ImageInfo:
     """The image shape, the classes and the name of FedNum's `dataset_info`.
 
-    Read are "channel", "img_size" (a side, or height and width) and "num_classes", the
-    number of the model's outputs; labels lie below it.  "name" is optional.  All other
-    keys ("mean", "std", ...) are left alone: images come normalised.
+    Read are "channel", "img_size" (a side, or height and width; the published code calls it
+    "im_size") and "num_classes", the number of the model's outputs; labels lie below it.
+    "name" is optional.  Images come normalised; "mean" and "std", one number a channel,
+    say with what, and pictures of the synthetic images need them.
     """
 
     shape: tuple[int, int, int]
     num_classes: int
     name: str
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
     @classmethod
     def read(cls, dataset_info: object) -> ImageInfo:
@@ -48,28 +51,45 @@ class ImageInfo:
                 f"dataset_info of type {type(dataset_info).__name__} must be a dictionary with "
                 "'channel', 'img_size' and 'num_classes'"
             )
-        for key in ("channel", "img_size", "num_classes"):
+        size_key = "im_size" if "im_size" in dataset_info else "img_size"
+        for key in ("channel", size_key, "num_classes"):
             if key not in dataset_info:
                 raise InvalidValueError(
                     f"dataset_info must have the key {key!r}; it has "
                     f"{sorted(map(str, dataset_info))}"
                 )
-        height, width = _height_and_width(dataset_info["img_size"])
+        height, width = _height_and_width(size_key, dataset_info[size_key])
         channel, classes = (
             checks.integer(f"dataset_info[{key!r}]", dataset_info[key], at_least=1)
             for key in ("channel", "num_classes")
         )
-        return cls((channel, height, width), classes, str(dataset_info.get("name", "custom")))
+        name = str(dataset_info.get("name", "custom"))
+        return cls((channel, height, width), classes, name, *_pixels(dataset_info, channel))
 
 
-def _height_and_width(size: object) -> tuple[int, int]:
+def _height_and_width(key: str, size: object) -> tuple[int, int]:
     sides = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(sides) != 2:
-        raise InvalidValueError(
-            f"dataset_info['img_size']={size!r} must be a side or (height, width)"
-        )
-    height, width = (checks.integer("dataset_info['img_size']", side, at_least=1) for side in sides)
+        raise InvalidValueError(f"dataset_info[{key!r}]={size!r} must be a side or (height, width)")
+    height, width = (checks.integer(f"dataset_info[{key!r}]", side, at_least=1) for side in sides)
     return height, width
+
+
+def _pixels(info: Mapping[str, Any], channels: int) -> tuple[tuple[float, ...] | None, ...]:
+    """Return "mean" and "std" where both are there, one number a channel."""
+    if info.get("mean") is None or info.get("std") is None:
+        return None, None
+    read = []
+    for key in ("mean", "std"):
+        given = info[key]
+        values = list(given) if isinstance(given, Iterable) else [given]
+        if len(values) != channels:
+            raise InvalidValueError(
+                f"dataset_info[{key!r}]={given!r} must have {channels} numbers, one a channel"
+            )
+        above = 0 if key == "std" else None
+        read.append(tuple(checks.number(f"dataset_info[{key!r}]", v, above=above) for v in values))
+    return read[0], read[1]
 
 
 def checked_device(device: torch.device | str) -> torch.device:
@@ -199,8 +219,14 @@ def make_config(
         max_samples=0,
         logit_loss_type=checks.choice("logit_loss_type", logit_loss_type, LOGIT_LOSSES),
         augmentation=Augmentation(augmentation).strategy,
+        pixel_mean=_joined(info.mean),
+        pixel_std=_joined(info.std),
         **named_alike,
     )
+
+
+def _joined(numbers: tuple[float, ...] | None) -> str | None:
+    return None if numbers is None else ",".join(map(repr, numbers))
 
 
 def write_settings(path: Path, config: CondenseConfig) -> None:

@@ -44,11 +44,22 @@ def table_of(
     for label in message["classes"]:
         if label not in classes:
             raise InvalidValueError(f"{who}: class {label!r} must be one of {tuple(classes)}")
+        if _is_empty(message["avg_features"], label):
+            continue  # the published client lists classes that it has no samples of
         parts.append(_groups_of(message, label, who, num_features, num_logits))
     labels, counts, features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
     labels = labels.to(torch.int64)
     models = torch.full_like(labels, number)
     return StatisticsTable(models, labels, counts.to(torch.int64), features, logits)
+
+
+def _is_empty(features: object, label: int) -> bool:
+    """Tell whether a message has no groups of a class that it lists."""
+    if not isinstance(features, Mapping):
+        return False
+    return label not in features or (
+        isinstance(features[label], Sized) and len(features[label]) == 0
+    )
 
 
 def _groups_of(
@@ -115,12 +126,24 @@ def _images_and_labels(train_set: Any, info: ImageInfo) -> tuple[torch.Tensor, N
         return _as_images(train_set[0]), _as_labels(train_set[1])
     if _is_array(getattr(train_set, "images", None)) and hasattr(train_set, "targets"):
         return _as_images(train_set.images), _as_labels(train_set.targets)
+    by_class = getattr(train_set, "indices_class", None)
+    if _is_array(getattr(train_set, "images_all", None)) and isinstance(by_class, Mapping):
+        return _of_classes(train_set.images_all, by_class)
     if isinstance(train_set, Sized) and hasattr(train_set, "__getitem__"):
         return _one_by_one(train_set, info.shape)
     raise InvalidValueError(
         f"train_set of type {type(train_set).__name__} must be a pair (images, labels), have "
-        "images and targets, or have a length and [i] -> (tensor, int)"
+        "images and targets, or images_all and indices_class, or have a length and "
+        "[i] -> (tensor, int)"
     )
+
+
+def _of_classes(images: Any, by_class: Mapping[Any, Any]) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    """Read a set that lists the places of its images by class, as `PerLabelDatasetNonIID` does."""
+    places = {operator.index(label): _as_labels(list(at)) for label, at in by_class.items()}
+    order = np.concatenate([np.zeros(0, dtype=np.int64), *places.values()])
+    labels = np.repeat(list(places), [len(at) for at in places.values()]).astype(np.int64)
+    return _as_images(images)[torch.from_numpy(order)], labels
 
 
 def _is_array(value: object) -> bool:
@@ -178,7 +201,8 @@ class FedNumClient:
         Name of the client, a number or a text.
     train_set
         Its samples: a pair (images, labels) of tensors or arrays, an object with
-        `images` and `targets`, or anything with `len` and `[i] -> (tensor, int)`; it is
+        `images` and `targets`, one with `images_all` and `indices_class` (the published
+        `PerLabelDatasetNonIID`), or anything with `len` and `[i] -> (tensor, int)`; it is
         read once.  Images are [C, H, W] and normalised.
     classes
         The labels it holds, any whole numbers below `num_classes`.  A label without
@@ -223,6 +247,7 @@ class FedNumClient:
         self.seed = checks.integer("seed", seed, at_least=0)
         self.batch_size = checks.integer("batch_size", batch_size, at_least=1)
         self.device = checked_device(device)
+        self.train_set = train_set
         self.classes = checked_classes(classes, self.info.num_classes)
         images, labels = read_samples(train_set, self.info)
         kept = np.flatnonzero(np.isin(labels, self.classes))

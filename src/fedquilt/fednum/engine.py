@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,17 +17,21 @@ from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
+    POOLS,
     Condensation,
     groups_per_step,
     init_notes,
     make_round_models,
     matching_of,
+    moves_of_clients,
+    pool_of,
     statistics_notes,
     training_of,
 )
+from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.synthetic import SyntheticSet, shrink
 from fedquilt.condense.training import Trainer
 from fedquilt.config import CondenseConfig
 from fedquilt.fednum.arguments import Client
@@ -135,7 +140,7 @@ def make_fednum(
     augmentation = Augmentation(config.augmentation)
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
-    synthetic = first_images_of(clients, config, sample[0], classes)
+    synthetic, first_bytes = first_images_of(clients, config, sample, classes, model)
     server = CondensingServer(
         Trainer(model, sample, training_of(config), augmentation, config.seed),
         synthetic,
@@ -145,7 +150,9 @@ def make_fednum(
         traffic=lambda: (engine.bytes_up, engine.bytes_down),
         # Where nobody sent anything the round passes and the model stays as it is.
         trains_in=lambda round_index: server.report()["groups"] > 0,
-        restarts=config.feature_model == "random_pool",
+        restarts=config.feature_model in POOLS,
+        pool=pool_of(config),
+        first_bytes=first_bytes,
         seed=config.seed,
     )
     return Condensation(
@@ -163,27 +170,43 @@ def make_fednum(
 def first_images_of(
     clients: Sequence[Client],
     config: CondenseConfig,
-    like: torch.Tensor,
+    sample: torch.Tensor,
     classes: tuple[int, ...],
-) -> SyntheticSet:
-    """Return the images to begin with; a class that nobody holds begins with noise."""
-    source = generator(config.seed, "first images")
-    first = SyntheticSet.random(classes, config.ipc, like.shape, source, like.device)
-    if config.init_method != "real_sample":
-        return first
+    model: nn.Module,
+) -> tuple[SyntheticSet, int]:
+    """Return the images to begin with, and the bytes that clients sent for them.
+
+    A class that nobody holds begins with noise.
+    """
+    source, device, tiles = generator(config.seed, "first images"), sample.device, config.tiles
+    first = SyntheticSet.random(classes, config.ipc, sample.shape[1:], source, device, tiles)
+    if config.init_method == "dm":
+        held_by = (
+            {label: _images_of(client, label, config).to(device) for label in client.classes}
+            for client in clients
+        )
+        own = copy.deepcopy(model).to(device)
+        moves = moves_of_clients(config, own, sample[:1])
+        return first, condensed_by_clients(config, own, held_by, moves, first)
+    if config.init_method == "smooth":
+        return first.smoothed(), 0
+    sent = 0
     for label, images in zip(first.classes, first.by_class(), strict=True):
-        held = torch.cat([_images_of(client, label).to(like.device) for client in clients])
+        if config.init_method == "random":
+            break
+        held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
         if len(held):
-            chosen = np.resize(source.permutation(len(held)), config.ipc)
-            images.copy_(held[torch.from_numpy(chosen).to(like.device)])
-    return first
+            chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
+            images.copy_(shrink(held[torch.from_numpy(chosen).to(device)], tiles))
+            sent += 4 * len(chosen) * sample[0].numel()
+    return first, sent
 
 
-def _images_of(client: Client, label: int) -> torch.Tensor:
+def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tensor:
     get = getattr(client, "get_images", None)
     if get is None:
         raise InvalidValueError(
-            "init_method='real_sample' must be 'random': "
+            f"init_method={config.init_method!r} must be 'random': "
             f"client {client.cid!r} has no get_images(label)"
         )
     images: torch.Tensor = get(label)

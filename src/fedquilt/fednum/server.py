@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import storage_errors
+from fedquilt.condense.server import CondensingServer
 from fedquilt.config import RunConfig
 from fedquilt.experiment import Experiment
 from fedquilt.fednum.arguments import (
@@ -37,7 +38,11 @@ from fedquilt.fednum.arguments import (
     write_settings,
 )
 from fedquilt.fednum.engine import cohort_of, make_fednum
+from fedquilt.fednum.pictures import draw_pictures
 from fedquilt.learning import FlatModel, evaluate
+from fedquilt.observe.tracked import tracker_names
+from fedquilt.observe.trackers import check_trackers, open_trackers
+from fedquilt.observe.tracking import Tracker
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.statement import Statement
@@ -74,8 +79,32 @@ def log_round(
         done["groups"],
         "" if accuracy is None else f", accuracy {accuracy:.4f}",
     )
+    if not done["groups"]:
+        logger.warning(
+            "round %d: no client of it holds min_group samples of a class, and nothing was sent",
+            done["round"] + 1,
+        )
     for place in line["non_finite"]:
         logger.warning("client %r sent NaN or infinity and was left out", clients[place].cid)
+
+
+def checked_tracker(tracker: object, output_dir: str | Path | None) -> str | Tracker | None:
+    """Return a tracker or names of some; raise where it is neither, or has nowhere to write."""
+    if tracker is None or tracker == "none":
+        return None
+    if isinstance(tracker, str):
+        check_trackers(tracker)
+        if output_dir is None:
+            raise InvalidValueError(
+                f"tracker={tracker!r} needs an output_dir: it writes into the run's folder"
+            )
+        return tracker
+    if not all(callable(getattr(tracker, name, None)) for name in ("log", "close")):
+        raise InvalidValueError(
+            f"tracker of type {type(tracker).__name__} must be names of trackers, or have "
+            "log(line) and close(failed=...)"
+        )
+    return cast(Tracker, tracker)
 
 
 class _Subject:
@@ -143,15 +172,25 @@ class FedNumServer:
         of them where `batch_num` is None.
     rho
         Distance of models with `feature_model="perturbed"`.
-    dataset_info
-        See `fedquilt.fednum.client.ImageInfo`.
+    init_method
+        "random"; "real_sample" takes images out of the clients; with "dm" clients condense
+        images of their own first (FedDM), which begin as theirs and are sent.
+    test_set, model_identification
+        Of the published code, kept as attributes; the test batches come from
+        `test_loader`, and results go to `output_dir`.
     test_loader
         Gives batches (images, labels), as often as it is asked; None: no evaluation.
-    init_method
-        "random", or "real_sample", which takes images out of the clients.
+    dataset_info
+        See `fedquilt.fednum.client.ImageInfo`.
+    feature_model, model_n, augmentation, tiles, moments
+        As the options of `fedquilt condense`; the defaults are the FedNum document's.
     output_dir
-        The folder of this run.  A server made with the same arguments goes on after the
-        last round that is finished there.
+        The folder of this run, with the images and pictures of them.  A server made with
+        the same arguments goes on after the last round that is finished there.
+    tracker
+        Where rounds are logged: an object with `log(line)` and `close(failed=)`, or names of
+        trackers ("wandb", "tensorboard", "mlflow", joined by commas), which write into
+        `output_dir`.
 
     `history` has one dictionary a round: round (from 0), time in seconds,
     epoch_avg_loss and evaluate_acc (None where there is none), clients, groups,
@@ -172,13 +211,15 @@ class FedNumServer:
         batch_num: int | None,
         dc_iterations: int,
         image_lr: float | None,
-        dataset_info: Mapping[str, Any],
-        test_loader: Iterable[Any] | None,
-        eval_gap: int,
-        init_method: str,
-        logit_loss_type: str,
-        loss_computation: str,
-        device: torch.device | str,
+        init_method: str = "random",
+        eval_gap: int = 1,
+        test_set: object = None,
+        test_loader: Iterable[Any] | None = None,
+        device: torch.device | str = "cpu",
+        model_identification: str = "",
+        dataset_info: Mapping[str, Any] | None = None,
+        logit_loss_type: str = "wasserstein",
+        loss_computation: str = "avg-loss",
         *,
         seed: int = 0,
         feature_model: str = "global",
@@ -187,13 +228,18 @@ class FedNumServer:
         embed_layer: str | None = None,
         image_momentum: float = 0.5,
         model_lr: float = 0.01,
+        tiles: int = 1,
+        moments: int = 1,
         output_dir: str | Path | None = None,
+        tracker: str | Tracker | None = None,
         logger: logging.Logger | None = None,
     ) -> None:
         self.global_model = global_model
         self.clients = checked_clients(clients)
         self.info = ImageInfo.read(dataset_info)
         self.device = checked_device(device)
+        self.test_set = test_set
+        self.model_identification = model_identification
         self.all_classes = all_classes(self.clients, self.info.num_classes)
         self.test_loader = checked_loader(test_loader, self.info)
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
@@ -220,9 +266,13 @@ class FedNumServer:
             feature_model=feature_model,
             model_n=model_n,
             embed_layer=embed_layer,
+            tiles=tiles,
+            moments=moments,
             seed=seed,
         )
         self._folder_path = None if output_dir is None else Path(output_dir)
+        self._tracking = checked_tracker(tracker, output_dir)
+        self._tracker: Tracker | None = None
         self._flat = self._checked_model()
         self._experiment = self._build()
 
@@ -239,6 +289,7 @@ class FedNumServer:
         method = make_fednum(
             config, self.global_model, sample, clients, self.all_classes, self.info.num_classes
         )
+        self._images = method.images
         self.synthetic = method.images.synthetic
         federation = Federation(
             select=self._cohort,
@@ -259,6 +310,8 @@ class FedNumServer:
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
         """Log a round, and copy its weights into the caller's model."""
         log_round(self.logger, line, self.clients, config.num_rounds)
+        if self._tracker is not None:
+            self._tracker.log(line)
         self._store_weights()
 
     @property
@@ -295,14 +348,45 @@ class FedNumServer:
                 experiment.folder = self._open_folder(self._folder_path, stack)
                 experiment.saves_every_round = True
                 self._restore(experiment.folder)
+            self._tracker = stack.enter_context(self._opened_tracker())
             try:
                 experiment.run()
+                self._check_contributed()
                 if experiment.folder is not None and experiment.folder.read_result() is None:
                     experiment.finish()
+                    draw_pictures(experiment.folder.path)
             finally:
                 experiment.folder = None
                 self._store_weights()
         return self.global_model
+
+    def _check_contributed(self) -> None:
+        """Raise where no round brought anything: the images would be noise."""
+        assert isinstance(self._images, CondensingServer)
+        self._images.check_contributed()
+
+    @contextlib.contextmanager
+    def _opened_tracker(self) -> Iterator[Tracker | None]:
+        """Open what rounds are logged to, and close it, also after an error."""
+        tracker = self._tracking
+        if isinstance(tracker, str):
+            assert self._folder_path is not None
+            project, name = tracker_names(self.config)
+            tracker = open_trackers(
+                tracker,
+                self._folder_path,
+                project=project,
+                run_name=self.model_identification or name,
+                config=self.config.as_dict(),
+            )
+        try:
+            yield tracker
+        except BaseException:
+            if tracker is not None:
+                tracker.close(failed=True)
+            raise
+        if tracker is not None:
+            tracker.close()
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test batches."""

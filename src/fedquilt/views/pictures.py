@@ -38,7 +38,7 @@ def _frame(path: Path) -> dict[str, Any]:
 
     from fedquilt.data import condensed_info, load_condensed
 
-    made, info = load_condensed(path), condensed_info(path)
+    made, info = load_condensed(path, whole=True), condensed_info(path)
     scale = np.asarray(info["std"]).reshape(-1, 1, 1), np.asarray(info["mean"]).reshape(-1, 1, 1)
     pixels = np.clip(made.images.numpy() * scale[0] + scale[1], 0, 1)
     sheet = _sheet((255 * pixels).round().astype(np.uint8), made.targets.numpy())

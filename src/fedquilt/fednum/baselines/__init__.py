@@ -23,6 +23,7 @@ from fedquilt.config import CondenseConfig, plain_config
 from fedquilt.fednum.baselines.central import run_coreset, run_dm
 from fedquilt.fednum.baselines.common import BaselineResult
 from fedquilt.fednum.baselines.federated import run_fedavg, run_feddm
+from fedquilt.fednum.baselines.released import RELEASED, run_released
 from fedquilt.method import Progress
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
@@ -81,19 +82,43 @@ def condensation_row(finished: RunResult) -> dict[str, Any]:
         "rounds": finished.result["rounds"],
         "seconds": record["seconds"],
         "raw": settings["init_method"] == "real_sample",
-        "note": _note(record["classes_not_sent"], settings["min_group"]),
+        "note": _certified_note(finished)
+        if finished.result["mode"] == "certified"
+        else _note(record, settings["min_group"]),
     }
 
 
-def _note(missing: list[int], min_group: int) -> str:
+def _certified_note(finished: RunResult) -> str:
+    """Say what the accuracy of a certified condensation is of."""
+    settings = finished.result["metadata"]["hyperparameters"]
+    gaps = [gap for gap in finished.result["history"].get("matching_loss", []) if gap is not None]
+    left = f"; the images leave {gaps[-1]:.0%} of the head's condition unmet" if gaps else ""
+    return (
+        f"the model {settings['model']}, trained on the images alone; a head needs the public "
+        f"front as well{left}"
+    )
+
+
+def _note(record: dict[str, Any], min_group: int) -> str:
     """Say which classes are missing, and why."""
+    missing = record["classes_not_sent"]
     if not missing:
         return ""
-    names = ", ".join(map(str, missing))
-    return (
-        f"nobody sent the classes {names}: no client holds min_group={min_group} samples of "
-        "them; they are left out of the images and of training"
+    too_small = record.get("classes_too_small")
+    if too_small is None:
+        because = [(missing, f"nobody who joined holds min_group={min_group} samples of them")]
+    else:
+        small = [label for label in missing if label in too_small]
+        because = [
+            (small, f"no client holds min_group={min_group} samples of them"),
+            ([c for c in missing if c not in small], "no client that holds enough of them joined"),
+        ]
+    reasons = "; ".join(
+        f"nobody sent the classes {', '.join(map(str, labels))}: {why}"
+        for labels, why in because
+        if labels
     )
+    return f"{reasons}; they are left out of the images and of training"
 
 
 def baseline_row(
@@ -108,9 +133,7 @@ def baseline_row(
             raise InvalidValueError("baselines stand beside a condensation, which this run is not")
         config, problem = build_problem(config)
         assert isinstance(config, CondenseConfig)
-        record = finished.result["condensation"]
-        budget = record["bytes_up"] + record["bytes_down"]
-        rows[name] = dataclasses.asdict(run_baseline(name, config, problem, budget, progress))
+        rows[name] = dataclasses.asdict(_made(name, config, problem, finished, progress))
         if folder is not None:
             folder.write_baselines(rows)
     row: dict[str, Any] = rows[name]
@@ -121,3 +144,17 @@ def baseline_row(
             f"{name!r}; remove the file, and it is computed again"
         )
     return row
+
+
+def _made(
+    name: str,
+    config: CondenseConfig,
+    problem: Problem,
+    finished: RunResult,
+    progress: Progress | None,
+) -> BaselineResult:
+    if name in RELEASED:
+        return run_released(name, config, problem, finished, progress)
+    record = finished.result["condensation"]
+    budget = record["bytes_up"] + record["bytes_down"]
+    return run_baseline(name, config, problem, budget, progress)

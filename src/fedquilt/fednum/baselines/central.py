@@ -9,17 +9,15 @@ from torch import nn
 from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, reinitialised
-from fedquilt.condense.method import first_images
+from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config import CondenseConfig
 from fedquilt.fednum.baselines.common import (
     BaselineResult,
-    RealImages,
     accuracy_of_images,
     augmentation,
     held_by_class,
     image_bytes,
-    match_real,
     matching_settings,
     progress_of,
     real_sample,
@@ -37,9 +35,8 @@ def run_dm(
     began = time.perf_counter()
     task = problem.task
     synthetic, _ = dm_images(config, problem, progress)
-    accuracy, loss = accuracy_of_images(
-        config, problem, synthetic.images, synthetic.labels, progress
-    )
+    grown = synthetic.expanded()
+    accuracy, loss = accuracy_of_images(config, problem, grown.images, grown.labels, progress)
     held = sum(len(samples) for samples in held_by_class(task).values())
     return BaselineResult(
         name="dm",
@@ -50,7 +47,7 @@ def run_dm(
         rounds=1,
         seconds=time.perf_counter() - began,
         raw=True,
-        note="all raw images of all clients are pooled in one place, "
+        note="all raw images of all clients are pooled in one place; it begins with real ones, "
         f"{config.num_rounds * config.dc_iterations} steps with a new random model each",
     )
 
@@ -60,12 +57,15 @@ def dm_images(
 ) -> tuple[SyntheticSet, list[float]]:
     """Return the images that DM makes, and the loss before each step.
 
-    First images, image step, momentum and the number of steps are the condensation's;
-    every step has a new random model and up to `BATCH_REAL` real images of each class.
+    It begins with real images, as published: the data are pooled anyway, and a ceiling
+    must not lie below the floor.  Image step, momentum and the number of steps are the
+    condensation's; every step has a new random model and up to `BATCH_REAL` real images
+    of each class.
     """
     task = problem.task
     real = RealImages(task.inputs, held_by_class(task))
-    synthetic = first_images(config, task, tuple(real.classes))
+    source = generator(config.seed, "first images")
+    synthetic = real_sample(task.inputs, real.classes, config.ipc, source, config.tiles)
     steps = config.num_rounds * config.dc_iterations
 
     def model_at(step: int) -> nn.Module:

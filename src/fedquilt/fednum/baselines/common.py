@@ -22,16 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
-from fedquilt.condense.matching import Matcher, MatchingSettings, View
+from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.method import augmentation_of, training_of
-from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.synthetic import SyntheticSet, shrink
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
@@ -94,11 +92,16 @@ def real_sample(
     classes: Mapping[int, NDArray[np.int64]],
     ipc: int,
     source: np.random.Generator,
+    tiles: int = 1,
 ) -> SyntheticSet:
-    """Return `ipc` images of each class, drawn without replacement, repeated where fewer."""
-    chosen = [np.resize(source.permutation(samples), ipc) for samples in classes.values()]
+    """Return `ipc` images of each class, drawn without replacement, repeated where fewer.
+
+    With `tiles`, each holds so many smaller ones, row and column.
+    """
+    count = ipc * tiles**2
+    chosen = [np.resize(source.permutation(samples), count) for samples in classes.values()]
     index = torch.from_numpy(np.concatenate(chosen)).to(images.device)
-    return SyntheticSet(images[index], tuple(classes), ipc)
+    return SyntheticSet(shrink(images[index], tiles), tuple(classes), ipc, tiles)
 
 
 def image_bytes(task: Task) -> int:
@@ -176,86 +179,3 @@ def progress_of(progress: Progress | None, what: str, total: int) -> Callable[[i
     if progress is None:
         return None
     return lambda done: progress(what, done / total)
-
-
-@dataclass(frozen=True, eq=False)
-class RealImages:
-    """The images at hand: all of a data set, and which of them, by class in ascending order."""
-
-    images: torch.Tensor
-    classes: Mapping[int, NDArray[np.int64]]
-
-    def batch(self, size: int, source: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Draw `size` samples of each class without replacement, all where there are fewer."""
-        return [
-            source.choice(samples, size, replace=False) if len(samples) > size else samples
-            for samples in self.classes.values()
-        ]
-
-
-def real_view(
-    model: nn.Module,
-    real: RealImages,
-    batch: int,
-    augmentation: Augmentation,
-    source: np.random.Generator,
-    with_logits: bool,
-) -> View:
-    """Look at a batch of each class through a model, under one draw of the augmentation.
-
-    The draw has a row of parameters for each class; synthetic images of the same classes
-    meet the same ones (siamese augmentation).
-    """
-    device = real.images.device
-    drawn = real.batch(batch, source)
-    counts = torch.tensor([len(samples) for samples in drawn])
-    places = torch.arange(len(drawn), device=device)
-    transform = augmentation.draw(source, len(drawn))
-    features, logits = group_means(
-        model,
-        real.images,
-        torch.from_numpy(np.concatenate(drawn)).to(device),
-        counts,
-        transform=transform,
-        rows=places.repeat_interleave(counts.to(device)),
-        with_logits=with_logits,
-    )
-    labels = torch.tensor(list(real.classes), device=device)
-    table = StatisticsTable(torch.zeros_like(labels), labels, counts.to(device), features, logits)
-    return View(model, ClassTargets(table), transform)
-
-
-def match_real(
-    synthetic: SyntheticSet,
-    real: RealImages,
-    model_at: Callable[[int], nn.Module],
-    settings: MatchingSettings,
-    batch: int,
-    augmentation: Augmentation,
-    source: np.random.Generator,
-    progress: Callable[[int], None] | None = None,
-) -> list[float]:
-    """Match the set to real images of its classes; return the loss before each step.
-
-    Parameters
-    ----------
-    synthetic
-        Its images change in place; its classes are those of `real`.
-    model_at
-        The feature model of a step, frozen.
-    batch
-        Real images of a class that a step sees.
-    """
-    with_logits = settings.logit_loss_type != "none"
-    views: list[View] = []
-    matcher = None
-    losses = []
-    for done in range(settings.iterations):
-        view = real_view(model_at(done), real, batch, augmentation, source, with_logits)
-        # The matcher keeps the momentum; its view is another one of the same classes.
-        views[:] = [view]
-        matcher = matcher or Matcher(synthetic, views, settings)
-        losses.append(matcher.step(0, source))
-        if progress is not None:
-            progress(done + 1)
-    return torch.stack(losses).tolist()

@@ -17,18 +17,17 @@ from fedquilt.assemble import Problem, build_federation, build_selector
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, perturbed
 from fedquilt.condense.method import training_of
+from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.experiment import Experiment
 from fedquilt.fednum.baselines.common import (
     BaselineResult,
-    RealImages,
     augmentation,
     by_class,
     held_by_class,
     image_bytes,
-    match_real,
     matching_settings,
     model_bytes,
     own_model,

@@ -1,0 +1,153 @@
+"""What a certified condensation has released, put to use in three ways.
+
+| row | what is trained, on what | what it needs in use |
+|---|---|---|
+| head | nothing: the released head itself | the head and the public front |
+| network | a ConvNet from scratch, on the synthetic images and their labels | itself |
+| distilled | the same, on images and public drawings with the head's soft labels | itself |
+
+The run's own row is a head on the front, trained on the synthetic images.  All of them are
+computed from releases and public drawings: the claim of the run covers them, and they
+cost nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from fedquilt.assemble import Problem
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator, torch_seed
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.method import normalisation
+from fedquilt.condense.training import TrainingSettings, train_on
+from fedquilt.condense.transfer import Release, transfer_set
+from fedquilt.config import CondenseConfig
+from fedquilt.fednum.baselines.common import BaselineResult, progress_of
+from fedquilt.learning import evaluate
+from fedquilt.method import Progress
+from fedquilt.models import make_model
+from fedquilt.models.features import make_feature_model
+from fedquilt.record import RunResult
+from fedquilt.run_folder import RunFolder
+
+NETWORK = "convnet-32"
+FAMILIES = "crop_cutout_scale_rotate"
+ON_IMAGES = TrainingSettings(epochs=500)
+DRAWINGS = 12000
+DISTILLATION = TrainingSettings(epochs=4, batch_size=64, learning_rate=0.05, schedule="cosine")
+
+
+def released(config: CondenseConfig, finished: RunResult) -> Release:
+    """Return what the run has released, from its folder."""
+    if config.mode != "certified" or finished.folder is None or finished.synthetic is None:
+        raise InvalidValueError(
+            "what was released can be used after a certified condensation in a folder"
+        )
+    checkpoint = RunFolder.open(finished.folder).load_checkpoint()
+    if checkpoint is None:
+        raise InvalidValueError(f"{finished.folder} has lost its checkpoint, which holds the head")
+    images = finished.synthetic.images
+    shape, head = tuple(images.shape[1:]), torch.from_numpy(checkpoint.state["server.head"])
+    front = make_feature_model(config.front, shape, len(head)).front
+    return Release(head, front, images, *normalisation(config, shape[0]))
+
+
+def run_released(
+    name: str,
+    config: CondenseConfig,
+    problem: Problem,
+    finished: RunResult,
+    progress: Progress | None = None,
+) -> BaselineResult:
+    """Return the row of a use of the release, one of `RELEASED`."""
+    began = time.perf_counter()
+    record = finished.result["condensation"]
+    (accuracy, loss), note = RELEASED[name](config, problem, finished, progress)
+    return BaselineResult(
+        name=name,
+        accuracy=accuracy,
+        loss=loss,
+        bytes_up=record["bytes_up"],
+        bytes_down=record["bytes_down"],
+        rounds=finished.result["rounds"],
+        seconds=time.perf_counter() - began,
+        raw=False,
+        note=note,
+    )
+
+
+Row = tuple[tuple[float, float], str]
+
+
+def _head(
+    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+) -> Row:
+    release = released(config, finished)
+    inputs, targets = (part.cpu() for part in problem.test_data)
+    scores = release.scores(inputs)
+    accuracy = float((scores.argmax(dim=1) == targets).float().mean())
+    loss = float(torch.nn.functional.cross_entropy(scores, targets))
+    return (accuracy, loss), (
+        f"the released head itself on the public front {config.front}; no images are needed"
+    )
+
+
+def _network(
+    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+) -> Row:
+    release = released(config, finished)
+    assert finished.synthetic is not None
+    labels = finished.synthetic.targets
+    measured = _trained(config, problem, release.images, labels, ON_IMAGES, progress)
+    return measured, (
+        f"{NETWORK} from scratch on the synthetic images alone; it needs neither head nor front"
+    )
+
+
+def _distilled(
+    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+) -> Row:
+    release = released(config, finished)
+    seed = torch_seed(config.seed, "drawings for a network")
+    images, shares = transfer_set(release, DRAWINGS, seed)
+    measured = _trained(config, problem, images, shares, DISTILLATION, progress)
+    return measured, (
+        f"{NETWORK} from scratch on the synthetic images and {DRAWINGS} public drawings, with the "
+        "head's soft labels; it needs head and front while it is trained, and neither afterwards"
+    )
+
+
+def _trained(
+    config: CondenseConfig,
+    problem: Problem,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    settings: TrainingSettings,
+    progress: Progress | None,
+) -> tuple[float, float]:
+    """Train the network from scratch; return (accuracy, loss) on the test data."""
+    inputs, targets = problem.test_data
+    classes = problem.num_classes
+    network = make_model(NETWORK, images.shape[1:], classes, torch_seed(config.seed, "network"))
+    network.to(inputs.device)
+    train_on(
+        network,
+        images.to(inputs.device),
+        labels.to(inputs.device),
+        settings,
+        Augmentation(FAMILIES),
+        generator(config.seed, "network"),
+        progress_of(progress, "training", settings.epochs),
+    )
+    return evaluate(network, inputs, targets)
+
+
+RELEASED: dict[str, Callable[[CondenseConfig, Problem, RunResult, Progress | None], Row]] = {
+    "head": _head,
+    "network": _network,
+    "distilled": _distilled,
+}
