@@ -29,9 +29,16 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.learning.cpu_training import CpuTraining, hand_training
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.local import client_seed, epoch_batches, refuse_hidden_state, seeded_layers
+from fedquilt.learning.local import (
+    NEVER_SILENT,
+    client_seed,
+    epoch_batches,
+    refuse_hidden_state,
+    seeded_layers,
+)
 from fedquilt.learning.optimizers import RuleState
 from fedquilt.learning.plan import NoPlanError, Tables
 from fedquilt.learning.planned import PlannedTraining
@@ -92,6 +99,8 @@ class BatchedEngine:
         stack.reset()
         self._planned = self._make_planned()
         stack.reset()
+        self._by_hand = self._make_by_hand()
+        stack.reset()
         if max_clients_per_group is None:
             copies = 4 if settings.optimizer.is_plain else 8
             max_clients_per_group = group_size(self._stack, settings.batch_size, copies)
@@ -113,6 +122,10 @@ class BatchedEngine:
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         clients = [int(client) for client in cohort]
+        if self._by_hand is not None:
+            for client in clients:
+                yield self._train_by_hand(self._by_hand, start, client, round_index, learning_rate)
+            return
         most = self.settings.group_rows or len(clients)
         rows = max(1, min(self.max_clients_per_group, most))
         for first in range(0, len(clients), rows):
@@ -213,6 +226,29 @@ class BatchedEngine:
         except NoPlanError as error:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
+
+    def _make_by_hand(self) -> CpuTraining | None:
+        """Return the steps of one client after the other, faster than a stack on a CPU."""
+        if self._planned is not None or self.task.device.type != "cpu":
+            return None
+        return hand_training(self._stack.flat, self.task, self.settings, self._stack.draws)
+
+    def _train_by_hand(
+        self,
+        training: CpuTraining,
+        start: torch.Tensor,
+        client: int,
+        round_index: int,
+        learning_rate: float,
+    ) -> ClientUpdate:
+        index, seed = self.task.index(client), client_seed(self.settings, round_index, client)
+        try:
+            delta, loss = training.train(start, index, learning_rate, seed)
+        except Exception as error:
+            if not self.settings.silent or isinstance(error, NEVER_SILENT):
+                raise
+            delta, loss = torch.full_like(start, math.nan), math.nan
+        return ClientUpdate(client, delta, len(index), loss)
 
     def _program(self, table: BatchTable, rows: int, width: int) -> list[tuple[int, int]]:
         """Return the shape of each step's program, at most rows x width."""

@@ -34,6 +34,7 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
+from fedquilt.learning.cpu_training import hand_training
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
@@ -84,7 +85,9 @@ class ProcessEngine:
         public = task.public()
         flat = FlatModel(model, public.inputs)
         flat.remember()
-        refuse_hidden_state(flat, public, settings, find_draws(flat, public))
+        draws = find_draws(flat, public)
+        refuse_hidden_state(flat, public, settings, draws)
+        self.by_hand = hand_training(flat, task, settings, draws) is not None
         self._context = _context()
         self._setting = Setting(
             pickled=SharedTensor.copy_of(self._context, pickled),
