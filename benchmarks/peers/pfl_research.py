@@ -12,8 +12,9 @@ import subprocess
 import sys
 from typing import Any
 
-import common
 import torch
+
+import common
 
 RANK = int(os.environ.get("RANK", "0"))
 PROCESSES = int(sys.argv[2])
@@ -47,6 +48,7 @@ def main() -> None:
     others = start_others()
     torch.set_num_threads(1)
     from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.callback.base import TrainingProcessCallback
@@ -56,7 +58,6 @@ def main() -> None:
     from pfl.metrics import Metrics, Weighted
     from pfl.model.pytorch import PyTorchModel
     from pfl.postprocessor import base  # noqa: F401  (registers what the backend looks up)
-    from pfl.aggregate.weighting import WeightByDatapoints
 
     work = common.load()
     model = common.network(work)
@@ -102,9 +103,7 @@ def main() -> None:
                 gate.done()
             return not together(), Metrics()
 
-    wrapped = PyTorchModel(
-        model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0)
-    )
+    wrapped = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=10**9,

@@ -332,8 +332,8 @@ class RunConfig:
         "auto",
         _RUN,
         "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: batched on a GPU, "
-        "else sequential.",
+        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least "
+        "by a count of operations; the run's folder says which.",
         choices=ENGINES,
         own=True,
     )

@@ -32,15 +32,17 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning.cpu_training import CpuTraining, hand_training
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
+from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import (
     NEVER_SILENT,
     client_seed,
     epoch_batches,
+    find_draws,
     refuse_hidden_state,
     seeded_layers,
 )
 from fedquilt.learning.optimizers import RuleState
-from fedquilt.learning.plan import NoPlanError, Tables
+from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
 from fedquilt.learning.planned import PlannedTraining
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
@@ -84,22 +86,25 @@ class BatchedEngine:
         settings: LocalSettings,
         max_clients_per_group: int | None = None,
     ) -> None:
+        self.task = task
+        self.settings = settings
+        self._planned: PlannedTraining | None = None
+        self._by_hand = self._make_by_hand(model)
+        if self._by_hand is not None:
+            self.max_clients_per_group = 1
+            return
         reason = engine_obstacle(model, task, settings)
         if reason:
             raise InvalidValueError(
                 f"engine='batched' cannot train this model: {reason}; "
                 "use engine='sequential' or engine='processes'"
             )
-        self.task = task
-        self.settings = settings
         self._stack = ModelStack(model, task)
         self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
         stack.reset()
         self._planned = self._make_planned()
-        stack.reset()
-        self._by_hand = self._make_by_hand()
         stack.reset()
         if max_clients_per_group is None:
             copies = 4 if settings.optimizer.is_plain else 8
@@ -227,11 +232,18 @@ class BatchedEngine:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
 
-    def _make_by_hand(self) -> CpuTraining | None:
+    def _make_by_hand(self, model: nn.Module) -> CpuTraining | None:
         """Return the steps of one client after the other, faster than a stack on a CPU."""
-        if self._planned is not None or self.task.device.type != "cpu":
+        if self.task.device.type != "cpu" or is_interpreted():
             return None
-        return hand_training(self._stack.flat, self.task, self.settings, self._stack.draws)
+        public = self.task.public()
+        flat = FlatModel(model, public.inputs)
+        flat.remember()
+        draws = find_draws(flat, public)
+        training = hand_training(flat, self.task, self.settings, draws)
+        if training is not None:
+            refuse_hidden_state(flat, public, self.settings, draws)
+        return training
 
     def _train_by_hand(
         self,

@@ -253,11 +253,6 @@ class CpuProgram:
         The size of a full batch.
     with_gradients : bool
         Keep the gradients beside the weights, for rules other than plain SGD.
-
-    Raises
-    ------
-    NoPlanError
-        The plan has a layer that is not written here.
     """
 
     def __init__(self, plan: Plan, width: int, with_gradients: bool) -> None:
@@ -350,14 +345,19 @@ class CpuProgram:
 _STEPS: dict[type, Any] = {Conv: _ConvStep, Dense: _DenseStep, Dropout: _DropoutStep}
 
 
+def check_layers(plan: Plan) -> None:
+    """Raise NoPlanError for a plan with a layer that is not written here."""
+    for layer in plan.layers:
+        if type(layer) not in _STEPS:
+            raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
+
+
 def _made(plan: Plan) -> list[_Layer]:
     """Return the layers, told what they read."""
     layers: list[_Layer] = []
     image: tuple[int, ...] | None = None
     behind_image = False
     for number, layer in enumerate(plan.layers):
-        if type(layer) not in _STEPS:
-            raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
         made = _Layer(layer, first=number == 0)
         if isinstance(layer, Conv):
             image, behind_image = layer.shape, True

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.learning.cpu_program import CpuProgram, Update
+from fedquilt.learning.cpu_program import CpuProgram, Update, check_layers
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.learning.engine import LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
@@ -53,14 +53,8 @@ class CpuTraining:
     def __init__(
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
-        reason = _unsuited(flat, task, settings)
-        if reason:
-            raise NoPlanError(reason)
         self._flat, self._task, self._settings, self._draws = flat, task, settings, draws
-        flat.module.train()
-        self.plan: Plan = make_plan(flat.module, task.public().inputs)
-        if {weights.name for weights in self.plan.weights} != set(flat.names):
-            raise NoPlanError("it has parameters outside its layers, or frozen ones")
+        self.plan: Plan = cpu_plan(flat, task, settings)
         self._fused = settings.optimizer.is_plain and not settings.fedprox_mu
         self._program = CpuProgram(self.plan, settings.batch_size, not self._fused)
         self._anchors: dict[str, torch.Tensor] = {}
@@ -206,6 +200,19 @@ class CpuTraining:
         far = float((update - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not far <= _AGREES:
             raise NoPlanError(f"its steps by hand are {far:.3g} away from autograd's")
+
+
+def cpu_plan(flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
+    """Return the plan of a model whose layers are all written here; else raise NoPlanError."""
+    reason = _unsuited(flat, task, settings)
+    if reason:
+        raise NoPlanError(reason)
+    flat.module.train()
+    plan = make_plan(flat.module, task.public().inputs)
+    if {weights.name for weights in plan.weights} != set(flat.names):
+        raise NoPlanError("it has parameters outside its layers, or frozen ones")
+    check_layers(plan)
+    return plan
 
 
 def hand_training(
