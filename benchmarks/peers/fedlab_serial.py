@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import common
 import torch
 from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer
 from fedlab.utils.aggregator import Aggregators
 from fedlab.utils.serialization import SerializationTool
 from torch.utils.data import DataLoader, TensorDataset
+
+import common
 
 
 class Dealt:

@@ -8,13 +8,14 @@ from typing import Any
 
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
-import common
 import torch
 from flwr.client import Client, ClientApp, NumPyClient
 from flwr.common import Context, FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
 from flwr.simulation import run_simulation
+
+import common
 
 ACTORS = int(sys.argv[2])
 FILE = sys.argv[1]

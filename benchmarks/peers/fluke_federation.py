@@ -6,16 +6,17 @@ import sys
 import types
 from typing import Any
 
-import common
 import torch
+
+import common
 
 # fluke imports torchvision for data sets that are not used here.  A build for another torch misses
 # its operators when it describes them; they are as little used.
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
 
-from fluke import DDict, FlukeENV
-from fluke.algorithms.fedavg import FedAVG
-from fluke.data import FastDataLoader
+from fluke import DDict, FlukeENV  # noqa: E402
+from fluke.algorithms.fedavg import FedAVG  # noqa: E402
+from fluke.data import FastDataLoader  # noqa: E402
 
 
 class Dealt:

@@ -401,7 +401,8 @@ def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Probl
     own = problem.own
     brought = own.method or own.engine or own.remote
     trains = config.method in WHOLE_METHODS and not isinstance(config, CondenseConfig)
-    if config.engine != "auto" or brought or not trains or problem.task.elsewhere:
+    settled = config.engine != "auto" or config.devices is not None
+    if settled or brought or not trains or problem.task.elsewhere:
         return config, problem
     cohort = config.cohort_limit(len(problem.task.clients))
     settings = MethodParts(

@@ -26,6 +26,7 @@ from torch.nn import functional
 from fedquilt.bench.work import ROUNDS_OF_A_RUN, Work
 from fedquilt.common.errors import WorkerError
 from fedquilt.learning import FlatModel, choose_engine, evaluate, make_engine
+from fedquilt.learning.devices import deal
 
 
 class Way(Protocol):
@@ -100,7 +101,8 @@ class PlainLoop:
             parts = [(client, work.task.clients[client]) for client in cohort]
             sums = [_plain(self._module, state, parts, *self._data, how)]
         else:
-            dealt = deal(cohort, [len(part) for part in work.task.clients], self._processes)
+            sizes = [len(work.task.clients[client]) for client in cohort]
+            dealt = deal(cohort, sizes, self._processes)
             jobs = [
                 self._pool.submit(_job, state, [(c, work.task.clients[c]) for c in part], how)
                 for part in dealt
@@ -119,21 +121,6 @@ class PlainLoop:
         """End processes."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def deal(cohort: list[int], sizes: list[int], hands: int) -> list[list[int]]:
-    """Deal clients to hands, the largest first, each to the hand that has least.
-
-    >>> deal([0, 1, 2, 3], [5, 9, 1, 4], 2)
-    [[1], [0, 3, 2]]
-    """
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    loads = [0] * hands
-    for client in sorted(cohort, key=lambda client: -sizes[client]):
-        hand = loads.index(min(loads))
-        dealt[hand].append(client)
-        loads[hand] += sizes[client]
-    return dealt
 
 
 State = dict[str, torch.Tensor]

@@ -33,6 +33,7 @@ from fedquilt.config.choices import (
     PRECISIONS,
     SELECTIONS,
     SERVER_OPTIMIZERS,
+    WHOLE_METHODS,
 )
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, MODES, SLICED_MODES, Claim
 
@@ -343,6 +344,11 @@ class RunConfig:
         "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
         choices=PRECISIONS,
     )
+    devices: str | None = declare(
+        None,
+        _RUN,
+        "Devices that share each cohort, one batched engine on each: cuda:0,cuda:1, or cpu,cpu.",
+    )
     output_dir: str = declare("./results", _RUN, "Where the run's folder is made.")
 
     def __post_init__(self) -> None:
@@ -367,6 +373,17 @@ class RunConfig:
             raise InvalidValueError(
                 f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
                 f"method={self.method!r}: its noise and clip are those of whole models"
+            )
+        if self.devices is None:
+            return
+        if self.engine not in ("auto", "batched"):
+            raise InvalidValueError(
+                f"engine={self.engine!r} must be 'auto' or 'batched' with devices={self.devices!r}"
+            )
+        if self.method not in WHOLE_METHODS:
+            raise InvalidValueError(
+                f"devices={self.devices!r} must be left out with method={self.method!r}: its "
+                "clients hold models of several shapes"
             )
 
     def _check_steps(self) -> None:

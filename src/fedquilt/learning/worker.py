@@ -129,7 +129,7 @@ def _serve(connection: Connection, setting: Setting, slots: torch.Tensor) -> Non
     try:
         trainer = _Trainer(setting, slots)
     except Exception as error:
-        connection.send(_failure(None, error))
+        connection.send(failure(None, error))
         while True:  # the parent ends this process once it has read the failure
             connection.recv()
     connection.send(Ready())
@@ -163,7 +163,7 @@ class _Trainer:
             loss = self._train(job)
         except Exception as error:
             if not self._settings.silent or isinstance(error, NEVER_SILENT):
-                return _failure(job.slot, error)
+                return failure(job.slot, error)
             self._slots[job.slot].fill_(math.nan)
             return Done(job.slot, math.nan)
         return Done(job.slot, loss)
@@ -215,5 +215,6 @@ def _keep_memory() -> None:
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def _failure(slot: int | None, error: Exception) -> Failed:
+def failure(slot: int | None, error: Exception) -> Failed:
+    """Return an error as a message."""
     return Failed(slot, f"{type(error).__name__}: {error}", traceback.format_exc())
