@@ -37,7 +37,7 @@ ORDER: tuple[set[str], ...] = (
     {"assemble", "record", "checkpoint_state"},
     {"assemble_account", "outlook"},
     {"experiment"},
-    {"quapfl", "fednum", "audit", "flower", "report", "views"},
+    {"quapfl", "fednum", "audit", "flower", "report", "views", "bench"},
     {"watch", "sweep"},
     DOCUMENTS,
     {"cli"},

@@ -42,7 +42,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
-from fedquilt.config.choices import NARROW_METHODS
+from fedquilt.config.choices import NARROW_METHODS, WHOLE_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import (
     Samples,
@@ -62,6 +62,7 @@ from fedquilt.learning import (
     Objective,
     Task,
     auto_loss,
+    choose_engine,
     evaluate,
     fit,
     freeze_others,
@@ -207,6 +208,7 @@ class Problem:
     notes: tuple[str, ...] = ()
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
+    engine_choice: str = ""
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
         """Return a salted digest of each data set as it was given, before any front."""
@@ -252,6 +254,7 @@ class Problem:
             "loss": self.task.objective.name,
             "metrics": list(self.metrics),
             "data_notes": list(self.notes),
+            **({"engine_choice": self.engine_choice} if self.engine_choice else {}),
         }
 
 
@@ -406,6 +409,33 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
     if config.method == "largest_only":
         return LargestOnly(parts)
     return Slices(parts)
+
+
+def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Problem]:
+    """Return the configuration with the engine that `auto` is for this run, and its reason.
+
+    Its folder then says which one, and whoever resumes it trains with the same.
+    """
+    own = problem.own
+    brought = own.method or own.engine or own.remote
+    trains = config.method in WHOLE_METHODS and not isinstance(config, CondenseConfig)
+    settled = config.engine != "auto" or config.devices is not None
+    if settled or brought or not trains or problem.task.elsewhere:
+        return config, problem
+    cohort = config.cohort_limit(len(problem.task.clients))
+    settings = MethodParts(
+        config,
+        problem.flat,
+        problem.task,
+        problem.num_classes,
+        problem.selector.secret,
+        optimizer=own.optimizer,
+    ).local_settings
+    choice = choose_engine(problem.flat, problem.task, settings, config.num_rounds, cohort)
+    said = f"{choice.engine}: {choice.reason}"
+    _LOG.info("engine=auto is %s", said)
+    problem = dataclasses.replace(problem, engine_choice=said)
+    return config.replace(engine=choice.engine), problem
 
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:

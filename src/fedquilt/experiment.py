@@ -29,6 +29,7 @@ from fedquilt.assemble import (
     build_problem,
     named_clients,
     problem_from,
+    settle_engine,
     tests_of,
 )
 from fedquilt.assemble_account import (
@@ -666,6 +667,8 @@ def _run(
             stack.callback(folder.close)
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
+        # A folder of an older fedquilt may say `auto`: it goes on with what that was.
+        config, problem = (config, problem) if resumed else settle_engine(config, problem)
         method = build_method(config, problem)
         stack.callback(method.close)
         if observer is not None:
@@ -817,7 +820,7 @@ def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
     settings = package_names(type(config), settings)
     check_keys(settings, "configuration", type(config))
     for key, value in settings.items():
-        if getattr(config, key, None) != value:
+        if getattr(config, key, None) != value and (key, value) != ("engine", "auto"):
             raise InvalidValueError(
                 f"{key}={value!r} must be {getattr(config, key, None)!r}, as in the run "
                 f"that is resumed ({folder.path})"

@@ -133,8 +133,16 @@ class MethodParts:
         """Return the engine that the configuration names, or the user's own."""
         if self.engine is not None:
             return self.engine
+        if self.config.devices is not None:
+            return self._on_devices(self.config.devices)
         model = self.flat if self.lends_memory else self.flat.module
         return make_engine(self.config.engine, model, self.task, self.local_settings)
+
+    def _on_devices(self, names: str) -> Engine:
+        """Return one batched engine on each of several devices."""
+        from fedquilt.learning.devices import DevicesEngine, parse_devices
+
+        return DevicesEngine(self.flat.module, self.task, self.local_settings, parse_devices(names))
 
     def make_server(self) -> ServerStep:
         """Return the server optimiser that the configuration names."""

@@ -11,6 +11,7 @@ import typer
 
 from fedquilt._version import __version__
 from fedquilt.cli.audit import audit
+from fedquilt.cli.bench import bench
 from fedquilt.cli.clients import clients
 from fedquilt.cli.compare import compare
 from fedquilt.cli.condense import condense
@@ -46,6 +47,7 @@ app.command()(watch)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)
+app.command()(bench)
 app.add_typer(flower)
 
 

@@ -89,6 +89,7 @@ class RunSettings(TypedDict, total=False):
     seed: int
     device: str
     precision: str
+    devices: str | None
 
 
 class Settings(RunSettings, total=False):

@@ -34,6 +34,7 @@ from fedquilt.config.choices import (
     PRECISIONS,
     SELECTIONS,
     SERVER_OPTIMIZERS,
+    WHOLE_METHODS,
 )
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, MODES, SLICED_MODES, Claim
 
@@ -374,8 +375,8 @@ class RunConfig:
         "auto",
         _RUN,
         "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: batched on a GPU, "
-        "else sequential.",
+        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least "
+        "by a count of operations; the run's folder says which.",
         choices=ENGINES,
         own=True,
     )
@@ -384,6 +385,11 @@ class RunConfig:
         _RUN,
         "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
         choices=PRECISIONS,
+    )
+    devices: str | None = declare(
+        None,
+        _RUN,
+        "Devices that share each cohort, one batched engine on each: cuda:0,cuda:1, or cpu,cpu.",
     )
     output_dir: str = declare("./results", _RUN, "Where the run's folder is made.")
 
@@ -415,6 +421,20 @@ class RunConfig:
                 f"mode={self.mode!r} must be 'fedavg' with method='largest_only', in which most "
                 "clients sit out: to claim a bound, give the run those alone who hold the whole "
                 "model"
+            )
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        if self.devices is None:
+            return
+        if self.engine not in ("auto", "batched"):
+            raise InvalidValueError(
+                f"engine={self.engine!r} must be 'auto' or 'batched' with devices={self.devices!r}"
+            )
+        if self.method not in WHOLE_METHODS:
+            raise InvalidValueError(
+                f"devices={self.devices!r} must be left out with method={self.method!r}: its "
+                "clients hold models of several shapes"
             )
 
     def _check_steps(self) -> None:

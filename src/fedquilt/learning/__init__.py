@@ -7,6 +7,7 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ENGINES, FLOWER_ENGINES
 from fedquilt.learning import fit
+from fedquilt.learning.choice import Choice, choose_engine
 from fedquilt.learning.engine import (
     ClassMask,
     ClientUpdate,
@@ -24,6 +25,7 @@ from fedquilt.learning.objective import Objective, auto_loss, outputs_of
 from fedquilt.learning.optimizers import ClientOptimizer, make_client_optimizer
 
 __all__ = [
+    "Choice",
     "ClassMask",
     "ClientOptimizer",
     "ClientUpdate",
@@ -36,6 +38,7 @@ __all__ = [
     "Objective",
     "Task",
     "auto_loss",
+    "choose_engine",
     "evaluate",
     "fit",
     "freeze_others",
@@ -57,6 +60,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine of a name; `auto` is batched on a GPU, else sequential.
 
+    A run that asks for `auto` decides before it begins, by what it costs (`choose_engine`).
     A loss of its own for each client can only be trained by the sequential engine.
     A `FlatModel` lends its memory to the sequential engine; the others copy its module.
     """

@@ -29,11 +29,19 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.learning.cpu_training import CpuTraining, hand_training
 from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
-from fedquilt.learning.local import client_seed, refuse_hidden_state, seeded_layers
+from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.local import (
+    NEVER_SILENT,
+    client_seed,
+    find_draws,
+    refuse_hidden_state,
+    seeded_layers,
+)
 from fedquilt.learning.optimizers import RuleState
-from fedquilt.learning.plan import NoPlanError, Tables
+from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
 from fedquilt.learning.planned import PlannedTraining
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
@@ -77,14 +85,19 @@ class BatchedEngine:
         settings: LocalSettings,
         max_clients_per_group: int | None = None,
     ) -> None:
+        self.task = task
+        self.settings = settings
+        self._planned: PlannedTraining | None = None
+        self._by_hand = self._make_by_hand(model)
+        if self._by_hand is not None:
+            self.max_clients_per_group = 1
+            return
         reason = engine_obstacle(model, task, settings)
         if reason:
             raise InvalidValueError(
                 f"engine='batched' cannot train this model: {reason}; "
                 "use engine='sequential' or engine='processes'"
             )
-        self.task = task
-        self.settings = settings
         self._stack = ModelStack(model, task)
         self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
@@ -113,6 +126,10 @@ class BatchedEngine:
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         clients = [int(client) for client in cohort]
+        if self._by_hand is not None:
+            for client in clients:
+                yield self._train_by_hand(self._by_hand, start, client, round_index, learning_rate)
+            return
         most = self.settings.group_rows or len(clients)
         rows = max(1, min(self.max_clients_per_group, most))
         for first in range(0, len(clients), rows):
@@ -213,6 +230,36 @@ class BatchedEngine:
         except NoPlanError as error:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
+
+    def _make_by_hand(self, model: nn.Module) -> CpuTraining | None:
+        """Return the steps of one client after the other, faster than a stack on a CPU."""
+        if self.task.device.type != "cpu" or is_interpreted():
+            return None
+        public = self.task.public()
+        flat = FlatModel(model, public.inputs)
+        flat.remember()
+        draws = find_draws(flat, public)
+        training = hand_training(flat, self.task, self.settings, draws)
+        if training is not None:
+            refuse_hidden_state(flat, public, self.settings, draws)
+        return training
+
+    def _train_by_hand(
+        self,
+        training: CpuTraining,
+        start: torch.Tensor,
+        client: int,
+        round_index: int,
+        learning_rate: float,
+    ) -> ClientUpdate:
+        index, seed = self.task.index(client), client_seed(self.settings, round_index, client)
+        try:
+            delta, loss = training.train(start, index, learning_rate, seed)
+        except Exception as error:
+            if not self.settings.silent or isinstance(error, NEVER_SILENT):
+                raise
+            delta, loss = torch.full_like(start, math.nan), math.nan
+        return ClientUpdate(client, delta, len(index), loss)
 
     def _program(self, table: BatchTable, rows: int, width: int) -> list[tuple[int, int]]:
         """Return the shape of each step's program, at most rows x width."""

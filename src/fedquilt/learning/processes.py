@@ -34,6 +34,7 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
+from fedquilt.learning.cpu_training import hand_training
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
@@ -84,8 +85,10 @@ class ProcessEngine:
         public = task.public()
         flat = FlatModel(model, public.inputs)
         flat.remember()
-        refuse_hidden_state(flat, public, settings, find_draws(flat, public))
-        self._context = _context()
+        draws = find_draws(flat, public)
+        refuse_hidden_state(flat, public, settings, draws)
+        self.by_hand = hand_training(flat, task, settings, draws) is not None
+        self._context = worker_context()
         self._setting = Setting(
             pickled=SharedTensor.copy_of(self._context, pickled),
             inputs=shared(self._context, task.inputs),
@@ -117,7 +120,7 @@ class ProcessEngine:
         clients = [int(client) for client in cohort]
         self._training = True
         try:
-            _start_fork_server(self._context)
+            start_fork_server(self._context)
             self._start.copy_(start.detach())
             self._hire(min(self._limit, len(clients)))
             yield from self._train_all(clients, round_index, learning_rate)
@@ -277,7 +280,7 @@ def _end(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-def _context() -> BaseContext:
+def worker_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -285,7 +288,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _start_fork_server(context: BaseContext) -> None:
+def start_fork_server(context: BaseContext) -> None:
     """Start the fork server deaf to Ctrl-C, which reaches the whole process group.
 
     It would print a traceback while it imports torch.  Blocked signals stay blocked in what

@@ -6,7 +6,10 @@ the memory of `SharedTensor`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import os
 import pickle
 import signal
 import traceback
@@ -21,9 +24,15 @@ from numpy.typing import NDArray
 
 from fedquilt.common import trees
 from fedquilt.common.errors import StorageError
+from fedquilt.learning.cpu_training import CpuTraining
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import NEVER_SILENT, default_loss_of, find_draws, train_client
+from fedquilt.learning.plan import NoPlanError
+
+# Numbers of malloc.h, and how much a worker keeps.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 2**30
 
 
 class SharedTensor:
@@ -109,6 +118,7 @@ def work(connection: Connection, setting: Setting, slots: SharedTensor) -> None:
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    _keep_memory()
     try:
         _serve(connection, setting, slots.open())
     except (EOFError, OSError):
@@ -119,7 +129,7 @@ def _serve(connection: Connection, setting: Setting, slots: torch.Tensor) -> Non
     try:
         trainer = _Trainer(setting, slots)
     except Exception as error:
-        connection.send(_failure(None, error))
+        connection.send(failure(None, error))
         while True:  # the parent ends this process once it has read the failure
             connection.recv()
     connection.send(Ready())
@@ -143,29 +153,40 @@ class _Trainer:
         self._flat.remember()
         self._draws = find_draws(self._flat, public)
         self._slots = slots
+        self._by_hand: CpuTraining | None = None
+        with contextlib.suppress(NoPlanError):  # the engine has said why
+            self._by_hand = CpuTraining(self._flat, self._task, settings, self._draws)
 
     def run(self, job: Job) -> Done | Failed:
         """Train one client; an error becomes an answer."""
         try:
-            loss = train_client(
-                self._flat,
-                self._start,
-                self._task.inputs,
-                self._task.targets,
-                torch.from_numpy(job.samples),
-                job.learning_rate,
-                self._settings,
-                job.seed,
-                self._loss_of(0, 0),
-                self._draws,
-            )
-            torch.sub(self._flat.read(), self._start, out=self._slots[job.slot])
+            loss = self._train(job)
         except Exception as error:
             if not self._settings.silent or isinstance(error, NEVER_SILENT):
-                return _failure(job.slot, error)
+                return failure(job.slot, error)
             self._slots[job.slot].fill_(math.nan)
             return Done(job.slot, math.nan)
         return Done(job.slot, loss)
+
+    def _train(self, job: Job) -> float:
+        """Leave the update of a client in its slot; return its loss."""
+        samples, out = torch.from_numpy(job.samples), self._slots[job.slot]
+        if self._by_hand is not None:
+            return self._by_hand.train(self._start, samples, job.learning_rate, job.seed, out)[1]
+        loss = train_client(
+            self._flat,
+            self._start,
+            self._task.inputs,
+            self._task.targets,
+            samples,
+            job.learning_rate,
+            self._settings,
+            job.seed,
+            self._loss_of(0, 0),
+            self._draws,
+        )
+        torch.sub(self._flat.read(), self._start, out=out)
+        return loss
 
 
 def shared(context: BaseContext, tree: trees.Tree) -> Any:
@@ -182,5 +203,18 @@ def opened(tree: Any) -> Any:
     return tuple(opened(part) for part in tree)
 
 
-def _failure(slot: int | None, error: Exception) -> Failed:
+def _keep_memory() -> None:
+    """Let this process keep the memory that it frees, where its C library can be told so.
+
+    Activations of a few megabytes come and go with every layer; given back to the system, each
+    of their pages would have to be made anew.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def failure(slot: int | None, error: Exception) -> Failed:
+    """Return an error as a message."""
     return Failed(slot, f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -1,0 +1,369 @@
+"""The local steps of one client on a CPU: the layers of a plan, gradients written by hand.
+
+Autograd spends more time on its graph than a small network on its products.  Here a step is a
+handful of calls on memory that is kept: for a dense layer y = x W^T + b with the gradient d of
+its output,
+
+    x's gradient is d W,   W <- W - (r / n) d^T x,   b <- b - (r / n) sum(d),
+
+each of them one product that writes where its result belongs; plain SGD is part of the product.
+The bias is a column of the weights beside a column of ones in x where that is possible.
+Convolutions are oneDNN's, channels last, with the rectifier inside.  d of the cross-entropy is
+softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
+
+Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
+them has its columns in that order, too (`Tensors` carries weights there and back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan
+
+_ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Update:
+    """Where the gradient of a step goes: `into <- keep * into + scale * gradient`.
+
+    Plain SGD adds to the weights (keep 1, scale -r / n); other rules ask for the gradient
+    itself (keep 0, scale 1 / n).
+    """
+
+    keep: float
+    scale: float
+
+
+class Tensors:
+    """The weights of one layer, or their gradients: `named` has them in torch's shapes."""
+
+    def __init__(self, layer: Conv | Dense, image: tuple[int, ...] | None, joined: bool) -> None:
+        self.bias: torch.Tensor | None = None
+        if isinstance(layer, Conv):
+            size = (layer.outputs, *layer.kernel, layer.inputs)
+            self.weight = torch.zeros(size).permute(0, 3, 1, 2)
+            named = self.weight
+        else:
+            columns = layer.inputs
+            if joined:
+                columns = -(-(layer.inputs + 1) // _ALIGN) * _ALIGN
+            self.weight = torch.zeros(layer.outputs, columns)
+            named = self.weight[:, : layer.inputs]
+            if image is not None:
+                named = named.view(layer.outputs, *image).permute(0, 3, 1, 2)
+        self.named = {layer.weight: named}
+        if layer.bias is not None:
+            joint = joined and isinstance(layer, Dense)
+            self.bias = self.weight[:, layer.inputs] if joint else torch.zeros(layer.outputs)
+            self.named[layer.bias] = self.bias
+
+
+class _Step(Protocol):
+    """One layer, for batches of one size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what comes out; it may be changed by who gets it."""
+
+    def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
+        """Put the weights' gradient where it goes; return the input's, None for the first layer."""
+
+
+class _DenseStep:
+    """relu(x W^T + b); `x` is [n, columns of the weights] where the bias is one of them."""
+
+    def __init__(self, made: _Layer, size: int) -> None:
+        layer = made.layer
+        assert isinstance(layer, Dense)
+        self._weight, self._into = made.weights.weight, made.into.weight
+        self._turned: torch.Tensor = self._weight.t()
+        self._plain = self._weight[:, : layer.inputs]
+        self._bias = None if made.joined else made.weights.bias
+        self._bias_into = None if made.joined else made.into.bias
+        self._relu, self._first = layer.relu, made.first
+        self._out: torch.Tensor = made.out[:size]
+        self._scores = self._out[:, : layer.outputs]
+        self._gradient = made.gradient[:size]
+        self._sum = torch.empty(layer.outputs)
+        self._image = made.image
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._image is not None:
+            x = x.permute(0, 2, 3, 1).reshape(len(x), -1)
+        self._x = x
+        if self._bias is None:
+            torch.mm(x, self._turned, out=self._scores)
+        else:
+            torch.addmm(self._bias, x, self._turned, out=self._scores)
+        if self._relu:
+            self._scores.relu_()
+        return self._out
+
+    def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
+        if self._relu:
+            _aten.threshold_backward.grad_input(d, self._scores, 0, grad_input=d)
+        before = None
+        if not self._first:
+            before = torch.mm(d, self._plain, out=self._gradient)
+        into, turned = self._into, d.t()
+        torch.addmm(into, turned, self._x, beta=update.keep, alpha=update.scale, out=into)
+        if self._bias_into is not None:
+            _put(self._bias_into, torch.sum(d, 0, out=self._sum), update)
+        if before is None or self._image is None:
+            return before
+        return before.view(len(before), *self._image).permute(0, 3, 1, 2)
+
+
+class _ConvStep:
+    """pool(relu(convolution))."""
+
+    def __init__(self, made: _Layer, size: int) -> None:
+        layer = made.layer
+        assert isinstance(layer, Conv)
+        self._weight, self._bias = made.weights.weight, made.weights.bias
+        self._into, self._bias_into = made.into.weight, made.into.bias
+        self._relu, self._pool, self._first = layer.relu, layer.pool, made.first
+        self._padding = [layer.padding, layer.padding]
+        self._channels = layer.outputs
+        if layer.pool:
+            self._gradient = made.gradient[:size].permute(0, 3, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._x = x
+        y = convolved(x, self._weight, self._bias, self._padding, self._relu)
+        if self._pool:
+            self._full = y
+            y, self._places = _aten.max_pool2d_with_indices.default(y, [2, 2])
+        self._y = y
+        return y
+
+    def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
+        if self._relu:
+            # A maximum of rectified values is positive where the gradient passes both.
+            _aten.threshold_backward.grad_input(d, self._y, 0, grad_input=d)
+        if self._pool:
+            _aten.max_pool2d_with_indices_backward.grad_input(
+                *(d, self._full, [2, 2], [2, 2], [0, 0], [1, 1], False, self._places),
+                grad_input=self._gradient,
+            )
+            d = self._gradient
+        before, gradient, _ = _aten.convolution_backward.default(
+            *(d, self._x, self._weight, None, [1, 1], self._padding, [1, 1], False, [0, 0], 1),
+            [not self._first, True, False],
+        )
+        _put(self._into, gradient, update)
+        if self._bias_into is not None:
+            _put(self._bias_into, d.permute(0, 2, 3, 1).reshape(-1, self._channels).sum(0), update)
+        return None if self._first else before
+
+
+class _DropoutStep:
+    """Multiply by a mask that is drawn before the step."""
+
+    def __init__(self, made: _Layer, size: int) -> None:
+        layer = made.layer
+        assert isinstance(layer, Dropout)
+        self._first = made.first
+        self._features = layer.shape[0]
+        image = layer.image
+        self._shape: tuple[int, ...] = (size, *layer.shape)
+        if len(image) == 3:
+            high, wide, channels = image
+            self._shape = (size, channels, *((1, 1) if layer.by_channel else (high, wide)))
+        self._count = torch.Size(self._shape).numel()
+        self._image = len(image) == 3
+        self._mask = torch.empty(0)
+
+    def draw(self, mask: torch.Tensor) -> None:
+        """Take the mask of the step, as torch lays it out."""
+        self._mask = mask[: self._count].view(self._shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = x if self._image else x[:, : self._features]
+        part.mul_(self._mask)
+        return x
+
+    def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
+        return d.mul_(self._mask)
+
+
+def _put(into: torch.Tensor, gradient: torch.Tensor, update: Update) -> None:
+    if update.keep:
+        into.add_(gradient, alpha=update.scale)
+    else:
+        torch.mul(gradient, update.scale, out=into)
+
+
+def convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    padding: list[int],
+    relu: bool,
+) -> torch.Tensor:
+    """Return relu(convolution) of stride 1, channels last, in one call where oneDNN is there."""
+    if _FUSED is not None:
+        after = "relu" if relu else "none"
+        fused: torch.Tensor = _FUSED(x, weight, bias, padding, [1, 1], [1, 1], 1, after, [], "")
+        return fused
+    y = torch.conv2d(x, weight, bias, padding=padding)
+    return y.relu_() if relu else y
+
+
+def _fused_convolution() -> Any:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    return getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+
+
+_FUSED = _fused_convolution()
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A layer of the plan with its weights and memory for a full batch."""
+
+    layer: Conv | Dense | Dropout
+    first: bool
+    image: tuple[int, ...] | None = None
+    """The image that a dense layer reads as one vector, channels last."""
+    joined: bool = False
+
+    def __post_init__(self) -> None:
+        self.weights: Any = None
+        self.into: Any = None
+        self.out: Any = None
+        self.gradient: Any = None
+
+
+class CpuProgram:
+    """All layers of a plan, and a step through them.
+
+    Parameters
+    ----------
+    plan : Plan
+        The network.
+    width : int
+        The size of a full batch.
+    with_gradients : bool
+        Keep the gradients beside the weights, for rules other than plain SGD.
+    """
+
+    def __init__(self, plan: Plan, width: int, with_gradients: bool) -> None:
+        self._layers = _made(plan)
+        self.width, self._classes = width, plan.classes
+        self.starts_with_image = isinstance(plan.layers[0], Conv)
+        self._input_shape = plan.input_shape
+        self.weights: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+        for number, made in enumerate(self._layers):
+            self._give_memory(number, made, with_gradients)
+        self._features = torch.Size(plan.input_shape).numel()
+        first = self._layers[0]
+        columns = first.weights.weight.shape[1] if first.joined else self._features
+        self._x = torch.zeros(width, columns)
+        if first.joined:
+            self._x[:, self._features] = 1.0
+        self._scores_gradient = torch.empty(width, self._classes)
+        self._frames: dict[int, list[_Step]] = {}
+
+    def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
+        layer, width = made.layer, self.width
+        if isinstance(layer, Dropout):
+            return
+        made.weights = Tensors(layer, made.image, made.joined)
+        made.into = made.weights
+        self.weights |= made.weights.named
+        if with_gradients:
+            made.into = Tensors(layer, made.image, made.joined)
+            self.gradients |= made.into.named
+        if isinstance(layer, Conv):
+            if layer.pool:
+                made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
+            return
+        made.gradient = torch.empty(width, layer.inputs)
+        # The next dense layer may read a column of ones beside the values.
+        after = next((m for m in self._layers[number + 1 :] if isinstance(m.layer, Dense)), None)
+        columns = layer.outputs
+        if after is not None and after.joined:
+            columns = -(-(layer.outputs + 1) // _ALIGN) * _ALIGN
+        made.out = torch.zeros(width, columns)
+        made.out[:, layer.outputs : layer.outputs + 1] = 1.0
+
+    def step(
+        self,
+        inputs: torch.Tensor,
+        batch: torch.Tensor,
+        onehot: torch.Tensor,
+        update: Update,
+        masks: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Take one step on the samples `batch` of `inputs` [all samples, features].
+
+        Returns the scores before the step, in memory that the next step uses again.
+        """
+        size = len(batch)
+        steps = self._frames.get(size) or self._frame(size)
+        x = self._gathered(inputs, batch)
+        if masks:
+            dropouts = (step for step in steps if isinstance(step, _DropoutStep))
+            for dropout, mask in zip(dropouts, masks, strict=True):
+                dropout.draw(mask)
+        for step in steps:
+            x = step.forward(x)
+        d: torch.Tensor | None = self._scores_gradient[:size]
+        torch.softmax(x, 1, out=d)
+        assert d is not None
+        d.sub_(onehot)
+        for step in reversed(steps):
+            if d is not None:
+                d = step.backward(d, update)
+        return x
+
+    def _gathered(self, inputs: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        x = self._x[: len(batch)]
+        torch.index_select(inputs, 0, batch, out=x[:, : self._features])
+        if not self.starts_with_image:
+            return x
+        high, wide, channels = self._input_shape
+        image = x.view(len(x), channels, high, wide).permute(0, 2, 3, 1).contiguous()
+        # Named strides: of one channel torch could not tell where it lies.
+        strides = (high * wide * channels, 1, wide * channels, channels)
+        return image.as_strided((len(x), channels, high, wide), strides)
+
+    def _frame(self, size: int) -> list[_Step]:
+        frame = self._frames[size] = [_STEPS[type(made.layer)](made, size) for made in self._layers]
+        return frame
+
+
+_STEPS: dict[type, Any] = {Conv: _ConvStep, Dense: _DenseStep, Dropout: _DropoutStep}
+
+
+def check_layers(plan: Plan) -> None:
+    """Raise NoPlanError for a plan with a layer that is not written here."""
+    for layer in plan.layers:
+        if type(layer) not in _STEPS:
+            raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
+
+
+def _made(plan: Plan) -> list[_Layer]:
+    """Return the layers, told what they read."""
+    layers: list[_Layer] = []
+    image: tuple[int, ...] | None = None
+    behind_image = False
+    for number, layer in enumerate(plan.layers):
+        made = _Layer(layer, first=number == 0)
+        if isinstance(layer, Conv):
+            image, behind_image = layer.shape, True
+        elif isinstance(layer, Dense):
+            made.image = image if behind_image else None
+            made.joined = not behind_image and layer.bias is not None
+            behind_image = False
+        layers.append(made)
+    return layers

@@ -1,0 +1,188 @@
+"""Steps by hand on a CPU: the same updates as autograd's, the same random streams."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedquilt.learning import FlatModel, LocalSettings, Task
+from fedquilt.learning.batched import BatchedEngine
+from fedquilt.learning.cpu_training import CpuTraining, hand_training
+from fedquilt.learning.draws import ClientDraws
+from fedquilt.learning.local import SequentialEngine, find_draws
+from fedquilt.learning.optimizers import ClientOptimizer
+from fedquilt.learning.plan import NoPlanError, is_interpreted
+from fedquilt.models import MLP, DigitsModel, Linear
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="kernels stand in for this there")
+
+
+def cnn() -> nn.Module:
+    """Two convolutions, dropout of channels, of an image and of a vector."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.MaxPool2d(2)),
+        *(nn.Dropout2d(0.25), nn.Flatten(), nn.Dropout(0.3), nn.Linear(72, 12), nn.ReLU()),
+        *(nn.Dropout(0.5), nn.Linear(12, 5, bias=False), nn.LogSoftmax(1)),
+    )
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: MLP((1, 4, 4), 5, hidden=8), (1, 4, 4)),
+    "linear": (lambda: Linear((1, 4, 4), 5), (1, 4, 4)),
+    "deep": (
+        lambda: nn.Sequential(
+            *(nn.Linear(7, 9, bias=False), nn.ReLU(), nn.Dropout(0.4), nn.Linear(9, 6)),
+            *(nn.ReLU(), nn.Linear(6, 5)),
+        ),
+        (7,),
+    ),
+    "digits": (lambda: DigitsModel(5), (1, 8, 8)),
+    "cnn": (cnn, (2, 8, 8)),
+}
+RULES = {
+    "plain": {},
+    "fedprox": {"fedprox_mu": 0.5},
+    "momentum": {"optimizer": ClientOptimizer("sgd", momentum=0.9, weight_decay=0.01)},
+    "clip": {"optimizer": ClientOptimizer("sgd", gradient_clip=0.1)},
+}
+SIZES = [9, 4, 0, 1]
+COHORT = [3, 0, 2, 1]
+
+
+def make_task(shape: tuple[int, ...], sizes: list[int] = SIZES, seed: int = 0) -> Task:
+    random = np.random.default_rng(seed)
+    count = sum(sizes)
+    inputs = torch.from_numpy(random.standard_normal((count, *shape), dtype=np.float32))
+    targets = torch.from_numpy(random.integers(0, 5, count))
+    return Task(inputs, targets, np.split(np.arange(count), np.cumsum(sizes)[:-1]))
+
+
+def how(**changes: Any) -> LocalSettings:
+    return LocalSettings(**{"epochs": 2, "batch_size": 4, "fedprox_mu": 0.0, "seed": 1} | changes)
+
+
+def trained(engine: Any, model: nn.Module, cohort: list[int] = COHORT) -> dict[int, Any]:
+    start = FlatModel(model).read().clone()
+    return {u.client: u for u in engine.train(start, cohort, 3, 0.1)}
+
+
+def by_hand(model: nn.Module, task: Task, settings: LocalSettings) -> BatchedEngine:
+    engine = BatchedEngine(model, task, settings)
+    assert engine._by_hand is not None
+    return engine
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_by_hand_are_those_of_the_sequential_engine(name: str, rule: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    model, task, settings = make(), make_task(shape), how(**RULES[rule])
+    wanted = trained(SequentialEngine(model, task, settings), model)
+    got = trained(by_hand(model, task, settings), model)
+    assert list(got) == list(wanted) == COHORT
+    for client, update in wanted.items():
+        far = (got[client].delta - update.delta).norm()
+        assert far <= 1e-5 * update.delta.norm(), client
+        assert got[client].loss == pytest.approx(update.loss, rel=1e-5, nan_ok=True)
+        assert got[client].num_examples == update.num_examples
+
+
+def test_a_client_computes_the_same_bits_whoever_was_trained_before() -> None:
+    model = cnn()
+    alone = trained(by_hand(model, make_task((2, 8, 8)), how()), model, [1])[1].delta
+    other = make_task((2, 8, 8), [2, 4, 11, 7], seed=5)
+    task = make_task((2, 8, 8))
+    inputs, targets = other.inputs.clone(), other.targets.clone()
+    inputs[other.clients[1]] = task.inputs[task.clients[1]]
+    targets[other.clients[1]] = task.targets[task.clients[1]]
+    engine = by_hand(model, Task(inputs, targets, other.clients), how())
+    for cohort in ([2, 0, 1], [1, 3]):
+        assert torch.equal(trained(engine, model, cohort)[1].delta, alone)
+
+
+def test_left_out_labels_are_trained_by_autograd() -> None:
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [6, 5])
+    task.targets[[1, 2]] = -100
+    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1])
+    got = trained(by_hand(model, task, how()), model, [0, 1])
+    for client in (0, 1):
+        assert torch.allclose(got[client].delta, wanted[client].delta, rtol=1e-5, atol=1e-7)
+
+
+def test_a_label_out_of_range_is_an_error_or_nothing_at_all() -> None:
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [6, 5])
+    task.targets[0] = 7
+    with pytest.raises(IndexError, match="7"):
+        trained(by_hand(model, task, how()), model, [0, 1])
+    got = trained(by_hand(model, task, how(silent=True)), model, [0, 1])
+    assert got[0].delta.isnan().all()
+    assert got[1].delta.isfinite().all()
+
+
+class Counting(nn.Module):
+    """Counts its passes where torch.fx follows them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(7, 5)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        scores: torch.Tensor = self.fc(x) * self.passes
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "changes", "reason"),
+    [
+        (Counting(), (7,), {}, "standard layer"),
+        (nn.Sequential(nn.Linear(7, 5).double()), (7,), {}, "float32"),
+        (nn.Linear(7, 5), (7,), {"batch_size": 5000}, "above 1024"),
+    ],
+    ids=["layer", "type", "batch"],
+)
+def test_what_has_no_steps_by_hand_says_why(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    changes: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    task = make_task(shape)
+    if reason == "float32":
+        task = Task(task.inputs.double(), task.targets, task.clients)
+    flat = FlatModel(model, task.public().inputs)
+    flat.remember()
+    with caplog.at_level(logging.INFO):
+        assert hand_training(flat, task, how(**changes), None) is None
+    assert reason in caplog.text
+    assert getattr(flat.module, "passes", 0) == 0
+
+
+def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedquilt.learning import cpu_training
+
+    make = cpu_training.make_plan
+
+    def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:
+        plan = make(module, sample)
+        layers = tuple(type(x)(x.weight, x.bias, x.inputs, x.outputs) for x in plan.layers)  # type: ignore
+        return type(plan)(layers, plan.weights, plan.input_shape)
+
+    monkeypatch.setattr(cpu_training, "make_plan", forgetful)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
+    task = make_task((7,))
+    flat = FlatModel(model, task.public().inputs)
+    flat.remember()
+    draws: ClientDraws | None = find_draws(flat, task.public())
+    with pytest.raises(NoPlanError, match="away from autograd"):
+        CpuTraining(flat, task, how(), draws)

@@ -1,0 +1,99 @@
+"""A cohort on several devices: here two processes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
+from fedquilt.config import RunConfig
+from fedquilt.experiment import run_in_memory
+from fedquilt.learning import FlatModel, LocalSettings, Task
+from fedquilt.learning.devices import DevicesEngine, deal, parse_devices
+from fedquilt.learning.local import SequentialEngine
+from fedquilt.models import DigitsModel
+from run_samples import tiny
+
+SIZES = [9, 4, 0, 1, 6, 7, 3, 8, 2, 5, 4, 4]
+CPUS = [torch.device("cpu")] * 2
+
+
+def make_task() -> Task:
+    random = np.random.default_rng(0)
+    count = sum(SIZES)
+    inputs = torch.from_numpy(random.standard_normal((count, 1, 8, 8), dtype=np.float32))
+    targets = torch.from_numpy(random.integers(0, 10, count))
+    return Task(inputs, targets, np.split(np.arange(count), np.cumsum(SIZES)[:-1]))
+
+
+HOW = LocalSettings(epochs=1, batch_size=4, fedprox_mu=0.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[DevicesEngine]:
+    torch.manual_seed(0)
+    made = DevicesEngine(DigitsModel(), make_task(), HOW, CPUS)
+    yield made
+    made.close()
+
+
+@pytest.mark.processes
+def test_two_devices_train_as_one_does(engine: DevicesEngine) -> None:
+    torch.manual_seed(0)
+    model = DigitsModel()
+    start = FlatModel(model).read().clone()
+    alone = SequentialEngine(model, make_task(), HOW)
+    for round_index, cohort in enumerate([list(range(12)), [5, 2, 9], [3]]):
+        wanted = list(alone.train(start, cohort, round_index, 0.1))
+        got = list(engine.train(start, cohort, round_index, 0.1))
+        assert [u.client for u in got] == cohort
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert (ours.delta - theirs.delta).norm() <= 1e-5 * theirs.delta.norm()
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, nan_ok=True)
+            assert ours.num_examples == theirs.num_examples
+
+
+@pytest.mark.processes
+def test_an_error_on_a_device_is_raised_here_and_a_closed_engine_says_so() -> None:
+    task = make_task()
+    task.targets[task.clients[4][0]] = 77
+    engine = DevicesEngine(DigitsModel(), task, HOW, CPUS)
+    start = FlatModel(DigitsModel()).read().clone()
+    with pytest.raises(WorkerError, match=r"device cpu failed: .*77"):
+        list(engine.train(start, range(12), 0, 0.1))
+    engine.close()
+    with pytest.raises(NotReadyError, match="closed"):
+        next(engine.train(start, [0], 0, 0.1))
+
+
+@pytest.mark.processes
+def test_a_run_on_two_devices_is_the_run_on_one() -> None:
+    plain = run_in_memory(tiny(mode="fedavg", engine="sequential", num_rounds=2))
+    shared = run_in_memory(tiny(mode="fedavg", devices="cpu,cpu", num_rounds=2))
+    for name, tensor in plain.state_dict.items():
+        assert torch.allclose(shared.state_dict[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_clients_are_dealt_by_size() -> None:
+    dealt = deal(list(range(12)), SIZES, 2)
+    loads = [sum(SIZES[client] for client in hand) for hand in dealt]
+    assert sorted(client for hand in dealt for client in hand) == list(range(12))
+    assert abs(loads[0] - loads[1]) <= 1
+
+
+@pytest.mark.parametrize("names", ["cpu,,cpu", "gpu", "meta", "cuda:99"])
+def test_devices_that_are_none_are_refused(names: str) -> None:
+    with pytest.raises(InvalidValueError, match="devices="):
+        parse_devices(names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"engine": "processes"}, "'auto' or 'batched'"), ({"method": "heterofl"}, "left out")],
+)
+def test_settings_that_devices_do_not_go_with(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(InvalidValueError, match=reason):
+        RunConfig(mode="fedavg", devices="cpu,cpu", **changes)  # type: ignore[arg-type]
