@@ -48,13 +48,13 @@ def test_tables_in_four_formats(folder: Path, cli: Cli) -> None:
     assert tex.count(r"\multicolumn") == 3
 
 
-@pytest.mark.parametrize("ending", ["pdf", "svg"])
-def test_every_figure_takes_several_runs(folder: Path, cli: Cli, ending: str) -> None:
-    said = cli("compare", folder, "-o", "out", "--figures", "all", "--format", ending, "--json")
+@pytest.mark.parametrize(("ending", "figures"), [("pdf", "all"), ("svg", "training,paper")])
+def test_every_figure_takes_several_runs(folder: Path, cli: Cli, ending: str, figures: str) -> None:
+    said = cli("compare", folder, "-o", "out", "--figures", figures, "--format", ending, "--json")
     names = [Path(path).name for path in said.json()["figures"]]
-    assert names[:2] == [f"comparison.{ending}", f"training.{ending}"]
+    assert f"training.{ending}" in names[:2]
     assert names[-2:] == [f"figure2_accuracy.{ending}", f"figure3_privacy_by_group.{ending}"]
-    assert sum(name.startswith("seeds_") for name in names) == 4
+    assert sum(name.startswith("seeds_") for name in names) == (4 if figures == "all" else 0)
     for name in names:
         content = Path("out", name).read_bytes()
         if ending == "pdf":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ from fedquilt.report.style import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
 
 

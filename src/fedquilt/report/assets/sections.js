@@ -128,9 +128,9 @@ const did = (run) => (run.roster_is === "available" ? "were available" : "joined
 
 function tiersTable(run) {
   if (!run.slices) return null;
-  const seen = (run.look && run.look.tiers) || {}, measured = (t) => (t.test && t.test.accuracy) ?? seen[String(t.width)] ?? null;
+  const seen = (run.look && run.look.tiers) || {};
   const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", "test accuracy"].map((name) => ({ name, kind: "number" }))];
-  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number(measured(t))]);
+  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number((t.test && t.test.accuracy) ?? seen[String(t.width)] ?? null)]);
   return [el("h3", {}, `Tiers (${run.slices.method})`), table(columns, rows, "Tiers")];
 }
 
@@ -151,22 +151,23 @@ function groupTable(run) {
     epsilons ? bound(mean(ids, epsilons)) : "-", epsilons ? bound(Math.max(...ids.map((i) => (epsilons[i] === "inf" ? Infinity : epsilons[i])))) : "-"]), "Groups by participation")];
 }
 
+function groupsSection(run) {
+  const look = run.look, parts = [groupTable(run), tiersTable(run)], charts = [tiersChart(run)].filter(Boolean);
+  if (look && look.classes) charts.push(barChart({ title: "Test accuracy by class", note: "Of the released model, on data that no client holds.", xLabel: "class", yRange: [0, 1], bars: look.classes.map((c) => ({ label: String(c.label), value: c.accuracy })) }));
+  if (run.holdings && run.holdings.counts) charts.push(holdingsChart(run.holdings));
+  if (run.holdings && run.holdings.missing) parts.push(el("p", { class: "note" }, `What clients hold: ${run.holdings.missing}`));
+  if (look && look.missing) parts.push(el("p", { class: "note" }, `No second look at the model: ${look.missing}`));
+  parts.push(measuredTable(run));
+  if (!run.private) parts.push(el("p", { class: "note" }, "What clients hold is not shown: it is covered by no statement. The owner sees it with --private."));
+  return [parts, charts.length ? el("div", { class: "charts" }, charts) : null];
+}
+
 // What clients measured on samples of their own, by group: for the owner.
 function measuredTable(run) {
   if (!run.measured) return null;
   const columns = [{ name: "group" }, ...["accuracy, mean", "worst decile", "Gini"].map((name) => ({ name, kind: "number" }))];
   return [el("h3", {}, `What clients measured after round ${run.measured.rounds} on their own samples (private)`),
     table(columns, run.measured.groups.map((g) => [g.name, ...[g.mean, g.worst, g.gini].map((v) => number(v))]), "Accuracy by group")];
-}
-
-function groupsSection(run) {
-  const look = run.look, parts = [groupTable(run), tiersTable(run), measuredTable(run)], charts = [tiersChart(run)].filter(Boolean);
-  if (look && look.classes) charts.push(barChart({ title: "Test accuracy by class", note: "Of the released model, on data that no client holds.", xLabel: "class", yRange: [0, 1], bars: look.classes.map((c) => ({ label: String(c.label), value: c.accuracy })) }));
-  if (run.holdings && run.holdings.counts) charts.push(holdingsChart(run.holdings));
-  if (run.holdings && run.holdings.missing) parts.push(el("p", { class: "note" }, `What clients hold: ${run.holdings.missing}`));
-  if (look && look.missing) parts.push(el("p", { class: "note" }, `No second look at the model: ${look.missing}`));
-  if (!run.private) parts.push(el("p", { class: "note" }, "What clients hold is not shown: it is covered by no statement. The owner sees it with --private."));
-  return [parts, charts.length ? el("div", { class: "charts" }, charts) : null];
 }
 
 function imagesSection(run, state) {
