@@ -39,6 +39,7 @@ ORDER: tuple[set[str], ...] = (
     {"experiment"},
     {"quapfl", "fednum", "audit", "flower", "report", "views", "bench"},
     {"watch", "sweep"},
+    {"reproduce"},
     DOCUMENTS,
     {"cli"},
     {"", "__main__"},  # the package itself loads what it names when it is asked for

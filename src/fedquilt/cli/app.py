@@ -20,6 +20,7 @@ from fedquilt.cli.flower import flower
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.report import report
+from fedquilt.cli.reproduce import reproduce
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
 from fedquilt.cli.sweep import sweep
@@ -48,6 +49,7 @@ app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)
 app.command()(bench)
+app.command()(reproduce)
 app.add_typer(flower)
 
 

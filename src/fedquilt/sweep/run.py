@@ -9,7 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ def run_sweep(
     jobs: int = 1,
     tracker: str = "none",
     progress: Progress | None = None,
+    only: Collection[int] | None = None,
 ) -> Table:
     """Run what is left of a sweep; with a plan, begin it.
 
@@ -47,6 +48,8 @@ def run_sweep(
         Trackers that every run also logs to, joined by commas.
     progress
         Called with the number of points that have ended and of all.
+    only
+        Numbers of the points that run now; the others go on waiting.
     """
     checks.integer("jobs", jobs, at_least=1)
     with storage_errors(folder):
@@ -63,7 +66,7 @@ def run_sweep(
         table = Table(folder, plan)
         table.prepare()
         workers = [_Worker(tracker) for _ in range(1 if _on_ledger(plan) else jobs)]
-        _run_all(folder, plan, table, workers, progress)
+        _run_all(folder, plan, table, workers, progress, only)
         return table
 
 
@@ -79,9 +82,15 @@ def _on_ledger(plan: Plan) -> bool:
 
 
 def _run_all(
-    folder: Path, plan: Plan, table: Table, workers: list[_Worker], progress: Progress | None
+    folder: Path,
+    plan: Plan,
+    table: Table,
+    workers: list[_Worker],
+    progress: Progress | None,
+    only: Collection[int] | None = None,
 ) -> None:
     left = [point for point in table.waiting() if not _take(table, folder, point)]
+    left = [point for point in left if only is None or point.number in only]
     waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
     for point in left:
         waiting.put(point)

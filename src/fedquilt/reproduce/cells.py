@@ -1,0 +1,200 @@
+"""Cells of a paper's tables: each is one run, kept as a small file with its configuration.
+
+A kept file counts for a cell only when the configuration is the same: a changed table runs its
+changed cells again.  What only says where and how fast a run computes (`HOW`) is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt._version import __version__
+from fedquilt.common.errors import DataError
+from fedquilt.common.shapes import ANY_NUMBER, COUNT, TEXT, Listed, Table, check
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import NOTE_BYTES, read_json
+from fedquilt.config import plain_config
+from fedquilt.report.groups import consumption_by_group
+from fedquilt.run_folder import RunFolder, finite
+from fedquilt.sweep import Plan, Point, run_sweep
+
+HOW = ("device", "engine", "precision", "data_dir", "no_download", "output_dir")
+"""Options of where and how fast a run computes."""
+
+_CURVE_POINTS = 41
+_KEPT = Table(
+    {
+        "cell": TEXT,
+        "config": Table({}),
+        "accuracy": ANY_NUMBER,
+        "rounds": COUNT,
+        "curve": Table({"rounds": Listed(COUNT), "accuracy": Listed(ANY_NUMBER)}),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: its name, which is its file's, and its settings, complete but for `HOW`."""
+
+    name: str
+    settings: Mapping[str, Any]
+    seed: int
+
+    def config(self) -> dict[str, Any]:
+        """Return the whole configuration of the run, without `HOW`."""
+        whole = plain_config({**self.settings, "seed": self.seed}).as_dict()
+        return {key: value for key, value in whole.items() if key not in HOW}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a finished cell."""
+
+    record: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last model, on the test data; NaN where it is not finite."""
+        value = self.record["accuracy"]
+        return float("nan") if value is None else float(value)
+
+
+def kept_path(folder: Path, cell: Cell) -> Path:
+    """Return where a cell is kept."""
+    return folder / f"{cell.name}.json"
+
+
+def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
+    """Return the cells that are kept with their present configuration, by name."""
+    found = {}
+    for cell in cells:
+        path = kept_path(folder, cell)
+        if path.is_file():
+            record = read_json(path, DataError, NOTE_BYTES)
+            check(record, _KEPT, path, DataError)
+            if record["config"] == json.loads(json.dumps(cell.config())):
+                found[cell.name] = Kept(record)
+    return found
+
+
+def run_cells(
+    folder: Path,
+    cells: Sequence[Cell],
+    work: Path,
+    how: Mapping[str, Any],
+    *,
+    jobs: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Kept]:
+    """Run the cells that are not kept, several at a time, and keep each as it ends.
+
+    Parameters
+    ----------
+    folder
+        Where cells are kept.
+    cells
+        All cells; those with a kept file are not run.
+    work
+        Where runs are made; one that was killed goes on from its last checkpoint.
+    how
+        Options among `HOW`.
+    jobs
+        Runs at the same time, each with one thread.
+    progress
+        Called with the number of cells that are kept, and of all.
+    """
+    points = tuple(
+        Point(number, {**cell.settings, **how}, cell.seed) for number, cell in enumerate(cells)
+    )
+    plan = Plan({}, (), points)
+    # Other cells, or other options, are another sweep.
+    named = json.dumps(
+        [[cell.name, point.settings] for cell, point in zip(cells, points, strict=True)]
+    )
+    place = work / hashlib.sha256(named.encode()).hexdigest()[:12]
+    missing = [n for n, cell in enumerate(cells) if cell.name not in kept_cells(folder, cells)]
+
+    def keep(ended: int = 0, total: int = 0) -> None:
+        for number in list(missing):
+            if _keep(folder, cells[number], place / points[number].name):
+                missing.remove(number)
+        if progress is not None:
+            progress(len(cells) - len(missing), len(cells))
+
+    if missing:
+        table = run_sweep(place, plan, jobs=jobs, progress=keep, only=list(missing))
+        keep()
+        refused = [row["message"] for row in table.rows() if row["state"] == "refused"]
+        if refused:
+            raise DataError(f"{len(refused)} cells could not run: {refused[0]}")
+    return kept_cells(folder, cells)
+
+
+def _keep(folder: Path, cell: Cell, place: Path) -> bool:
+    """Keep a cell whose run has ended; tell whether it had."""
+    for path in sorted(place.glob("*/config.toml")):
+        run = RunFolder.open(path.parent)
+        result = run.read_result()
+        if result is not None:
+            lines = run.read_rounds(result["rounds"])
+            record = _record(cell, result, lines)
+            text = json.dumps(finite(record), indent=1, allow_nan=False)
+            write_file(kept_path(folder, cell), f"{text}\n".encode(), parents=True)
+            return True
+    return False
+
+
+def _record(
+    cell: Cell, result: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what is kept of a run: its end, its curve, who spent what, how noise stood."""
+    history, metadata = result["history"], result["metadata"]
+    used = metadata["hyperparameters"]
+    return {
+        "cell": cell.name,
+        "version": __version__,
+        "config": cell.config(),
+        "how": {key: used.get(key) for key in ("device", "engine", "precision")},
+        "accuracy": metadata["final_accuracy"],
+        "loss": metadata["final_loss"],
+        "rounds": result["rounds"],
+        "claimed_epsilon": result["statement"]["epsilon_max"],
+        "mean_cohort": float(np.mean([len(line["cohort"]) for line in lines])),
+        "seconds": round(sum(line.get("seconds") or 0.0 for line in lines), 1),
+        "noise_to_signal": _noise_to_signal(lines),
+        "curve": {"rounds": history["evaluation_rounds"], "accuracy": history["test_accuracy"]},
+        **_groups(history, used["num_clients"]),
+    }
+
+
+def _noise_to_signal(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the median over the rounds of the noise's length over the mean update's."""
+    ratios = [
+        line["noise_norm"] / line["signal_norm"]
+        for line in lines
+        if line.get("noise_norm") and line.get("signal_norm")
+    ]
+    return float(np.median(ratios)) if ratios else None
+
+
+def _groups(history: Mapping[str, Any], num_clients: int) -> dict[str, Any]:
+    """Return the nominal budgets of the most and the least frequent fifth, thinned."""
+    if not any(value is not None for value in history["privacy_budgets"]):
+        return {}
+    most, least = consumption_by_group(history, num_clients)
+    at = np.unique(np.linspace(0, len(most.mean) - 1, _CURVE_POINTS).astype(int))
+    return {
+        "groups": {
+            "rounds": (at + 1).tolist(),
+            "most": [round(float(v), 5) for v in most.mean[at]],
+            "least": [round(float(v), 5) for v in least.mean[at]],
+        }
+    }

@@ -1,0 +1,63 @@
+"""Which papers can be run again, and their place on the page of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import NOTE_BYTES, read_json
+from fedquilt.reproduce import quap_fl, quap_fl_page
+from fedquilt.reproduce.cells import Cell, Kept, kept_cells
+
+BYTES_FILE = "table1.json"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One paper: its cells, and its section of the page from what is kept of them."""
+
+    parts: tuple[str, ...]
+    scales: tuple[str, ...]
+    cells: Callable[[str, Sequence[str]], list[Cell]]
+    markdown: Callable[[str, Path, str], str]
+
+
+def count_bytes(folder: Path) -> None:
+    """Keep what a client of ResNet-18 sends in each mode (Table 1 of QuAP-FL)."""
+    if not (folder / BYTES_FILE).is_file():
+        sent = {mode: quap_fl.bytes_sent(mode) for mode in quap_fl.MODES}
+        write_file(folder / BYTES_FILE, f"{json.dumps(sent)}\n".encode(), parents=True)
+
+
+def _quap_fl(scale: str, folder: Path, figure: str) -> str:
+    """Return the section of a scale; with a name for it, the figure is drawn in the folder."""
+    kept: Mapping[str, Kept] = kept_cells(folder, quap_fl.cells(scale))
+    sent: dict[str, int] = {}
+    if (folder / BYTES_FILE).is_file():
+        read = read_json(folder / BYTES_FILE, DataError, NOTE_BYTES)
+        if set(read) != set(quap_fl.MODES) or not all(type(v) is int for v in read.values()):
+            raise DataError(f"{folder / BYTES_FILE} must say the bytes of every mode")
+        sent = read
+    if figure and not (folder / "figures.png").is_file():
+        figure = ""
+    return quap_fl_page.markdown(scale, kept, sent, figure)
+
+
+PAPERS: dict[str, Paper] = {
+    "quap-fl": Paper(quap_fl.PARTS, quap_fl.SCALES, quap_fl.cells, _quap_fl),
+}
+"""What `fedquilt reproduce` knows, by name."""
+
+
+def write_page(page: Path, paper: str, scale: str, text: str) -> None:
+    """Put a section between its marks on a page: `<!-- results: quap-fl small -->`."""
+    begin, end = f"<!-- results: {paper} {scale} -->", f"<!-- end: {paper} {scale} -->"
+    written = page.read_text()
+    if written.count(begin) != 1 or written.count(end) != 1:
+        raise InvalidValueError(f"page={str(page)!r} must have {begin} and {end}, each once")
+    head, rest = written.split(begin)
+    write_file(page, f"{head}{begin}\n\n{text}\n{end}{rest.split(end)[1]}".encode())

@@ -1,0 +1,132 @@
+"""`fedquilt reproduce quap-fl`: the paper's cells, kept, beside what it prints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt.config import PRESETS
+from fedquilt.errors import DataError, InvalidValueError
+from fedquilt.reproduce import PAPERS, kept_cells, quap_fl, run_cells, write_page
+from fedquilt.reproduce.cells import HOW, Cell
+from fedquilt.reproduce.papers import BYTES_FILE
+
+Cli = Callable[..., Any]
+TINY = {"num_rounds": 2, "eval_every": 1, "local_epochs": 1, "num_clients": 6}
+PLACE = Path("reproduction/quap-fl/small")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of six clients, one seed."""
+    for name in ("paper-mnist", "paper-cifar10"):
+        monkeypatch.setitem(PRESETS, name, {**PRESETS[name], **TINY, "clients_per_round": 3})
+    one = quap_fl.Scale({"mnist": "digits"}, (0,), (0,))
+    monkeypatch.setitem(quap_fl.SIZES, "small", one)
+    monkeypatch.setattr(quap_fl, "bytes_sent", lambda mode: 44_695_848)
+
+
+def test_the_cells_are_the_papers_experiments() -> None:
+    full = {cell.name: cell for cell in quap_fl.cells("full")}
+    assert len(full) == 84
+    assert len([name for name in full if name.startswith("table2")]) == 2 * 3 * 3
+    cell = full["table2-mnist-quap_fl-seed0"]
+    assert {key: cell.config()[key] for key in PRESETS["paper-mnist"]} == PRESETS["paper-mnist"]
+    assert not cell.config()["early_stopping"]
+    rows = quap_fl.table3("full")
+    assert len(rows) == 8
+    assert set(quap_fl.TABLE_3) <= set(rows)
+    plain = rows[False, False, False][0].config()
+    assert (plain["budget_alpha"], plain["min_clip"], plain["noise_layers"]) == (0.0, 1.0, "all")
+    assert rows[True, True, True][0].name == "table2-mnist-quap_fl-seed0"
+    configs = [json.dumps(cell.config(), sort_keys=True) for cell in full.values()]
+    assert len(configs) == len(set(configs)), "no run is done twice"
+
+
+@pytest.mark.usefixtures("tiny", "here")
+def test_a_table_with_ours_beside_theirs(cli: Cli) -> None:
+    said = cli("reproduce", "quap-fl", "--only", "table1,table2", "--jobs", "1", "--quiet")
+    assert said.code == 0, said.err
+    assert "| digits for MNIST | QuAP-FL | 93.30 ± 0.10 | " in said.out
+    assert "| FedAvg | 44.6 MB, 1.00x | 44.7 MB, 1.00x |" in said.out
+    assert "stopped: at the first evaluation on the test set" in said.out
+    cells = {f"table2-digits-{mode}-seed0.json" for mode in quap_fl.MODES}
+    assert {path.name for path in PLACE.iterdir()} == {"figures.png", BYTES_FILE, *cells}
+    record = json.loads((PLACE / "table2-digits-quap_fl-seed0.json").read_text())
+    assert record["config"]["num_rounds"] == record["rounds"] == 2
+    assert record["claimed_epsilon"] == "inf"
+    assert record["curve"]["rounds"] == [1, 2]
+    assert record["noise_to_signal"] > 1
+    assert len((PLACE / "table2-digits-quap_fl-seed0.json").read_bytes()) < 20_000
+    # Finished cells are kept: nothing is left to run, wherever the runs have gone.
+    shutil.rmtree("results")
+    again = cli("reproduce", "quap-fl", "--only", "table2", "--jobs", "1", "--quiet")
+    assert again.code == 0
+    assert not Path("results").exists()
+    assert "| digits for MNIST | QuAP-FL |" in again.out
+
+
+def small_cell(**changes: Any) -> Cell:
+    settings = {**quap_fl.settings("small", "mnist", "fedavg"), **TINY, "clients_per_round": 2}
+    return Cell("one", {**settings, **changes}, 0)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_kept_cell_counts_only_for_its_configuration() -> None:
+    folder, work = Path("kept"), Path("work")
+    cell = small_cell()
+    assert set(run_cells(folder, [cell], work, {})) == {"one"}
+    assert set(kept_cells(folder, [cell])) == {"one"}
+    assert kept_cells(folder, [small_cell(learning_rate=0.5)]) == {}
+    assert {"device", "engine"} <= set(HOW)
+    assert not set(HOW) & set(cell.config())
+    path = folder / "one.json"
+    path.write_text(path.read_text().replace('"accuracy"', '"acuracy"'))
+    with pytest.raises(DataError, match="accuracy"):
+        kept_cells(folder, [cell])
+
+
+@pytest.mark.usefixtures("here")
+def test_a_cell_that_cannot_run_says_why() -> None:
+    with pytest.raises(DataError, match=r"1 cells could not run: .*nowhere"):
+        run_cells(Path("kept"), [small_cell()], Path("work"), {"data_dir": "nowhere"})
+
+
+def test_sections_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n<!-- results: quap-fl small -->\nold\n<!-- end: quap-fl small -->\nB\n")
+    write_page(page, "quap-fl", "small", "new")
+    text = page.read_text()
+    assert "old" not in text
+    assert text.endswith("new\n<!-- end: quap-fl small -->\nB\n")
+    with pytest.raises(InvalidValueError, match="each once"):
+        write_page(page, "quap-fl", "full", "new")
+
+
+def test_mistakes_are_found_before_anything_runs(cli: Cli) -> None:
+    for arguments, words in (
+        (["quapfl"], "paper='quapfl' must be"),
+        (["quap-fl", "--scale", "huge"], "scale='huge' must be"),
+        (["quap-fl", "--only", "table9"], "only='table9' must be"),
+        (["quap-fl", "--engine", "steam"], "engine='steam' must be"),
+    ):
+        said = cli("reproduce", *arguments)
+        assert said.code == 2
+        assert words in said.err
+    assert "quap-fl" in PAPERS
+
+
+@pytest.mark.parametrize("scale", quap_fl.SCALES)
+def test_the_page_shows_what_is_kept(scale: str) -> None:
+    root = Path(__file__).resolve().parents[2] / "docs"
+    folder = root / "reproduction" / "quap-fl" / scale
+    if not list(folder.glob("table2-*.json")):
+        pytest.skip(f"no {scale} run is kept")
+    figure = f"reproduction/quap-fl/{scale}/figures.png"
+    text = PAPERS["quap-fl"].markdown(scale, folder, figure)
+    assert text in (root / "reproduction.md").read_text()
