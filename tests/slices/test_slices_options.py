@@ -14,6 +14,7 @@ from torch import nn
 import fedquilt
 from fedquilt.assemble import build_method
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import build_config, plain_config
 from fedquilt.models import ExitNet
 from fedquilt.round import run_round
 from fedquilt.slices.depth import exits_loss, ramp
@@ -26,7 +27,7 @@ from run_samples import tiny
 
 
 def test_rows_of_absent_classes_are_left_out_of_the_mean() -> None:
-    sample = federation(method="heterofl", tiers="1")
+    sample = federation(method="heterofl", tiers="1", absent_classes="leave_out")
     place = sample.method.place(0, 0)  # its three samples are of class 1
     assert isinstance(place, WithoutRows)
     assert place.left_out == (0, 2)
@@ -45,6 +46,15 @@ def test_rows_of_absent_classes_are_left_out_of_the_mean() -> None:
 def test_under_a_bound_what_is_held_does_not_follow_data(settings: dict[str, str]) -> None:
     method = build_method(*problem(**{"method": "heterofl", **settings}))
     assert all(isinstance(method.place(client, 0), SliceMap) for client in range(6))
+
+
+def test_leaving_rows_out_is_usual_where_nothing_is_claimed() -> None:
+    """New runs as the authors do; a file that does not name it means what it meant."""
+    assert build_config({"method": "heterofl"}).absent_classes == "leave_out"
+    assert build_config({"method": "heterofl", "mode": "certified"}).absent_classes == "average"
+    assert plain_config({"method": "heterofl", "mode": "fedavg"}).absent_classes == "average"
+    with pytest.raises(InvalidValueError, match="under a bound no divisor may"):
+        tiny(method="heterofl", mode="certified", absent_classes="leave_out")
 
 
 def test_a_sum_of_two_heads_has_no_rows_of_its_own() -> None:

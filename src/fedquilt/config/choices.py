@@ -41,6 +41,8 @@ OWN_LOSS_METHODS = ("fjord", "depthfl")
 """Methods whose local loss only the sequential engine can train."""
 NARROW_METHODS = ("heterofl", "fedrolex", "fjord", "dropout", "mfl")
 """Methods in which clients hold fewer units of a layer; their BatchNorm is static."""
+ABSENT_CLASSES = ("average", "leave_out")
+"""What HeteroFL does with output rows of classes that a client lacks."""
 NORM_STATISTICS = ("clients", "server")
 """Whose inputs give static BatchNorm its statistics."""
 

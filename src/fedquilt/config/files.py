@@ -186,6 +186,8 @@ def _usual(
             usual.pop("model", None)
         if given.get("clipping") == "quantile":
             usual.pop("normalise_updates", None)  # every norm would be the clip
+    if given.get("method") == "heterofl" and mode == "fedavg":
+        usual["absent_classes"] = "leave_out"  # as the authors; older files mean the declared one
     if given.get("method") == "depthfl":
         usual["model"] = "exits"
     return {**usual, "mode": mode}

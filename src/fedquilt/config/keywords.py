@@ -47,6 +47,7 @@ class RunSettings(TypedDict, total=False):
     server_momentum: float
     tiers: str
     whole: str | None
+    absent_classes: str
     fjord_alpha: float
     fjord_temperature: float
     depthfl_rampup: int

@@ -19,6 +19,7 @@ from typing import Any
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
+    ABSENT_CLASSES,
     ADJACENCIES,
     CLIENT_OPTIMIZERS,
     CLIPPINGS,
@@ -210,6 +211,13 @@ class RunConfig:
         None,
         _SLICES,
         "Patterns of module names, joined by commas, that every client holds at full width.",
+    )
+    absent_classes: str = declare(
+        "average",
+        _SLICES,
+        "HeteroFL's output rows of classes that a client lacks: in the mean, or left out of it "
+        "(usual in fedavg, and only there).",
+        choices=ABSENT_CLASSES,
     )
     fjord_alpha: float = declare(
         0.5,
@@ -415,6 +423,11 @@ class RunConfig:
             raise InvalidValueError(
                 f"mode={self.mode!r} must be one of {', '.join(map(repr, SLICED_MODES))} with "
                 f"method={self.method!r}: its noise and clip are those of whole models"
+            )
+        if self.absent_classes == "leave_out" and self.mode != "fedavg":
+            raise InvalidValueError(
+                f"absent_classes='leave_out' must be 'average' in mode={self.mode!r}: which "
+                "classes a client lacks follows from its data, and under a bound no divisor may"
             )
         if self.method == "largest_only" and self.mode != "fedavg":
             raise InvalidValueError(

@@ -42,6 +42,7 @@ USES: dict[str, tuple[Case, ...]] = {
     "server_momentum": ({"server_optimizer": ("momentum",)},),
     "tiers": ({"method": _SLICED},),
     "whole": ({"method": (*NARROW_METHODS, "smallest")},),
+    "absent_classes": ({"mode": ("fedavg",), "method": ("heterofl",)},),
     "fjord_alpha": ({"method": ("fjord",)},),
     "fjord_temperature": ({"method": ("fjord",)},),
     "depthfl_rampup": ({"method": ("depthfl",)},),

@@ -76,8 +76,8 @@ class Slices(WholeModel):
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
         engine = cast(SlicedEngine, self.engine)
-        known = not (MODE_TABLE[config.mode].noised or parts.task.elsewhere)
-        self._classes = engine.task.class_mask if known else None
+        leaves_out = config.absent_classes == "leave_out" and not parts.task.elsewhere
+        self._classes = engine.task.class_mask if leaves_out else None
         self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
         self._statistics = statistics_of(parts.flat.module)
         self._batches = _batches_for_statistics(parts) if self._statistics else None
