@@ -23,6 +23,13 @@ SMALL: dict[str, Any] = {
     "model_epochs": 2,
     "model_n": 2,
     "min_group": 4,
+    # The plain form, which oracles are written for.
+    "tiles": 1,
+    "moments": 1,
+    "image_optimizer": "sgd",
+    "init_method": "random",
+    "model_schedule": "step",
+    "cutmix": 0.0,
 }
 CERTIFIED: dict[str, Any] = {
     "method": "condense",

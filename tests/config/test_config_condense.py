@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from config_samples import written
 
-from fedquilt.config import CondenseConfig, build_config
+from fedquilt.config import CondenseConfig, build_config, plain_config
 from fedquilt.config.condense import ALIASES, with_package_names
 from fedquilt.errors import InvalidValueError
 
@@ -148,13 +148,16 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path, settings: dict
 
 
 def test_image_steps_make_up_for_ipc_and_size() -> None:
-    assert build(ipc=10).image_step(784, 392) == 0.5 * 10 * 784 / 392
+    by_sgd = build(ipc=10, image_optimizer="sgd")
+    assert by_sgd.image_step(784, 392) == 0.5 * 10 * 784 / 392
+    assert build(ipc=10).image_step(784, 392) == 0.02
     assert build(ipc=10, image_lr=0.3).image_step(784, 392) == 0.3
 
 
 def test_models_and_logits_follow_the_feature_model() -> None:
     kinds = ("random_pool", "global", "perturbed")
-    assert [build(feature_model=kind).feature_models for kind in kinds] == [8, 1, 8]
+    assert [build(feature_model=kind).feature_models for kind in kinds] == [4, 1, 4]
+    assert build(moments=1).feature_models == 8
     assert [build(feature_model=kind).logit_loss for kind in kinds] == ["none", "l2", "l2"]
     assert build(logit_loss_type="kl").logit_loss == "kl"
     assert build(model_n=3).feature_models == 3
@@ -165,6 +168,8 @@ def test_models_and_logits_follow_the_feature_model() -> None:
     [
         ({"mode": "quap_fl"}, "^mode='quap_fl' must be one of 'fednum', 'certified'"),
         ({"ipc": 0}, "^ipc=0 must be >= 1"),
+        ({"mode": "certified", "moments": 2}, "^moments=2 and tiles=1 must both be 1 with"),
+        ({"mode": "certified", "tiles": 2}, "^moments=1 and tiles=2 must both be 1 with"),
         ({"ipc": 1.5}, "^ipc=1.5 must be"),
         ({"communication_rounds": 0}, "^num_rounds=0 must be >= 1"),
         ({"eval_gap": 0}, "^eval_every=0 must be >= 1"),
@@ -199,3 +204,18 @@ def test_a_file_of_a_run_does_not_know_images(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="unknown key 'ipc'"):
         build_config(file=path)
     assert build_config({"method": "condense"}, file=path) == build(ipc=3)
+
+
+def test_records_of_before_are_read_as_they_ran() -> None:
+    """A record names every option that there was; what it lacks did not exist yet."""
+    new = ("tiles", "moments", "image_optimizer", "model_schedule", "cutmix", "split_file")
+    record = {k: v for k, v in build().as_dict().items() if k not in new}
+    there = plain_config({**record, "init_method": "random", "model_n": None})
+    assert isinstance(there, CondenseConfig)
+    assert (there.tiles, there.moments, there.image_optimizer) == (1, 1, "sgd")
+    assert there.feature_models == 8
+
+
+def test_small_images_hold_no_smaller_ones_unless_asked() -> None:
+    assert [build().tiles_in(side, side) for side in (8, 23, 24, 32)] == [1, 1, 2, 2]
+    assert build(tiles=3).tiles_in(8, 8) == 3

@@ -412,7 +412,8 @@ def first_images(
     """
     source = generator(config.seed, "first images")
     shape, device = task.inputs.shape[1:], task.inputs.device
-    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, config.tiles)
+    tiles = config.tiles_in(*shape[1:])
+    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, tiles)
     if config.init_method in ("random", "smooth"):
         return (synthetic.smoothed() if config.init_method == "smooth" else synthetic), 0
     if task.elsewhere:
@@ -432,12 +433,12 @@ def first_images(
         moves = moves_of_clients(config, own, task.public().inputs[:1])
         return synthetic, condensed_by_clients(config, own, held_by, moves, synthetic)
     held = _held(task)
-    count = config.ipc * config.tiles**2
+    count = config.ipc * tiles**2
     chosen = np.concatenate(
         [np.resize(source.permutation(held[labels[held] == c]), count) for c in classes]
     )
     real = task.inputs[torch.from_numpy(chosen).to(device)]
-    synthetic.images.copy_(shrink(real, config.tiles))
+    synthetic.images.copy_(shrink(real, tiles))
     return synthetic, 4 * real.numel()
 
 
@@ -448,7 +449,10 @@ def moves_of_clients(
     """Return how clients move images of their own: as FedDM does, by embeddings and logits."""
     features = embed_and_forward(embedding_model(model, config.embed_layer), sample)[0].shape[1]
     step = config.image_step(sample[0].numel(), features)
-    return MatchingSettings(config.dc_iterations, step, config.image_momentum, "l2")
+    moved_by = config.image_optimizer
+    return MatchingSettings(
+        config.dc_iterations, step, config.image_momentum, "l2", optimizer=moved_by
+    )
 
 
 def _held(task: Task) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -49,11 +49,22 @@ COMMON_OF_CONDENSE = (
 )
 """The options of `fedquilt condense --help`; `--help-all` lists the others too."""
 
+# A quarter of a smaller image has too few pixels to be a picture.
+_LEAST_SIDE = 24
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
 _BOUNDED = "Certified condensation"
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
 # so a bound wants many; groups need clients with enough samples of a class.
-FEDNUM_DEFAULTS: dict[str, Any] = {"num_clients": 20}
+FEDNUM_DEFAULTS: dict[str, Any] = {
+    "num_clients": 20,
+    # Chosen on held-out training images of CIFAR-10.
+    "tiles": 0,
+    "moments": 2,
+    "image_optimizer": "adam",
+    "init_method": "smooth",
+    "model_schedule": "cosine",
+    "cutmix": 0.5,
+}
 CERTIFIED_DEFAULTS: dict[str, Any] = {
     "num_clients": 100,
     "model": "hog-linear",
@@ -93,6 +104,7 @@ CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
         "init_method": "real_sample",
         "dc_iterations": 1000,
         "batch_num": 128,
+        "image_optimizer": "sgd",
         "image_lr": 1.0,
         "image_momentum": 0.5,
         # What the published code calls Wasserstein.
@@ -159,7 +171,10 @@ class CondenseConfig(RunConfig):
         choices=FEATURE_MODELS,
     )
     model_n: int | None = declare(
-        None, _STATISTICS, "Feature models a round; 8, or 1 for global.", at_least=1
+        None,
+        _STATISTICS,
+        "Feature models a round; absent: 8, with two moments 4, for global 1.",
+        at_least=1,
     )
     trained_n: int = declare(
         1, _STATISTICS, "Models of a trained_pool that are sent in a round.", at_least=1
@@ -178,7 +193,12 @@ class CondenseConfig(RunConfig):
     )
 
     ipc: int = declare(10, _MATCHING, "Synthetic images per class.", at_least=1)
-    tiles: int = declare(1, _MATCHING, "Each image holds tiles x tiles smaller ones.", at_least=1)
+    tiles: int = declare(
+        1,
+        _MATCHING,
+        "Each image holds tiles x tiles smaller ones; 0: 2 for images of 24 x 24 pixels or more.",
+        at_least=0,
+    )
     init_method: str = declare(
         "random",
         _MATCHING,
@@ -269,6 +289,12 @@ class CondenseConfig(RunConfig):
                 f"init_method={self.init_method!r} must be 'random' with mode='certified': "
                 "no image of a client may leave it"
             )
+        if self.moments != 1 or self.tiles != 1:
+            raise InvalidValueError(
+                f"moments={self.moments} and tiles={self.tiles} must both be 1 with "
+                "mode='certified': its bound is about class means and residuals, and its images "
+                "are whole ones"
+            )
         if self.rounds_of_means > self.num_rounds:
             raise InvalidValueError(
                 f"mean_rounds={self.mean_rounds} must be <= num_rounds={self.num_rounds}"
@@ -303,6 +329,10 @@ class CondenseConfig(RunConfig):
         std = _numbers("pixel_std", self.pixel_std, channels, above=0)
         return mean, std
 
+    def tiles_in(self, height: int, width: int) -> int:
+        """Return how many smaller images stand beside each other in one of so many pixels."""
+        return self.tiles or (2 if min(height, width) >= _LEAST_SIDE else 1)
+
     @property
     def rounds_of_means(self) -> int:
         """How many rounds of a certified condensation ask for class means."""
@@ -310,8 +340,8 @@ class CondenseConfig(RunConfig):
 
     @property
     def feature_models(self) -> int:
-        """Feature models of a round."""
-        return self.model_n or (1 if self.feature_model == "global" else 8)
+        """Feature models of a round; with two moments half as many send the same bytes."""
+        return self.model_n or (1 if self.feature_model == "global" else 8 // self.moments)
 
     def image_step(self, pixels: int, features: int) -> float:
         """Return the step of the images, for images and embeddings of so many numbers.

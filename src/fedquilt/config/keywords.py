@@ -100,25 +100,34 @@ class Settings(RunSettings, total=False):
     model_epochs: int
     model_lr: float
     model_weight_decay: float
+    model_schedule: str
+    cutmix: float
     avg_num: int
     min_group: int
     max_samples: int
     feature_model: str
     model_n: int | None
+    trained_n: int
+    pool_epochs: int
+    moments: int
     rho: float
     augmentation: str
     ipc: int
+    tiles: int
     init_method: str
     dc_iterations: int
     batch_num: int | None
+    image_optimizer: str
     image_lr: float | None
     image_momentum: float
     logit_loss_type: str
     loss_computation: str
+    discrimination: float
     front: str
     mean_rounds: int | None
     head_step: float
     drawings: int
+    split_file: str | None
     pixel_mean: str | None
     pixel_std: str | None
     communication_rounds: int

@@ -178,7 +178,8 @@ def first_images_of(
 
     A class that nobody holds begins with noise.
     """
-    source, device, tiles = generator(config.seed, "first images"), sample.device, config.tiles
+    source, device = generator(config.seed, "first images"), sample.device
+    tiles = config.tiles_in(*sample.shape[2:])
     first = SyntheticSet.random(classes, config.ipc, sample.shape[1:], source, device, tiles)
     if config.init_method == "dm":
         held_by = (

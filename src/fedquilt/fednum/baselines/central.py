@@ -65,7 +65,8 @@ def dm_images(
     task = problem.task
     real = RealImages(task.inputs, held_by_class(task))
     source = generator(config.seed, "first images")
-    synthetic = real_sample(task.inputs, real.classes, config.ipc, source, config.tiles)
+    tiles = config.tiles_in(*task.inputs.shape[2:])
+    synthetic = real_sample(task.inputs, real.classes, config.ipc, source, tiles)
     steps = config.num_rounds * config.dc_iterations
 
     def model_at(step: int) -> nn.Module:

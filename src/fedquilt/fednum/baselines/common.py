@@ -133,7 +133,8 @@ def matching_settings(
         model = embedding_model(problem.flat.module, config.embed_layer)
         features = embed_and_forward(model, sample)[0].shape[1]
     step = config.image_step(sample.numel(), features)
-    return MatchingSettings(steps, step, config.image_momentum, logit_loss_type)
+    moved_by = config.image_optimizer
+    return MatchingSettings(steps, step, config.image_momentum, logit_loss_type, optimizer=moved_by)
 
 
 def train(
