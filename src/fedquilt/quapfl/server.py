@@ -213,7 +213,7 @@ class QuAPFLServer:
     def _plug_in(self) -> None:
         """Give the round this server's parts, and the steps that a subclass overrides."""
         federation, kind = self._federation, type(self)
-        steps = ("select_clients", "local_training", "update_global_model")
+        steps = ("select_clients", "local_training", "update_global_model", "evaluate")
         self._own_steps |= {s for s in steps if getattr(kind, s) is not getattr(QuAPFLServer, s)}
         if type(self.tracker) is not ParticipationTracker:
             self._own_steps.add("tracker")
@@ -263,8 +263,11 @@ class QuAPFLServer:
     def update_global_model(self, aggregated_gradient: NDArray[Any] | torch.Tensor) -> None:
         """Step 8: add a mean update to the model, limited to max_agg_norm.
 
-        An update with a NaN or Inf entry is skipped.
+        An update with a NaN or Inf entry is skipped.  Called by hand, it moves the model by
+        something of which nothing is known, and the statement says so.
         """
+        if not self._training:
+            self._own_steps.add("update_global_model")
         self._take_weights()
         weights = self._federation.weights
         update = torch.as_tensor(aggregated_gradient, device=weights.device).to(torch.float64)
