@@ -2,15 +2,18 @@
 
     python benchmarks/slices.py [--data-dir DIR] [--seeds 0,1,2]      # MNIST, one core
     python benchmarks/slices.py --cifar --data-dir DIR --arms heterofl,fedrolex  # a GPU
+    python benchmarks/slices.py --batch-norm              # digits, BatchNorm; half a minute a row
 
-What is scored is the global model on the whole test set; `smallest` is the one row whose
-global model is the small one.  100 clients, 10 a round, dealt evenly to the tiers.
+What is scored is the global model on the whole test set, and after the costs every width's own
+small model; `smallest` is the one row whose global model is the small one.  100 clients, 10 a
+round, dealt evenly to the tiers.
 Parameters, bytes and multiply-adds (of one example, forward) are means over clients.
 
 MNIST: a dense network of four hidden layers with an exit after each, so that one network
 can be cut by width and by depth; IID and Dirichlet 0.5.  CIFAR-10: ResNet-18 with group
 normalisation, IID; the data folder holds `cifar-10-batches-bin`, or `compact/*.npz` with
-their reader `unpack_cifar10.py`.  All settings are the same for all rows, but one: the loss
+their reader `unpack_cifar10.py`.  Digits: two convolutions with BatchNorm, 20 clients, 10 a round,
+IID.  All settings are the same for all rows, but one: the loss
 of `depthfl` is the sum over four exits where the others' is that of their mean, so its
 learning rate is a quarter of theirs.
 """
@@ -34,6 +37,7 @@ from fedquilt.models.convolutional import ResNet18
 
 ARMS = ("smallest", "heterofl", "fedrolex", "dropout", "fjord", "mfl", "depthfl", "largest")
 CIFAR_ARMS = ("smallest", "heterofl", "fedrolex", "largest")
+NARROW = ("heterofl", "fedrolex", "dropout", "fjord", "mfl", "largest")
 CLIENTS, COHORT = 100, 10
 RATE_SHARE = {"depthfl": 0.25}
 
@@ -71,6 +75,17 @@ class DenseExits(nn.Module):
         return total / len(outputs)
 
 
+class SmallBatchNorm(nn.Sequential):
+    """Two convolutions with BatchNorm, whose statistics narrow clients must not average."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+        )
+
+
 def seeded(kind: type[nn.Module], seed: int) -> nn.Module:
     """Return a model with initial weights drawn from a seed."""
     with torch.random.fork_rng(devices=[]):
@@ -84,12 +99,13 @@ def one_run(
     partition: str,
     seed: int,
     data: tuple[ImageDataset, ImageDataset],
-) -> tuple[float, dict[str, float]]:
-    """Return (test accuracy of the global model, mean costs of a client) of one run."""
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Return (test accuracy of the global model, mean costs of a client, each width's own)."""
     train, test = data
     limit = arguments.samples or len(train)
     labels = train.targets.numpy()[:limit]
-    clients = split_clients(partition, labels, CLIENTS, np.random.default_rng(seed))
+    number = 20 if arguments.batch_norm else CLIENTS
+    clients = split_clients(partition, labels, number, np.random.default_rng(seed))
     began = time.perf_counter()
 
     def tell(config: Any, line: dict[str, Any]) -> None:
@@ -102,7 +118,7 @@ def one_run(
             )
 
     done = fedquilt.run(
-        seeded(ResNet18 if arguments.cifar else DenseExits, seed),
+        seeded(NETWORKS[arguments.task], seed),
         train,
         (test.images[:limit], test.targets[:limit]),
         clients,
@@ -122,7 +138,16 @@ def one_run(
         seed=seed,
         engine=arguments.engine,
     )
-    return float(done.final_accuracy or 0.0), done.result["slices"]["mean"]
+    slices = done.result["slices"]
+    own = {tier["width"]: tier["test"]["accuracy"] for tier in slices["tiers"]}
+    return float(done.final_accuracy or 0.0), slices["mean"], own
+
+
+NETWORKS: dict[str, type[nn.Module]] = {
+    "mnist": DenseExits,
+    "cifar": ResNet18,
+    "digits": SmallBatchNorm,
+}
 
 
 def cifar10(folder: str) -> tuple[ImageDataset, ImageDataset]:
@@ -161,17 +186,19 @@ def table(
         f"seeds {arguments.seeds}"
     )
     head = ("method", "accuracy", "std", "parameters", "bytes up", "bytes down", "mult-adds", "s")
-    print("{:10}{:>10}{:>8}{:>12}{:>12}{:>12}{:>12}{:>8}".format(*head), flush=True)
+    print("{:10}{:>10}{:>8}{:>12}{:>12}{:>12}{:>12}{:>8}  own".format(*head), flush=True)
     for arm in arguments.arms.split(","):
         began = time.perf_counter()
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
         runs = [one_run(arguments, arm, partition, seed, data) for seed in seeds]
-        scores, cost = [accuracy for accuracy, _ in runs], runs[0][1]
+        scores, cost = [accuracy for accuracy, _, _ in runs], runs[0][1]
+        own = {width: statistics.mean(run[2][width] for run in runs) for width in runs[0][2]}
         spread = statistics.stdev(scores) if len(scores) > 1 else float("nan")
         print(
             f"{arm:10}{statistics.mean(scores):10.4f}{spread:8.4f}{cost['parameters']:12,.0f}"
             f"{cost['bytes_up']:12,.0f}{cost['bytes_down']:12,.0f}{cost['multiply_adds']:12,.0f}"
-            f"{(time.perf_counter() - began) / len(seeds):8.1f}",
+            f"{(time.perf_counter() - began) / len(seeds):8.1f}  "
+            + ", ".join(f"{width}: {score:.4f}" for width, score in own.items()),
             flush=True,
         )
 
@@ -180,11 +207,12 @@ def parse() -> argparse.Namespace:
     """Read the command line; what is left out depends on the data set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cifar", action="store_true", help="ResNet-18 on CIFAR-10 instead")
+    parser.add_argument("--batch-norm", action="store_true", help="digits, with BatchNorm")
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--arms", default=None)
     parser.add_argument("--partitions", default=None, help="iid,dirichlet")
     parser.add_argument("--seeds", default=None)
-    parser.add_argument("--tiers", default="1,1/2,1/4,1/8")
+    parser.add_argument("--tiers", default=None)
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--local-epochs", type=int, default=None)
     parser.add_argument("--batch-size", type=int, default=None)
@@ -195,9 +223,14 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     mnist = (ARMS, "iid,dirichlet", "0,1,2", 60, 1, 32, 0.3, 1.0)
     cifar = (CIFAR_ARMS, "iid", "0", 100, 2, 50, 0.1, 0.99)
+    digits = (NARROW, "iid", "0,1,2", 20, 2, 16, 0.1, 1.0)
     names = ("arms", "partitions", "seeds", "rounds", "local_epochs", "batch_size", "lr")
     names += ("lr_decay",)
-    for name, value in zip(names, cifar if arguments.cifar else mnist, strict=True):
+    arguments.task = "cifar" if arguments.cifar else "mnist"
+    arguments.task = "digits" if arguments.batch_norm else arguments.task
+    arguments.tiers = arguments.tiers or ("1,1/2,1/4" if arguments.batch_norm else "1,1/2,1/4,1/8")
+    usual = {"mnist": mnist, "cifar": cifar, "digits": digits}[arguments.task]
+    for name, value in zip(names, usual, strict=True):
         if getattr(arguments, name) is None:
             setattr(arguments, name, ",".join(value) if isinstance(value, tuple) else value)
     return arguments
@@ -210,6 +243,9 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         data = cifar10(arguments.data_dir or "data")
+    elif arguments.batch_norm:
+        torch.set_num_threads(1)
+        data = load_dataset("digits")
     else:
         torch.set_num_threads(1)
         data = load_dataset("mnist", arguments.data_dir, download=False)
