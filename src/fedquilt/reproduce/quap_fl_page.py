@@ -35,14 +35,15 @@ WHY = {
         "evaluation on the test set above 93.2 %, in every mode. Its network for CIFAR-10 ends in "
         "raw scores under a loss for log-probabilities and cannot learn. Here all rounds run, and "
         "test data stop nothing. With the paper's settings the noise on the classifier is many "
-        "times the mean update (the column says how many): what accuracy is left comes from the "
-        "convolutions, which leave without clip or noise. No mode of this table has a bound."
+        "times the mean update (the column says how many), and the convolutions leave without clip "
+        "or noise: no mode of this table has a bound."
     ),
     "table3": (
         "The clip follows the 90th percentile between 0.1 and 1, as in the published settings; "
-        "updates are divided by the learning rate and longer than 1, so the bound stays at 1 and "
-        "adaptive clipping changes nothing. Without layer-wise noise the whole model is noised. "
-        "Three of the eight rows are not in the paper."
+        "updates are divided by the learning rate and longer than 1, so the bound stands at 1 and "
+        "adaptive clipping changes nothing: rows that differ in it alone differ by the noise that "
+        "was drawn, which is secret. Without layer-wise noise the whole model is noised. Three of "
+        "the eight rows are not in the paper."
     ),
     "figure4": (
         "The paper's figure is drawn from a formula, not measured; its text says that QuAP-FL "
@@ -237,6 +238,8 @@ def _draw_split(axes: Axes, scale: str, kept: Mapping[str, Kept]) -> None:
         if known:
             axes.plot(*zip(*known, strict=True), color=_COLORS[mode], label=MODES[mode], marker="o")
     axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(quap_fl.DIRICHLET, [f"{alpha:g}" for alpha in quap_fl.DIRICHLET])
     axes.set_xlabel("Dirichlet alpha")
     axes.set_ylabel("test accuracy, %")
     if axes.lines:
