@@ -187,8 +187,8 @@ class RunConfig:
     method: str = declare(
         "full",
         _SLICES,
-        "Which part: full, or heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, "
-        "largest_only (in mode fedavg unless certified is said).",
+        "full, heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, largest_only "
+        "(fedavg unless certified is said).",
         choices=METHODS,
         own=True,
     )
