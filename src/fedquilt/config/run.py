@@ -408,12 +408,6 @@ class RunConfig:
                 f"absent_classes='leave_out' must be 'average' in mode={self.mode!r}: which "
                 "classes a client lacks follows from its data, and under a bound no divisor may"
             )
-        if self.method == "largest_only" and self.mode != "fedavg":
-            raise InvalidValueError(
-                f"mode={self.mode!r} must be 'fedavg' with method='largest_only', in which most "
-                "clients sit out: to claim a bound, give the run those alone who hold the whole "
-                "model"
-            )
 
     def _check_steps(self) -> None:
         """Check what the clients' optimiser and its learning rate ask of one another."""
