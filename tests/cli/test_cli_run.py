@@ -277,9 +277,12 @@ def test_every_method_on_slices_runs(cli: Cli, here: Path, method: str, mode: st
     assert record["mode"] == (mode or "fedavg")
     assert record["slices"]["method"] == method
     widths = [tier["width"] for tier in record["slices"]["tiers"]]
-    assert widths == (["1/8"] if method == "smallest" else ["1", "1/2", "1/4", "1/8"])
+    own = {"smallest": ["1/8"], "largest_only": ["1"]}
+    assert widths == own.get(method, ["1", "1/2", "1/4", "1/8"])
     notes = " ".join(record["statement"]["notes"])
-    assert ("clients hold slices" in notes) == (mode == "certified" and method != "smallest")
+    assert ("clients hold slices" in notes) == (
+        mode == "certified" and method not in ("smallest", "largest_only")
+    )
     assert (record["statement"]["epsilon_max"] == "inf") == (mode is None)
 
 

@@ -34,14 +34,13 @@ QUIET = typer.Option("--quiet", metavar="", help="Show no progress.")
 TRACKER = typer.Option(
     "--tracker",
     metavar="NAMES",
-    help="Log also to wandb, tensorboard, mlflow, by commas.",
+    help="Log to wandb,tensorboard,mlflow too.",
     show_default=False,
 )
 MONITOR = typer.Option(
     "--monitor",
     metavar="",
-    help="Write what rounds and tiers use (processor, memory, network, power) into the run's "
-    "folder, for its owner, and draw it.",
+    help="Measure what it uses, by round and tier.",
 )
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
 

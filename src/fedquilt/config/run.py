@@ -197,8 +197,8 @@ class RunConfig:
     method: str = declare(
         "full",
         _SLICES,
-        "Which part: full, or heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, "
-        "largest_only (in mode fedavg unless certified is said).",
+        "full, heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, largest_only "
+        "(fedavg unless certified is said).",
         choices=METHODS,
         own=True,
     )
@@ -428,12 +428,6 @@ class RunConfig:
             raise InvalidValueError(
                 f"absent_classes='leave_out' must be 'average' in mode={self.mode!r}: which "
                 "classes a client lacks follows from its data, and under a bound no divisor may"
-            )
-        if self.method == "largest_only" and self.mode != "fedavg":
-            raise InvalidValueError(
-                f"mode={self.mode!r} must be 'fedavg' with method='largest_only', in which most "
-                "clients sit out: to claim a bound, give the run those alone who hold the whole "
-                "model"
             )
         self._check_devices()
 
