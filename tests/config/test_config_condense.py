@@ -148,16 +148,15 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path, settings: dict
 
 
 def test_image_steps_make_up_for_ipc_and_size() -> None:
-    by_sgd = build(ipc=10, image_optimizer="sgd")
-    assert by_sgd.image_step(784, 392) == 0.5 * 10 * 784 / 392
-    assert build(ipc=10).image_step(784, 392) == 0.02
+    assert build(ipc=10).image_step(784, 392) == 0.5 * 10 * 784 / 392
+    assert build(ipc=10, image_optimizer="adam").image_step(784, 392) == 0.02
     assert build(ipc=10, image_lr=0.3).image_step(784, 392) == 0.3
 
 
 def test_models_and_logits_follow_the_feature_model() -> None:
     kinds = ("random_pool", "global", "perturbed")
-    assert [build(feature_model=kind).feature_models for kind in kinds] == [4, 1, 4]
-    assert build(moments=1).feature_models == 8
+    assert [build(feature_model=kind).feature_models for kind in kinds] == [8, 1, 8]
+    assert build(moments=2).feature_models == 4
     assert [build(feature_model=kind).logit_loss for kind in kinds] == ["none", "l2", "l2"]
     assert build(logit_loss_type="kl").logit_loss == "kl"
     assert build(model_n=3).feature_models == 3
@@ -209,13 +208,24 @@ def test_a_file_of_a_run_does_not_know_images(tmp_path: Path) -> None:
 def test_records_of_before_are_read_as_they_ran() -> None:
     """A record names every option that there was; what it lacks did not exist yet."""
     new = ("tiles", "moments", "image_optimizer", "model_schedule", "cutmix", "split_file")
-    record = {k: v for k, v in build().as_dict().items() if k not in new}
-    there = plain_config({**record, "init_method": "random", "model_n": None})
+    record = {k: v for k, v in build(dataset="cifar10").as_dict().items() if k not in new}
+    there = plain_config({**record, "init_method": "random"})
     assert isinstance(there, CondenseConfig)
     assert (there.tiles, there.moments, there.image_optimizer) == (1, 1, "sgd")
     assert there.feature_models == 8
 
 
+def test_colour_has_defaults_of_its_own() -> None:
+    colour, grey = build(dataset="cifar10"), build(dataset="mnist")
+    assert (colour.moments, colour.image_optimizer, colour.cutmix) == (2, "adam", 0.5)
+    assert (grey.moments, grey.image_optimizer, grey.tiles, grey.cutmix) == (1, "sgd", 1, 0.0)
+    mine = build_config({"method": "condense", "dataset": "mnist"}, preset="colour")
+    assert isinstance(mine, CondenseConfig)
+    assert (mine.moments, mine.num_clients) == (2, 20)
+    assert build(dataset="cifar10", mode="certified").moments == 1
+
+
 def test_small_images_hold_no_smaller_ones_unless_asked() -> None:
-    assert [build().tiles_in(side, side) for side in (8, 23, 24, 32)] == [1, 1, 2, 2]
+    config = build(dataset="cifar10")
+    assert [config.tiles_in(side, side) for side in (8, 23, 24, 32)] == [1, 1, 2, 2]
     assert build(tiles=3).tiles_in(8, 8) == 3

@@ -23,6 +23,8 @@ from fedquilt.common.printable import shortened
 from fedquilt.common.storage import in_words
 from fedquilt.config.condense import (
     ALIASES,
+    COLOUR_DEFAULTS,
+    COLOURED,
     CONDENSE_PRESETS,
     DEFAULTS_BY_MODE,
     CondenseConfig,
@@ -203,6 +205,8 @@ def _fitting(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 def _usual_of_condensation(given: Mapping[str, Any]) -> dict[str, Any]:
     mode = given.get("mode", CondenseConfig.mode)
     usual = DEFAULTS_BY_MODE.get(mode, {}) if isinstance(mode, str) else {}
+    if mode == CondenseConfig.mode and given.get("dataset") in COLOURED:
+        usual = {**usual, **COLOUR_DEFAULTS}
     if given.get("dataset") == "custom" or given.get("partition") == "writer":
         usual = {key: value for key, value in usual.items() if key != "num_clients"}
     return dict(usual)

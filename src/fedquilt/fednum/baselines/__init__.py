@@ -95,7 +95,7 @@ def _certified_note(finished: RunResult) -> str:
     left = f"; the images leave {gaps[-1]:.0%} of the head's condition unmet" if gaps else ""
     return (
         f"the model {settings['model']}, trained on the images alone; a head needs the public "
-        f"front as well{left}"
+        f"front as well{left}; networks from scratch: --baselines head,network,distilled"
     )
 
 
