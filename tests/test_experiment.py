@@ -458,11 +458,11 @@ def test_engines_are_closed_whatever_happens(
 
     closed: list[str] = []
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
-    start(tmp_path)
+    start(tmp_path, engine="sequential")
     assert closed == ["closed"]
     monkeypatch.setattr(experiment.Experiment, "measure", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        start(tmp_path)
+        start(tmp_path, engine="sequential")
     assert closed == ["closed", "closed"]
 
 

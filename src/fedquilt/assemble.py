@@ -254,7 +254,6 @@ class Problem:
             "loss": self.task.objective.name,
             "metrics": list(self.metrics),
             "data_notes": list(self.notes),
-            **({"engine_choice": self.engine_choice} if self.engine_choice else {}),
         }
 
 
@@ -432,8 +431,8 @@ def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Probl
         optimizer=own.optimizer,
     ).local_settings
     choice = choose_engine(problem.flat, problem.task, settings, config.num_rounds, cohort)
-    said = f"{choice.engine}: {choice.reason}"
-    _LOG.info("engine=auto is %s", said)
+    said = f"engine=auto is {choice.engine}: {choice.reason}"
+    _LOG.info("%s", said)
     problem = dataclasses.replace(problem, engine_choice=said)
     return config.replace(engine=choice.engine), problem
 

@@ -767,7 +767,7 @@ def _open(
         stack.callback(account.close)
     federation = None if own_ledger else build_federation(config, problem, account, method)
     if folder is None and output_dir is not None:
-        folder = RunFolder.create(config, output_dir)
+        folder = RunFolder.create(config, output_dir, problem.engine_choice)
         stack.callback(folder.close)
         write_identity(problem, folder)
     if own_ledger:

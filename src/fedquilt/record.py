@@ -117,7 +117,6 @@ RESULT_PUBLIC: dict[str, str] = {
     "metadata.loss": _OPTIONS,
     "metadata.metrics": _OPTIONS,
     "metadata.final": _LOOKED,
-    "metadata.engine_choice": "decided from settings, model and cores",
     "metadata.data_notes": "said of types and public outputs, whatever the values are",
     "history.train_loss": _LINES,
     "history.clip_values": _LINES,

@@ -94,8 +94,11 @@ class RunFolder:
         self._lock: io.FileIO | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, output_dir: str) -> RunFolder:
-        """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it."""
+    def create(cls, config: RunConfig, output_dir: str, note: str = "") -> RunFolder:
+        """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it.
+
+        A note stands below the configuration as a comment.
+        """
         stem = run_stem(config)
         with storage_errors(output_dir):
             storage.make_folder(Path(output_dir))
@@ -104,6 +107,8 @@ class RunFolder:
                 folder.acquire()
                 text = io.StringIO()
                 write_config_file(config, text)
+                if note:
+                    text.write(f"\n# {printable(note)}\n")
                 storage.write_file(folder.path / "config.toml", text.getvalue().encode())
             except BaseException:
                 folder.close()

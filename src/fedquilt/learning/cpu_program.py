@@ -271,7 +271,7 @@ class CpuProgram:
         if first.joined:
             self._x[:, self._features] = 1.0
         self._scores_gradient = torch.empty(width, self._classes)
-        self._frames: dict[int, list[_Step]] = {}
+        self._frames: dict[int, _Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
         layer, width = made.layer, self.width
@@ -308,38 +308,46 @@ class CpuProgram:
 
         Returns the scores before the step, in memory that the next step uses again.
         """
-        size = len(batch)
-        steps = self._frames.get(size) or self._frame(size)
-        x = self._gathered(inputs, batch)
-        if masks:
-            dropouts = (step for step in steps if isinstance(step, _DropoutStep))
-            for dropout, mask in zip(dropouts, masks, strict=True):
-                dropout.draw(mask)
-        for step in steps:
+        frame = self._frames.get(len(batch)) or self._frame(len(batch))
+        torch.index_select(inputs, 0, batch, out=frame.gathered)
+        x = self._image(frame.x) if self.starts_with_image else frame.x
+        for dropout, mask in zip(frame.dropouts, masks, strict=True):
+            dropout.draw(mask)
+        for step in frame.steps:
             x = step.forward(x)
-        d: torch.Tensor | None = self._scores_gradient[:size]
-        torch.softmax(x, 1, out=d)
-        assert d is not None
-        d.sub_(onehot)
-        for step in reversed(steps):
+        d: torch.Tensor | None = torch.softmax(x, 1, out=frame.d)
+        frame.d.sub_(onehot)
+        for step in frame.backward:
             if d is not None:
                 d = step.backward(d, update)
         return x
 
-    def _gathered(self, inputs: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        x = self._x[: len(batch)]
-        torch.index_select(inputs, 0, batch, out=x[:, : self._features])
-        if not self.starts_with_image:
-            return x
+    def _image(self, x: torch.Tensor) -> torch.Tensor:
         high, wide, channels = self._input_shape
         image = x.view(len(x), channels, high, wide).permute(0, 2, 3, 1).contiguous()
         # Named strides: of one channel torch could not tell where it lies.
         strides = (high * wide * channels, 1, wide * channels, channels)
         return image.as_strided((len(x), channels, high, wide), strides)
 
-    def _frame(self, size: int) -> list[_Step]:
-        frame = self._frames[size] = [_STEPS[type(made.layer)](made, size) for made in self._layers]
+    def _frame(self, size: int) -> _Frame:
+        steps = [_STEPS[type(made.layer)](made, size) for made in self._layers]
+        x, d = self._x[:size], self._scores_gradient[:size]
+        frame = self._frames[size] = _Frame(steps, x, x[:, : self._features], d)
         return frame
+
+
+@dataclass(eq=False)
+class _Frame:
+    """The layers for batches of one size, and the memory of their first input and last gradient."""
+
+    steps: list[_Step]
+    x: torch.Tensor
+    gathered: torch.Tensor
+    d: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.backward = self.steps[::-1]
+        self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
 
 
 _STEPS: dict[type, Any] = {Conv: _ConvStep, Dense: _DenseStep, Dropout: _DropoutStep}

@@ -110,6 +110,7 @@ class CpuTraining:
         epochs = settings.epochs if len(index) else 0
         steps = -(-len(index) // settings.batch_size)
         masks = self._masks(seed, epochs * steps)
+        updates: dict[int, Update] = {}
         loss_sum = 0.0
         for _ in range(epochs):
             batches = epoch_batches(index, settings.batch_size, shuffle, 1)
@@ -118,10 +119,12 @@ class CpuTraining:
             scores = torch.empty(len(index), self.plan.classes)
             places = torch.split(scores, settings.batch_size)
             for batch, onehot, place in zip(batches, onehots, places, strict=True):
-                if rule is None:
-                    update = Update(1.0, -learning_rate / len(batch))
-                else:
-                    update = Update(0.0, 1.0 / len(batch))
+                if len(batch) not in updates:
+                    scale = 1.0 / len(batch)
+                    updates[len(batch)] = Update(
+                        *((0.0, scale) if rule else (1.0, -learning_rate * scale))
+                    )
+                update = updates[len(batch)]
                 place.copy_(program.step(inputs, batch, onehot, update, next(masks)))
                 if rule is not None:
                     rule.step(gradients)
