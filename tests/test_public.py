@@ -64,7 +64,7 @@ OPEN: dict[str, dict[str, Any]] = {
 }
 # What only runs without a bound say.
 OPEN_ROUND = {*WITHHELD, "groups", "client_budgets"}
-OPEN_RESULT = {"history.groups", "history.client_budgets"}
+OPEN_RESULT = {"history.groups", "history.client_budgets", "condensation.classes_too_small"}
 OPEN_CHECKPOINT = {
     *("state/mechanism.clipper.clip_value", "state/mechanism.clipper.clip_history"),
     "state/server.sent",

@@ -533,7 +533,10 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
         ({"batch_num": 0}, "batch_num=0 must be >= 1"),
         ({"dc_iterations": 0}, "dc_iterations=0 must be >= 1"),
         ({"image_lr": 0.0}, "image_lr=0.0 must be > 0"),
-        ({"init_method": "real"}, "init_method='real' must be one of 'random', 'real_sample'"),
+        (
+            {"init_method": "real"},
+            "init_method='real' must be one of 'random', 'smooth', 'real_sample'",
+        ),
         ({"logit_loss_type": "auto"}, "logit_loss_type='auto' must be one of"),
         ({"loss_computation": "loss"}, "loss_computation='loss' must be one of"),
         ({"feature_model": "pool"}, "feature_model='pool' must be one of"),

@@ -94,6 +94,7 @@ def test_the_file_tells_what_it_is(tmp_path: Path) -> None:
         "mean": MEAN,
         "std": STD,
         "about": {"method": "statistics", "ipc": 2, "loss": 0.5, "warm": True},
+        "tiles": 1,
         "shape": (6, 3, 4, 5),
     }
 
