@@ -107,6 +107,18 @@ def test_a_client_computes_the_same_bits_whoever_was_trained_before() -> None:
         assert torch.equal(trained(engine, model, cohort)[1].delta, alone)
 
 
+@pytest.mark.parametrize("rule", ["plain", "momentum"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_client_of_nan_leaves_nothing_behind(name: str, rule: str) -> None:
+    make, shape = NETWORKS[name]
+    model, task = make(), make_task(shape)
+    task.inputs[task.clients[1]] = float("nan")
+    engine = by_hand(model, task, how(**RULES[rule]))
+    alone = trained(engine, model, [0])[0].delta
+    assert trained(engine, model, [1])[1].delta.isnan().any()
+    assert torch.equal(trained(engine, model, [0])[0].delta, alone)
+
+
 def test_left_out_labels_are_trained_by_autograd() -> None:
     model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [6, 5])
     task.targets[[1, 2]] = -100

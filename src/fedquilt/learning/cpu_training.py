@@ -96,6 +96,7 @@ class CpuTraining:
     ) -> float:
         """Train from `start`, leave the weights in the program, return the mean loss."""
         program, settings = self._program, self._settings
+        program.reset()
         self._write(program.weights, start)
         rule = None
         if not self._fused:
