@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import torch
-from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer
-from fedlab.utils.aggregator import Aggregators
-from fedlab.utils.serialization import SerializationTool
 from torch.utils.data import DataLoader, TensorDataset
 
 import common
+
+# FedLab imports torchvision for data sets that are not used here.  A build for another torch misses
+# its operators when it describes them; they are as little used.
+sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
+
+from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer  # noqa: E402
+from fedlab.utils.aggregator import Aggregators  # noqa: E402
+from fedlab.utils.serialization import SerializationTool  # noqa: E402
 
 
 class Dealt:
