@@ -54,7 +54,7 @@ def test_a_table_with_ours_beside_theirs(cli: Cli) -> None:
     assert said.code == 0, said.err
     assert "| digits for MNIST | QuAP-FL | 93.30 ± 0.10 | " in said.out
     assert "| FedAvg | 44.6 MB, 1.00x | 44.7 MB, 1.00x |" in said.out
-    assert "stopped: at the first evaluation on the test set" in said.out
+    assert "at the first evaluation on the test set" in said.out
     cells = {f"table2-digits-{mode}-seed0.json" for mode in quap_fl.MODES}
     assert {path.name for path in PLACE.iterdir()} == {"figures.png", BYTES_FILE, *cells}
     record = json.loads((PLACE / "table2-digits-quap_fl-seed0.json").read_text())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedquilt.reproduce import Paper
 
 PAPER = typer.Argument(help="Whose experiments: quap-fl.", metavar="PAPER")
-SCALE = typer.Option("--scale", help="small: minutes on a CPU; full: the paper's size, for a GPU.")
+SCALE = typer.Option("--scale", help="small: for a CPU; full: the paper's size, for a GPU.")
 ONLY = typer.Option("--only", metavar="PARTS", help="Some parts, by commas: table2,figure4.")
 FOLDER = typer.Option("--folder", help="Where finished cells are kept, one small file each.")
 WORK = typer.Option("--work", help="Where runs are made; killed ones go on from there.")
