@@ -76,7 +76,7 @@ def test_the_number_of_parameters_is_the_runs(cli: Cli) -> None:
     ):
         named = dict(zip([o[2:] for o in options[::2]], options[1::2], strict=True))
         config, problem = build_problem(build_config(named))
-        (line,) = expectations(config, problem)[1:]
+        line = expectations(config, problem)[1]
         record = cli("plan", *options, "--json").json()
         assert noise_outlook(config, problem.selector, record["parameters"]).line == line
         assert count in (None, record["parameters"])

@@ -104,7 +104,7 @@ class RunFolder:
             storage.make_folder(Path(output_dir))
             folder = cls(make_fresh(Path(output_dir), stem))
             try:
-                folder.acquire()
+                folder.acquire(is_new=True)
                 text = io.StringIO()
                 write_config_file(config, text)
                 if note:
@@ -144,7 +144,7 @@ class RunFolder:
             raise RunFolderError(f"{str(path)!r} must be a folder of its own, not a link or a file")
         return path
 
-    def acquire(self) -> None:
+    def acquire(self, *, is_new: bool = False) -> None:
         """Lock the folder for this process; two processes must not write one run."""
         with storage_errors(self.path):
             try:
@@ -159,7 +159,8 @@ class RunFolder:
                     "same time; take care that none does",
                     stacklevel=2,
                 )
-            self._make_names_durable()
+            if not is_new:
+                self._make_names_durable()
         storage.remove_leftovers(self.path)
 
     def _make_names_durable(self) -> None:

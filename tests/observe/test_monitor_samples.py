@@ -84,7 +84,7 @@ def test_settings_survive_the_way_to_another_process() -> None:
     settings = Settings(7, 0.5, Metrics(power=True), monitor._reach, monitor._sink())
     arrived = pickle.loads(pickle.dumps(settings))
     assert arrived.reach == Reach(sysfs=Path("/s"))
-    assert arrived.open_sink.keywords == {"simple": False}
+    assert arrived.open_sink.keywords == {"simple": False, "form": "fedquilt"}
     assert arrived.open_sink.args == (Address("http", "h", 1), "é\n'")
     assert replace(arrived, open_sink=settings.open_sink) == settings
 

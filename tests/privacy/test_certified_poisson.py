@@ -155,7 +155,7 @@ def test_no_public_file_knows_who_was_kept(monkeypatch: pytest.MonkeyPatch, tmp_
         return train(self, start, cohort, index, rate)
 
     monkeypatch.setattr(local.SequentialEngine, "train", note)
-    config = {**SECRET, "num_rounds": 12}
+    config = {**SECRET, "num_rounds": 12, "engine": "sequential"}
     inputs, labels = torch.randn(60, 1, 2, 2), torch.arange(60) % 3
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     parts = np.arange(60).reshape(CLIENTS, 10)

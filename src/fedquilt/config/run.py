@@ -383,8 +383,7 @@ class RunConfig:
         "auto",
         _RUN,
         "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least "
-        "by a count of operations; the run's folder says which.",
+        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
         choices=ENGINES,
         own=True,
     )

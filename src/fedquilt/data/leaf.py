@@ -81,6 +81,8 @@ def _part(spec: DatasetSpec, part: str, folders: Sequence[Path]) -> ImageDataset
             if user in people:
                 raise DataError(f"{path}: user {user!r:.60} must be in one file only")
             people[user] = (x, y)
+    if not people:
+        raise DataError(f"{spec.name}: nobody in {files[0].parent} holds a sample")
     names = tuple(sorted(people))
     held = [people.pop(name) for name in names]
     inputs = torch.from_numpy(np.concatenate([x for x, _ in held]))

@@ -31,7 +31,7 @@ _LEFT_OUT = frozenset(
         *("dataset", "data_dir", "no_download", "partition", "dirichlet_alpha"),
         *("classes_per_client", "num_clients", "ledger", "population", "output_dir"),
         *("model", "engine", "early_stopping", "validation_fraction", "target_accuracy"),
-        *("spend_everything", "client_test_fraction", "evaluation_share"),
+        *("spend_everything", "client_test_fraction", "evaluation_share", "devices"),
     }
 )
 

@@ -88,6 +88,8 @@ class BatchedEngine:
         self.task = task
         self.settings = settings
         self._planned: PlannedTraining | None = None
+        if max_clients_per_group is not None:
+            checks.integer("max_clients_per_group", max_clients_per_group, at_least=1)
         self._by_hand = self._make_by_hand(model)
         if self._by_hand is not None:
             self.max_clients_per_group = 1
@@ -108,9 +110,7 @@ class BatchedEngine:
         if max_clients_per_group is None:
             copies = 4 if settings.optimizer.is_plain else 8
             max_clients_per_group = group_size(self._stack, settings.batch_size, copies)
-        self.max_clients_per_group = checks.integer(
-            "max_clients_per_group", max_clients_per_group, at_least=1
-        )
+        self.max_clients_per_group = max_clients_per_group
 
     @staticmethod
     def supports(model: nn.Module, task: Task, settings: LocalSettings | None = None) -> bool:

@@ -25,7 +25,7 @@ from fedquilt.report.groups import consumption_by_group
 from fedquilt.run_folder import RunFolder, finite
 from fedquilt.sweep import Plan, Point, run_sweep
 
-HOW = ("device", "engine", "precision", "data_dir", "no_download", "output_dir")
+HOW = ("device", "devices", "engine", "precision", "data_dir", "no_download", "output_dir")
 """Options of where and how fast a run computes."""
 
 _CURVE_POINTS = 41
@@ -80,9 +80,15 @@ def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
         if path.is_file():
             record = read_json(path, DataError, NOTE_BYTES)
             check(record, _KEPT, path, DataError)
-            if record["config"] == json.loads(json.dumps(cell.config())):
+            if _completed(record["config"]) == json.loads(json.dumps(cell.config())):
                 found[cell.name] = Kept(record)
     return found
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept configuration with the options that came later, at what they mean unsaid."""
+    later = {key: value for key, value in plain_config().as_dict().items() if key not in HOW}
+    return {**json.loads(json.dumps(later)), **config}
 
 
 def run_cells(

@@ -81,10 +81,10 @@ def condensation_row(finished: RunResult) -> dict[str, Any]:
         "bytes_down": record["bytes_down"],
         "rounds": finished.result["rounds"],
         "seconds": record["seconds"],
-        "raw": settings["init_method"] == "real_sample",
+        "raw": settings.get("init_method") == "real_sample",
         "note": _certified_note(finished)
         if finished.result["mode"] == "certified"
-        else _note(record, settings["min_group"]),
+        else _note(record, settings.get("min_group")),
     }
 
 
@@ -94,12 +94,12 @@ def _certified_note(finished: RunResult) -> str:
     gaps = [gap for gap in finished.result["history"].get("matching_loss", []) if gap is not None]
     left = f"; the images leave {gaps[-1]:.0%} of the head's condition unmet" if gaps else ""
     return (
-        f"the model {settings['model']}, trained on the images alone; a head needs the public "
+        f"the model {settings.get('model')}, trained on the images alone; a head needs the public "
         f"front as well{left}; networks from scratch: --baselines head,network,distilled"
     )
 
 
-def _note(record: dict[str, Any], min_group: int) -> str:
+def _note(record: dict[str, Any], min_group: int | None) -> str:
     """Say which classes are missing, and why."""
     missing = record["classes_not_sent"]
     if not missing:

@@ -205,6 +205,8 @@ def translated(path: Path) -> Iterator[None]:
         raise
     except sqlite3.Error as error:
         raise _in_words(path, error) from error
+    except UnicodeDecodeError as error:  # a text of the file is none
+        raise LedgerCorruptError(f"ledger {path} is damaged: {error.reason}") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise LedgerFileError(f"ledger {path} cannot be used: {reason}") from error
