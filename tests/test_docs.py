@@ -28,11 +28,21 @@ import typer.main
 
 from fedquilt.cli.app import app, main
 from fedquilt.config import build_config
+from fedquilt.data import specs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.is_file())
 NOT_RUN = "<!-- not run -->"
 FENCE = re.compile(r"^```(\w+)?\s*$")
+
+
+@pytest.fixture(autouse=True)
+def _same_data_sets() -> Iterator[None]:
+    """A page may register a data set; the tests after it know nothing of that."""
+    before = set(specs._KNOWN)
+    yield
+    for name in set(specs._KNOWN) - before:
+        del specs._KNOWN[name]
 
 
 @dataclass(frozen=True)

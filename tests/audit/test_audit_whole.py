@@ -114,7 +114,7 @@ def test_masks_of_a_whole_group_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "fedquilt.learning.batched.draw_keys", masks_laid_out_by_rows, raising=False
     )
-    found = problems("dropout call, batched")  # one that no step by hand takes
+    found = problems("smooth dropout, batched")
     assert any("moved" in problem for problem in found)
     assert any("one 3e38 beside data" in problem for problem in found)
 

@@ -281,6 +281,8 @@ def test_shakespeare_by_speaker(tmp_path: Path) -> None:
         ({"a": ([[0.0] * 784], [1, 2])}, "lists x and y of one length"),
         ({"a": ([["x"] * 784], [1])}, "user 'a'"),
         ({"a": ([[1e300] * 784], [1])}, "lists of 784 numbers"),
+        ({"a": ([], [])}, "nobody in it"),
+        ({}, "nobody in it"),
     ],
 )
 def test_leaf_files_that_are_not_right(tmp_path: Path, users: dict[str, Any], words: str) -> None:

@@ -54,6 +54,14 @@ class FunctionalDropout(Net):
         return functional.dropout(hidden, 0.5, self.training)
 
 
+class SmoothDropout(Net):
+    """Dropout behind a smooth layer, which no steps by hand take: a stack of clients does."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Drop half of the values."""
+        return functional.dropout(functional.gelu(hidden), 0.5, self.training)
+
+
 class MovingCentre(Net):
     """A frozen parameter that every forward pass moves, as a momentum teacher's are."""
 
@@ -151,6 +159,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "dropout layer": _dropout_layer,
     "dropout call": FunctionalDropout,
+    "smooth dropout": SmoothDropout,
     "frozen parameter": MovingCentre,
     "attribute": PlainAttribute,
     "late buffer": LateBuffer,

@@ -84,7 +84,7 @@ _COIN: dict[str, Any] = {
 }
 _TIERS = "1,1/2,1/4"
 _SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS))
-_STATELESS = ("dropout layer", "dropout call", "log-softmax", "frozen front")
+_STATELESS = ("dropout layer", "dropout call", "smooth dropout", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
 
@@ -242,6 +242,7 @@ QUICK = (
     "quantile, batched",
     "fixed_dp, sequential",
     "dropout layer, batched",
+    "smooth dropout, batched",
     "frozen parameter, sequential",
     "heterofl, log-softmax, sequential",
     "fedrolex, secret coin, batched",

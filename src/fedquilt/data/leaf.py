@@ -82,7 +82,7 @@ def _part(spec: DatasetSpec, part: str, folders: Sequence[Path]) -> ImageDataset
                 raise DataError(f"{path}: user {user!r:.60} must be in one file only")
             people[user] = (x, y)
     if not people:
-        raise DataError(f"{spec.name}: nobody in {files[0].parent} holds a sample")
+        raise DataError(f"{files[0]}: nobody in it, or in the files beside it, holds a sample")
     names = tuple(sorted(people))
     held = [people.pop(name) for name in names]
     inputs = torch.from_numpy(np.concatenate([x for x, _ in held]))

@@ -120,6 +120,15 @@ def test_a_newer_schema_is_refused(path: Path) -> None:
         Ledger.open(path)
 
 
+def test_a_text_that_is_none_is_refused(path: Path) -> None:
+    Ledger.open(path, create=True).close()
+    content = path.read_bytes()
+    assert b"CREATE TABLE" in content
+    path.write_bytes(content.replace(b"CREATE TABLE", b"CREATE\xe2TABLE", 1))
+    with pytest.raises(LedgerCorruptError):
+        Ledger.open(path)
+
+
 def test_altered_tables_are_refused(path: Path) -> None:
     Ledger.open(path, create=True).close()
     connection = sqlite3.connect(path)
