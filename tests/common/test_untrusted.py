@@ -142,3 +142,10 @@ def test_a_pipe_is_read_when_somebody_writes_to_it(
     os.close(reader)
     with pytest.raises(DataError, match="it is no file"), untrusted.opened_tensors(pipe, "x"):
         pass
+
+
+def test_half_a_character_is_refused() -> None:
+    assert parse_json('{"a": "\\ud83d\\ude00"}', "f") == {"a": "\U0001f600"}  # two halves
+    for text in ('{"a": "\\ud800"}', '["\\uDFFF x"]', '{"\\ud800": 1}'):
+        with pytest.raises(DataError, match=r"f must be a JSON value: .*surrogates"):
+            parse_json(text, "f")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import stat
 import tomllib
@@ -94,6 +95,9 @@ def read_named(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
 def parse_json(
     text: bytes | str,
     where: object,
@@ -108,6 +112,8 @@ def parse_json(
         plain = text.decode("utf-8") if isinstance(text, bytes) else text
         content = json.loads(plain, parse_constant=_no_constant)
         check_limits(content)
+        if _SURROGATE.search(plain):  # half a character, which no file or digest can take
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as cause:
         raise error(f"{printable(where)} must be {what}: {_reason(cause)}") from cause
     return content
