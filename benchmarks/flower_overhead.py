@@ -58,7 +58,7 @@ class Clock:
 def timed(config: RunConfig, engine: str) -> Clock:
     clock = Clock()
     if engine == "sequential":
-        run_in_memory(config, clock)
+        run_in_memory(config.replace(engine=engine), clock)  # `auto` would take steps by hand
     else:
         simulate(config.replace(engine=engine), clock, in_memory=True)
     return clock
