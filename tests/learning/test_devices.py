@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedquilt.experiment import run_in_memory
 from fedquilt.learning import FlatModel, LocalSettings, Task
 from fedquilt.learning.devices import DevicesEngine, deal, parse_devices
 from fedquilt.learning.local import SequentialEngine
+from fedquilt.learning.processes import end_workers
 from fedquilt.models import DigitsModel
 from run_samples import tiny
 
@@ -97,3 +99,18 @@ def test_devices_that_are_none_are_refused(names: str) -> None:
 def test_settings_that_devices_do_not_go_with(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(InvalidValueError, match=reason):
         RunConfig(mode="fedavg", devices="cpu,cpu", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_a_forked_copy_leaves_the_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the owner forks, as a pool does, must not end the owner's workers when it ends."""
+    engine = DevicesEngine(DigitsModel(), make_task(), HOW, CPUS)
+    start = FlatModel(DigitsModel()).read().clone()
+    list(engine.train(start, [0, 1], 0, 0.1))
+    began = [worker.process for worker in engine._workers]
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        engine._finalizer()
+    assert [process.is_alive() for process in began] == [True, True]
+    end_workers(engine._workers, os.getpid())
+    assert [process.is_alive() for process in began] == [False, False]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import signal
 import weakref
@@ -28,11 +29,10 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.processes import start_fork_server, worker_context
+from fedquilt.learning.processes import end_workers, start_fork_server, worker_context
 from fedquilt.learning.worker import Failed, Ready, Setting, SharedTensor, failure, opened, shared
 
 _SLOTS = 4
-_PATIENCE_SECONDS = 5.0
 
 
 def parse_devices(names: str) -> list[torch.device]:
@@ -142,7 +142,7 @@ class DevicesEngine:
         self._start = self._setting.start.open()
         self._context = context
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _end, self._workers)
+        self._finalizer = weakref.finalize(self, end_workers, self._workers, os.getpid())
 
     def train(
         self,
@@ -167,7 +167,9 @@ class DevicesEngine:
                 worker.begin(_Share(part, round_index, learning_rate))
             yield from self._in_order(clients, start.device)
         except BaseException:
-            _end(self._workers)  # what they still train must not reach the next round
+            end_workers(
+                self._workers, os.getpid()
+            )  # what they still train must not reach the next round
             raise
 
     def _in_order(self, clients: list[int], device: torch.device) -> Iterator[ClientUpdate]:
@@ -249,18 +251,6 @@ class _Worker:
             self.connection.send(message)
         except OSError:
             raise WorkerError(f"the process of device {self.device} has ended") from None
-
-
-def _end(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.process.terminate()
-    for worker in workers:
-        worker.process.join(_PATIENCE_SECONDS)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join(_PATIENCE_SECONDS)
-        worker.connection.close()
-    workers.clear()
 
 
 def _work(connection: Connection, setting: Setting, slots: SharedTensor, device: str) -> None:

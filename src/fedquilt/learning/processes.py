@@ -25,7 +25,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ class ProcessEngine:
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _end, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, end_workers, self._workers, os.getpid())
         self._training = False
 
     @property
@@ -126,7 +126,7 @@ class ProcessEngine:
             yield from self._train_all(clients, round_index, learning_rate)
         except BaseException:
             # Jobs are still under way; their results must not reach the next round.
-            _end(self._workers, os.getpid())
+            end_workers(self._workers, os.getpid())
             raise
         finally:
             self._training = False
@@ -264,8 +264,11 @@ class _Worker:
         return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
 
 
-def _end(workers: list[_Worker], owner: int) -> None:
-    """End the processes; a forked copy of the owner leaves them alone."""
+def end_workers(workers: list[Any], owner: int) -> None:
+    """End the processes of workers, which have a `process` and a `connection`.
+
+    A forked copy of the owner leaves them alone.
+    """
     if os.getpid() != owner:
         return
     started = [worker for worker in workers if worker.process.pid is not None]
