@@ -175,7 +175,9 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
         notes=(*own, *method.notes, *evaluation_notes(config)),
         adjacency=account.adjacency,
     )
-    source = noise_source(config.noise_seed, parts.flat.vector.device)
+    # Correlated noise remembers earlier rounds on the host, and is drawn there.
+    device = parts.flat.vector.device if config.noise_bands == 1 else None
+    source = noise_source(config.noise_seed, device)
     noise = BandedNoise(source, config.noise_bands)
     if selector.secret:
         return make_amplified(config, settings, noise, selector, account)

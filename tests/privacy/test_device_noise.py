@@ -81,7 +81,9 @@ def test_where_noise_is_drawn() -> None:
     pytest.importorskip("triton")
     source = noise_source(None, CUDA)
     assert isinstance(source, DeviceNoise)
-    assert source.description == "operating system generator, expanded on the GPU by ChaCha20"
+    assert source.description == (
+        "operating system generator; for vectors on the GPU expanded there by ChaCha20"
+    )
     assert not source.reproducible
     assert type(noise_source(None, CPU)) is SecretNoise
     assert isinstance(noise_source(3, CUDA), SeededNoise)  # the same on every device

@@ -29,7 +29,7 @@ _MOST_BLOCKS = 1 << 32  # the block's number has 32 bits
 class DeviceNoise(SecretNoise):
     """Noise from the operating system, expanded on a GPU where the vector is on one."""
 
-    description = "operating system generator, expanded on the GPU by ChaCha20"
+    description = "operating system generator; for vectors on the GPU expanded there by ChaCha20"
 
     def normal_on(self, device: torch.device, size: int) -> torch.Tensor:
         """Return `size` independent standard normal numbers in float64, on a GPU."""
