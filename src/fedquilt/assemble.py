@@ -74,6 +74,7 @@ from fedquilt.learning.local import SequentialEngine
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
+from fedquilt.learning.streams import wake
 from fedquilt.method import Method, MethodParts, RemoteEngine, WholeModel
 from fedquilt.models import FeatureModel, make_model
 from fedquilt.models.features import precompute
@@ -264,6 +265,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     target accuracy) filled in.
     """
     check_data_dir(config.data_dir)
+    wake(config.device)
     train, test = load_dataset(
         config.dataset, config.data_dir, download=not config.no_download, progress=progress
     )

@@ -325,11 +325,10 @@ def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) 
         )
 
 
-def write_identity(problem: Problem, folder: RunFolder) -> None:
-    """Keep, for the owner, what tells these clients and data from others."""
-    salt = secrets.token_bytes(32)
-    kept = {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
-    folder.write_clients(kept)
+def identity_of(problem: Problem, salt: bytes | None = None) -> dict[str, str]:
+    """Return, for the owner, what tells these clients and data from others."""
+    salt = salt or secrets.token_bytes(32)
+    return {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
 
 
 def check_identity(problem: Problem, folder: RunFolder) -> None:
@@ -337,7 +336,7 @@ def check_identity(problem: Problem, folder: RunFolder) -> None:
     kept = folder.read_clients()
     if kept is None:
         if folder.load_checkpoint() is None:  # killed before it was written: nothing was trained
-            write_identity(problem, folder)
+            folder.write_clients(identity_of(problem))
         return
     check_same_clients(problem, kept, folder.path)
     try:

@@ -10,9 +10,10 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Unpack, cast
+from typing import Any, NamedTuple, Protocol, Unpack, cast
 
 import numpy as np
 import torch
@@ -37,10 +38,10 @@ from fedquilt.assemble_account import (
     check_identity,
     check_not_rolled_back,
     check_same_clients,
+    identity_of,
     needs_account,
     open_account,
     open_witness,
-    write_identity,
 )
 from fedquilt.assemble_mechanism import Build
 from fedquilt.checkpoint_state import check_state, expected_state
@@ -60,6 +61,7 @@ from fedquilt.learning import Engine, FlatModel
 from fedquilt.learning.metrics import OwnMetric
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
+from fedquilt.learning.streams import aside, moment
 from fedquilt.method import Method, RemoteEngine
 from fedquilt.observe.progress import Expectations, Progress
 from fedquilt.observe.tracked import tracked as _tracked
@@ -112,6 +114,22 @@ class Subject(Protocol):
         """Return what is needed to build the model again."""
 
 
+class _NoMoreRoundsError(Exception):
+    """No round should follow, found out while the next one was training."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Unbooked(NamedTuple):
+    """A round that has run and is not yet charged, kept and shown."""
+
+    record: RoundRecord
+    seconds: float
+    since: torch.cuda.Event | None
+
+
 class Experiment:
     """Rounds, evaluation, stopping, checkpoints, result: one training loop for everybody.
 
@@ -158,6 +176,7 @@ class Experiment:
         self.saves_every_round = federation.account is not None
         self._saved_at = time.monotonic()
         self._looked: tuple[str, ...] = ()  # what the last evaluation measured
+        self._unbooked: _Unbooked | None = None
         federation.method.report_to(self.observer.working)
 
     @property
@@ -172,9 +191,20 @@ class Experiment:
         """
         self._saved_at = time.monotonic()
         stopped = self._begin()
-        while stopped is None and len(self.lines) < self.config.num_rounds:
-            stopped = self._next_round()
+        try:
+            while stopped is None and self._rounds_run < self.config.num_rounds:
+                stopped = self._next_round()
+        except _NoMoreRoundsError as end:
+            stopped = end.reason
+        finally:
+            if self._unbooked is not None:  # the round after it failed or was interrupted
+                with contextlib.suppress(_NoMoreRoundsError):
+                    self._catch_up()
         return stopped
+
+    @property
+    def _rounds_run(self) -> int:
+        return len(self.lines) + (self._unbooked is not None)
 
     def _begin(self) -> str | None:
         """Finish what a killed run left open; return why no round should follow."""
@@ -196,9 +226,38 @@ class Experiment:
 
     def _next_round(self) -> str | None:
         """Run, evaluate and keep one round; return why none should follow."""
-        began = time.perf_counter()
-        record = self.run_round(len(self.lines))
-        line = as_line(record, time.perf_counter() - began) | self._spent()
+        began, index = time.perf_counter(), self._rounds_run
+        record = self.run_round(index)
+        seconds = time.perf_counter() - began
+        if not self._books_later(index):
+            return self._book(record, seconds)
+        self._unbooked = _Unbooked(record, seconds, moment(self.federation.weights.device))
+        return None
+
+    def _books_later(self, index: int) -> bool:
+        """Tell whether a round is charged, kept and shown while the next one trains.
+
+        Where that trains on a device, the host has the time; not where the model is evaluated,
+        which takes the device.
+        """
+        starts_early = getattr(self.method.engine, "starts_early", False)
+        return starts_early and not self._evaluates(index + 1)
+
+    def _catch_up(self) -> None:
+        """Book the round before, if that was put off; the next one may be training."""
+        if self._unbooked is None:
+            return
+        unbooked, self._unbooked = self._unbooked, None
+        with aside(unbooked.since, self.federation.weights.device):
+            if self.federation.account is not None:
+                self.federation.account.settle_held()
+            stopped = self._book(unbooked.record, unbooked.seconds)
+        if stopped is not None:
+            raise _NoMoreRoundsError(stopped)
+
+    def _book(self, record: RoundRecord, seconds: float) -> str | None:
+        """Evaluate, keep and show a round; return why none should follow."""
+        line = as_line(record, seconds) | self._spent()
         private = None
         if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
@@ -247,7 +306,10 @@ class Experiment:
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
-        return run_round(self.federation, round_index)
+        if not getattr(self.method.engine, "starts_early", False):
+            return run_round(self.federation, round_index)
+        later = self._books_later(round_index)
+        return run_round(self.federation, round_index, self._catch_up, settles_later=later)
 
     def _record(self, line: dict[str, Any], private: dict[str, Any] | None, *, amend: bool) -> None:
         """Write a round's line, and a checkpoint where one is due."""
@@ -669,11 +731,12 @@ def _run(
                 return load(folder.path, problem.whole_model())
         # A folder of an older fedquilt may say `auto`: it goes on with what that was.
         config, problem = (config, problem) if resumed else settle_engine(config, problem)
+        identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)
         if observer is not None:
             watching.expects(config, expectations(config, problem))
-        federation, folder = _open(config, problem, method, folder, output_dir, stack)
+        federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())
         clients = make_client_evaluation(
             config,
@@ -745,6 +808,7 @@ def _open(
     method: Method,
     folder: RunFolder | None,
     output_dir: str | None,
+    identity: Future[dict[str, str]] | None,
     stack: contextlib.ExitStack,
 ) -> tuple[Federation, RunFolder | None]:
     """Open the run's account, where it has one, its folder, and build the federation.
@@ -769,7 +833,7 @@ def _open(
     if folder is None and output_dir is not None:
         folder = RunFolder.create(config, output_dir, problem.engine_choice)
         stack.callback(folder.close)
-        write_identity(problem, folder)
+        folder.write_clients(identity_of(problem) if identity is None else identity.result())
     if own_ledger:
         place = _scratch(stack) if folder is None else folder.path
         witness = None if folder is None else open_witness(run_id, folder.path)
@@ -789,6 +853,19 @@ def _open(
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _identity_soon(problem: Problem) -> Future[dict[str, str]] | None:
+    """Begin to digest the data while kernels for a GPU are found or compiled.
+
+    Without a GPU there is nothing to wait for, and engines may fork: then it is done later.
+    """
+    if problem.task.device.type != "cuda":
+        return None
+    pool = ThreadPoolExecutor(1)
+    identity = pool.submit(identity_of, problem, secrets.token_bytes(32))
+    pool.shutdown(wait=False)
+    return identity
 
 
 def _spare_torch_a_temporary_folder() -> None:

@@ -13,7 +13,7 @@ joins do not import one another:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -86,11 +86,25 @@ class RoundRecord:
     server: dict[str, float] = field(default_factory=dict)
 
 
-def run_round(federation: Federation, round_index: int) -> RoundRecord:
-    """Run steps 1 to 8 and move `federation` on; the caller evaluates (step 9)."""
+def run_round(
+    federation: Federation,
+    round_index: int,
+    meanwhile: Callable[[], None] | None = None,
+    *,
+    settles_later: bool = False,
+) -> RoundRecord:
+    """Run steps 1 to 8 and move `federation` on; the caller evaluates (step 9).
+
+    Where the engine works on a device (`starts_early`), the host need not look on: `meanwhile`
+    is called while this round's clients train, and nothing of the round has moved `federation`
+    yet.  With `settles_later` the charge of this round's release is left to the `meanwhile` of
+    the next one (`RunAccount.settle_held`).  What keeps the order safe is that all of it stays
+    in this process: a round's charges are reserved on disk before its release is computed, and
+    settled before anything that follows from the release is reserved, kept or shown.
+    """
     # 1 select: who is there, who has allowance left; the spend is reserved
     record = RoundRecord(round_index, [])
-    cohort, granted = _select_and_reserve(federation, record)
+    cohort, granted, updates = _select_and_reserve(federation, record, meanwhile)
     record.cohort = [int(client) for client in cohort.exposed]
 
     # 2 participation: the history counts the cohort before any noise depends on it
@@ -106,7 +120,8 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
 
     # 3 local training, one client at a time unless the clip bound needs them all
     losses: list[float] = []
-    updates = method.engine.train(federation.weights, cohort.clients, round_index, learning_rate)
+    if updates is None:
+        updates = _train(federation, cohort, round_index)
     # `map` keeps no update: the next client trains when the one before it is summed and gone
     received: Iterable[Contribution] = map(partial(_receive, mechanism, losses), updates)
     if mechanism.needs_whole_cohort:
@@ -134,7 +149,9 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     update, record.noise = mechanism.release(total.total, total.weight, total.held)
 
     # 8 update: the charge is on disk before the release is used
-    if federation.account is not None:
+    if federation.account is not None and settles_later:
+        federation.account.hold(update.clone())  # the server's step may change it
+    elif federation.account is not None:
         federation.account.settle(update)
     federation.weights = method.server.step(federation.weights, update)
     record.server = method.server.report()
@@ -143,20 +160,38 @@ def run_round(federation: Federation, round_index: int) -> RoundRecord:
     return record
 
 
+def _train(federation: Federation, cohort: Cohort, round_index: int) -> Iterator[ClientUpdate]:
+    learning_rate = federation.learning_rate_at(round_index)
+    engine = federation.method.engine
+    return engine.train(federation.weights, cohort.clients, round_index, learning_rate)
+
+
 def _select_and_reserve(
-    federation: Federation, record: RoundRecord
-) -> tuple[Cohort, NDArray[np.float64] | None]:
+    federation: Federation, record: RoundRecord, meanwhile: Callable[[], None] | None
+) -> tuple[Cohort, NDArray[np.float64] | None, Iterator[ClientUpdate] | None]:
     """Pick the cohort among those who are there and can pay, and reserve what it will cost.
 
     Another run may spend a client's allowance after it was read and before the
     reservation; the ledger then refuses as a whole, and the round is planned anew.
 
-    Returns the cohort, and what the ledger granted each of those exposed.
+    Returns the cohort, what the ledger granted each of those exposed, and the updates of
+    clients that have begun to train: on a device of this process, from which nothing leaves
+    before the reservation.
     """
     account, mechanism, tracker = federation.account, federation.mechanism, federation.tracker
     present = federation.method.present()
+    updates: Iterator[ClientUpdate] | None = None
+
+    def begin(cohort: Cohort) -> Iterator[ClientUpdate] | None:
+        if meanwhile is None:
+            return None
+        started = _train(federation, cohort, record.round) if len(cohort.exposed) else None
+        meanwhile()
+        return started
+
     if account is None:
-        return federation.select(record.round, present), None
+        cohort = federation.select(record.round, present)
+        return cohort, None, begin(cohort)
     for attempt in range(_ATTEMPTS):
         remaining = account.remaining(record.round)
         allowed = mechanism.eligible(record.round, remaining)
@@ -166,8 +201,9 @@ def _select_and_reserve(
             allowed = present if allowed is None else allowed & present
         cohort = federation.select(record.round, allowed)
         who = cohort.exposed
+        updates, meanwhile = begin(cohort), None
         if len(who) == 0:
-            return cohort, None
+            return cohort, None, None
         joins = tracker.participation_count[who]
         charges = mechanism.plan_round(
             record.round, who, remaining[who], joins, tracker.total_rounds
@@ -179,7 +215,7 @@ def _select_and_reserve(
                 raise
         else:
             mechanism.shrink_to(who, granted)
-            return cohort, granted
+            return cohort, granted, updates
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 

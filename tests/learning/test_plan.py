@@ -7,6 +7,7 @@ chosen before Triton is imported, so these tests run once more, in a process of 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from typing import Any
@@ -19,9 +20,10 @@ from torch import nn
 from fedquilt.learning import LocalSettings, Task, planned
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import SequentialEngine
+from fedquilt.learning.local import SequentialEngine, epoch_batches
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, is_interpreted, make_plan
 from fedquilt.learning.planned import PlannedTraining
+from fedquilt.learning.shuffles import Shuffles
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
 
 
@@ -241,3 +243,36 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
 
 def _without_relu(layer: Any) -> Any:
     return Dense(layer.weight, layer.bias, layer.inputs, layer.outputs)
+
+
+def test_a_network_that_draws_from_pythons_generators_has_no_plan() -> None:
+    """What was drawn when it was followed would stand in the plan for good."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if random.random() < 0.9 else self.layer(x.relu())
+
+    with pytest.raises(NoPlanError, match="generators of Python"):
+        make_plan(Sometimes(), torch.zeros(2, 4))
+
+
+def test_shuffles_are_those_of_one_client_at_a_time() -> None:
+    held = [np.arange(9), np.arange(20, 23), np.zeros(0, dtype=np.int64), np.arange(30, 35)]
+    shuffles = Shuffles(held, [5, 6, 7, 8], batch_size=4, epochs=3)
+    table = shuffles.table()
+    for row, part in enumerate(held):
+        shuffle = torch.Generator().manual_seed(5 + row)
+        index = torch.from_numpy(part)
+        for epoch in range(3 if len(part) else 0):
+            batches = torch.cat(epoch_batches(index, 4, shuffle, 1))
+            place = shuffles.places[epoch, row]
+            assert table[place : place + len(part)].tolist() == batches.tolist()
+    assert len(table) == shuffles.length == 3 * 17 + 1
+    # Nothing is needed before it comes: client 1 begins its last epoch at step 2.
+    first = {stretch.step: stretch.place for stretch in shuffles.stretches()}
+    assert list(first) == sorted(first)
+    assert shuffles.places[2, 1] >= first[2]

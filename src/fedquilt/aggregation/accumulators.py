@@ -96,6 +96,11 @@ class RunningMean:
 
     def add_scaled(self, vector: torch.Tensor, scale: float, weight: float = 1.0) -> None:
         """Add one client's whole vector times a number; the product is in float64."""
+        if self.total.is_cuda:  # one kernel, and no copy; on a CPU torch would make one
+            self.total.add_(vector, alpha=scale * weight)
+            self.weight += weight
+            self._whole += weight
+            return
         for piece in pieces_of(vector):
             self.total[piece].add_(vector[piece].to(self.total.dtype) * scale, alpha=weight)
         self.weight += weight

@@ -22,7 +22,7 @@ import sqlite3
 import stat
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,8 +292,20 @@ class _Watch:
         self._base = base
         self._world: World | None = None
 
-    def run_round(self, federation: Federation, round_index: int) -> RoundRecord:
-        """Run a round, note it, and take over what the base world has released."""
+    def run_round(
+        self,
+        federation: Federation,
+        round_index: int,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        settles_later: bool = False,
+    ) -> RoundRecord:
+        """Run a round, note it, and take over what the base world has released.
+
+        One thing after the other: it is settled at once, so nothing is left for later.
+        """
+        if meanwhile is not None:
+            meanwhile()
         if self._world is None:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")

@@ -17,9 +17,10 @@ show in its update.  Its batches and its random layers follow from its own seed
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,8 @@ from fedquilt.learning.local import (
 )
 from fedquilt.learning.optimizers import RuleState
 from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
-from fedquilt.learning.planned import PlannedTraining
+from fedquilt.learning.planned import PlannedTraining, Running
+from fedquilt.learning.shuffles import Shuffles
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
 _log = logging.getLogger(__name__)
@@ -87,12 +89,15 @@ class BatchedEngine:
     ) -> None:
         self.task = task
         self.settings = settings
-        self._planned: PlannedTraining | None = None
         if max_clients_per_group is not None:
             checks.integer("max_clients_per_group", max_clients_per_group, at_least=1)
         self._by_hand = self._make_by_hand(model)
+        self._planned = self._make_planned(model) if self._by_hand is None else None
         if self._by_hand is not None:
             self.max_clients_per_group = 1
+            return
+        if self._planned is not None:
+            self.max_clients_per_group = max_clients_per_group or self._planned.most_clients
             return
         reason = engine_obstacle(model, task, settings)
         if reason:
@@ -104,8 +109,6 @@ class BatchedEngine:
         self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
-        stack.reset()
-        self._planned = self._make_planned()
         stack.reset()
         if max_clients_per_group is None:
             copies = 4 if settings.optimizer.is_plain else 8
@@ -124,16 +127,83 @@ class BatchedEngine:
         round_index: int,
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
-        """Yield the update of each client of the cohort, in its order."""
+        """Yield the update of each client of the cohort, in its order.
+
+        With `starts_early` the first group is training on the device when this returns.
+        """
         clients = [int(client) for client in cohort]
         if self._by_hand is not None:
-            for client in clients:
-                yield self._train_by_hand(self._by_hand, start, client, round_index, learning_rate)
-            return
+            by_hand = self._by_hand
+            return (
+                self._train_by_hand(by_hand, start, client, round_index, learning_rate)
+                for client in clients
+            )
         most = self.settings.group_rows or len(clients)
         rows = max(1, min(self.max_clients_per_group, most))
-        for first in range(0, len(clients), rows):
-            members = clients[first : first + rows]
+        groups = [clients[first : first + rows] for first in range(0, len(clients), rows)]
+        if self._planned is not None:
+            planned = self._planned
+
+            def begin(members: list[int]) -> list[Running]:
+                return self._begin(planned, start, members, round_index, learning_rate)
+
+            return self._arriving(groups, begin, begin(groups[0]) if groups else [])
+        return self._train_groups(start, groups, rows, round_index, learning_rate)
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether `train` queues work on a device and returns while it is done there."""
+        return self._planned is not None and self.task.device.type == "cuda"
+
+    def _begin(
+        self,
+        planned: PlannedTraining,
+        start: torch.Tensor,
+        members: list[int],
+        round_index: int,
+        learning_rate: float,
+    ) -> list[Running]:
+        """Queue the training of some clients, those of each width as one program."""
+        widths = self._widths(members)
+        running = []
+        for width in sorted(set(widths)):
+            group = [c for c, w in zip(members, widths, strict=True) if w == width]
+            table = BatchTable(self.task, group, self.settings, round_index, True, set(group))
+            running.append(planned.begin(start, table, learning_rate))
+        return running
+
+    def _arriving(
+        self,
+        groups: list[list[int]],
+        begin: Callable[[list[int]], list[Running]],
+        running: list[Running],
+    ) -> Iterator[ClientUpdate]:
+        """Yield the updates of all groups; the first one is `running`."""
+        for number, members in enumerate(groups):
+            parts = running if number == 0 else begin(members)
+            done: dict[int, ClientUpdate] = {}
+            for part in parts:
+                deltas, losses = part.result()
+                for delta, loss, client in zip(deltas, losses, part.clients, strict=True):
+                    size = len(self.task.clients[client])
+                    done[client] = ClientUpdate(client, delta, size, loss if size else math.nan)
+            running, parts = [], []
+            for client in members:
+                yield done.pop(client)
+
+    def _widths(self, members: list[int]) -> list[int]:
+        sizes = [len(self.task.clients[client]) for client in members]
+        return [program_width(size, self.settings.batch_size) for size in sizes]
+
+    def _train_groups(
+        self,
+        start: torch.Tensor,
+        groups: list[list[int]],
+        rows: int,
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        for members in groups:
             full = rows if self.settings.group_rows else len(members)
             yield from self._train_members(start, members, full, round_index, learning_rate)
 
@@ -147,11 +217,10 @@ class BatchedEngine:
     ) -> Iterator[ClientUpdate]:
         """Train clients in programs of `rows` rows, one for each width they need."""
         done: dict[int, ClientUpdate] = {}
-        sizes = [len(self.task.clients[client]) for client in members]
-        widths = [program_width(size, self.settings.batch_size) for size in sizes]
+        widths = self._widths(members)
         for width in sorted(set(widths)):
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            alike = self._planned is not None or self._shapes.rows_are_alike(rows, width)
+            alike = self._shapes.rows_are_alike(rows, width)
             # Under a secret coin a client's row would follow who else was kept: one by one.
             alone = self.settings.group_rows and not alike
             # Where a row's place matters, everybody keeps its own in programs of all widths.
@@ -178,8 +247,6 @@ class BatchedEngine:
         learning_rate: float,
     ) -> tuple[torch.Tensor, list[float]]:
         """Run all steps of a group; nothing waits for the device until the end."""
-        if self._planned is not None:
-            return self._planned.train(start, table, learning_rate)
         with seeded_layers(start.device, self.settings.seed):
             return self._train_rows(start, table, rows, width, learning_rate)
 
@@ -223,13 +290,24 @@ class BatchedEngine:
         deltas = stack.gather([tensor[:count] for tensor in weights], start)
         return deltas, (loss_sum / table.seen.to(start.device)).tolist()
 
-    def _make_planned(self) -> PlannedTraining | None:
+    def _make_planned(self, model: nn.Module) -> PlannedTraining | None:
         """Return the fast way of a network of standard layers; None: it takes the general one."""
+        public = self.task.public()
+        flat = FlatModel(model, public.inputs)
+        flat.remember()
+        first = flat.read().clone()
         try:
-            return PlannedTraining(self._stack.flat, self.task, self.settings, self._stack.draws)
+            draws = find_draws(flat, public)
+            planned = PlannedTraining(flat, self.task, self.settings, draws)
         except NoPlanError as error:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
+        finally:
+            flat.restore()  # following the forward pass may have left something behind
+            flat.write(first)
+        flat.module.train()
+        refuse_hidden_state(flat, public, self.settings, draws)
+        return planned
 
     def _make_by_hand(self, model: nn.Module) -> CpuTraining | None:
         """Return the steps of one client after the other, faster than a stack on a CPU."""
@@ -371,15 +449,26 @@ class BatchTable:
         self.clients = [clients[member] for member in order]
         self.sorted_rows = sorted_rows
         self._task = task
-        self._begins, self._sizes = _batch_table(counts[order], settings)
         seeds = [client_seed(settings, round_index, client) for client in self.clients]
         self._seeds = np.array(seeds, dtype=np.uint64)
-        self._shuffled = _shuffled(task, self.clients, settings, seeds, training)
+        nothing = np.zeros(0, dtype=np.int64)
+        parts = [task.clients[client] if client in training else nothing for client in self.clients]
+        self._shuffles = Shuffles(
+            [np.asarray(part, dtype=np.int64) for part in parts],
+            seeds,
+            settings.batch_size,
+            settings.epochs,
+        )
+        self._begins, self._sizes = _batch_table(self._shuffles, settings)
         # Row numbers, not how many: unsorted clients may end in any order.
         last = np.arange(1, len(clients) + 1) * (self._sizes > 0)
         self.active: list[int] = last.max(axis=1, initial=0).tolist()
         self.widths: list[int] = self._sizes.max(axis=1, initial=0).tolist()
         self.seen = torch.from_numpy(self._sizes.sum(axis=0)).clamp(min=1)
+
+    @functools.cached_property
+    def _shuffled(self) -> NDArray[np.int64]:
+        return self._shuffles.table()
 
     def steps(
         self, shapes: list[tuple[int, int]], rows: int, columns: int, stack: ModelStack
@@ -439,7 +528,8 @@ class BatchTable:
         """Return the whole table, for a program that reads it on the device."""
         number = np.arange(len(self._sizes))[:, None]
         keys = [draw_keys(self._seeds, number, draw) for draw in range(draws)]
-        return Tables(self._begins, self._sizes, self._shuffled, keys)
+        shuffles = self._shuffles
+        return Tables(self._begins, self._sizes, shuffles.length, shuffles.stretches, keys)
 
     def _hidden(self, rows: int) -> torch.Tensor | None:
         """Return the clients' rows of the class mask; rows that fill up hide nothing."""
@@ -451,52 +541,17 @@ class BatchTable:
 
 
 def _batch_table(
-    counts: NDArray[np.int64], settings: LocalSettings
+    shuffles: Shuffles, settings: LocalSettings
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each batch begins in `_shuffled`, and its size, as [steps, clients].
+    """Return where each batch begins in the shuffled samples, and its size, as [steps, clients].
 
     A client of n samples has ceil(n / B) steps an epoch; batch j of an epoch
     begins at j * B and holds min(B, n - j * B) samples.  A client with no step
     left has size 0.
     """
-    batch_size, epochs = settings.batch_size, settings.epochs
-    steps = -(-counts // batch_size)
-    step = np.arange(epochs * int(steps.max(initial=0)))[:, None]
-    epoch, batch = np.divmod(step, np.maximum(steps, 1))
+    batch_size, epochs, counts = settings.batch_size, settings.epochs, shuffles.counts
+    step = np.arange(epochs * int(shuffles.steps.max(initial=0)))[:, None]
+    epoch, batch = np.divmod(step, np.maximum(shuffles.steps, 1))
     sizes = np.where(epoch < epochs, np.minimum(batch_size, counts - batch * batch_size), 0)
-    first = np.cumsum(epochs * counts) - epochs * counts
-    return first + epoch * counts + batch * batch_size, sizes
-
-
-def _shuffled(
-    task: Task,
-    clients: list[int],
-    settings: LocalSettings,
-    seeds: list[int],
-    training: set[int],
-) -> NDArray[np.int64]:
-    """Return the clients' samples of all epochs, as the sequential engine draws them.
-
-    Each epoch is one permutation (`local.epoch_batches`), which `_batch_table` cuts up; the
-    samples of all are looked up at once: on a GPU the steps of a small model take less time
-    than handling every epoch on the host.
-    """
-    nothing = np.zeros(0, dtype=np.int64)
-    held = [task.clients[client] if client in training else nothing for client in clients]
-    parts: list[NDArray[np.int64]] = [np.asarray(part, dtype=np.int64) for part in held]
-    counts = np.array([len(part) for part in parts], dtype=np.int64)
-    # One more, so that there is something to point at where a program is filled up.
-    order = torch.zeros(settings.epochs * int(counts.sum()) + 1, dtype=torch.int64)
-    shuffle, place = torch.Generator(), 0
-    for count, seed in zip(counts.tolist(), seeds, strict=True):
-        shuffle.manual_seed(seed)
-        for _ in range(settings.epochs if count else 0):
-            torch.randperm(count, generator=shuffle, out=order[place : place + count])
-            place += count
-    starts = np.repeat(np.cumsum(counts) - counts, settings.epochs * counts)
-    places: NDArray[np.int64] = order.numpy()
-    places[:-1] += starts
-    samples = np.concatenate([*parts, np.zeros(1, dtype=np.int64)])
-    places[-1] = len(samples) - 1
-    shuffled: NDArray[np.int64] = samples[places]
-    return shuffled
+    places = shuffles.places[np.minimum(epoch, epochs - 1), np.arange(len(counts))]
+    return places + batch * batch_size, sizes

@@ -114,6 +114,11 @@ class ClientDraws(TorchFunctionMode):
 class RandomCalls(TorchDispatchMode):
     """Counts the calls within it that draw from torch's own generators."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to keep its compiler away from here: it would be imported for that."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 from torch.nn import functional
+
+from fedquilt.learning.shuffles import Stretch
 
 
 class NoPlanError(Exception):
@@ -125,19 +128,21 @@ class Plan:
 class Tables:
     """All steps of a group: rows are clients, those with most steps first.
 
-    `begins` and `sizes` are [steps, clients]: where a batch begins in `shuffled`, and how
-    many samples it has; `keys` are those of each random draw, [steps, clients, 2].
+    `begins` and `sizes` are [steps, clients]: where a batch begins in the shuffled samples,
+    and how many it has; these samples, `length` of them, come in `stretches`, by the step that
+    needs them first; `keys` are those of each random draw, [steps, clients, 2].
     """
 
     begins: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    shuffled: NDArray[np.int64]
+    length: int
+    stretches: Callable[[], Iterator[Stretch]]
     keys: list[NDArray[np.int32]]
 
     def of(self, rows: list[int]) -> Tables:
         """Return the table of some of the clients."""
         keys = [part[:, rows] for part in self.keys]
-        return Tables(self.begins[:, rows], self.sizes[:, rows], self.shuffled, keys)
+        return replace(self, begins=self.begins[:, rows], sizes=self.sizes[:, rows], keys=keys)
 
 
 def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
@@ -148,14 +153,22 @@ def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
     NoPlanError
         The network has a layer or a shape that no plan has; the message says which.
     """
+    before = _generator_states()
     try:
         traced = fx.symbolic_trace(module)
     except Exception as error:  # whatever a forward pass may do with a placeholder
         raise NoPlanError(f"torch.fx cannot follow its forward pass ({error})") from error
+    if _generator_states() != before:
+        # What was drawn while it was followed would stand in the plan as if it never changed.
+        raise NoPlanError("its forward pass draws from the generators of Python or NumPy")
     maker = _Maker(traced, tuple(sample.shape[1:]))
     for node in traced.graph.nodes:
         maker.add(node)
     return maker.plan()
+
+
+def _generator_states() -> str:
+    return repr((random.getstate(), np.random.get_state()))
 
 
 class _Maker:

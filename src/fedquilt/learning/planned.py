@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from fedquilt.common.norms import note_length
 from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, own_draws
 from fedquilt.learning.engine import LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
+from fedquilt.learning.shuffles import Stretch
+from fedquilt.learning.stack import clients_that_fit
 
 if TYPE_CHECKING:
     from fedquilt.learning.program import Program
@@ -35,6 +39,26 @@ class Group(Protocol):
 
     def tables(self, draws: int) -> Tables:
         """Return the whole table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A group of clients that trains on a device, or has trained there.
+
+    `figures` are each client's mean loss and the length of its update.
+    """
+
+    clients: list[int]
+    updates: torch.Tensor
+    figures: torch.Tensor
+
+    def result(self) -> tuple[list[torch.Tensor], list[float]]:
+        """Wait for the device; return each client's update, its length noted, and mean loss."""
+        losses, lengths = self.figures.tolist()
+        rows = list(self.updates)
+        for row, length in zip(rows, lengths, strict=True):
+            note_length(row, length)
+        return rows, losses
 
 
 class PlannedTraining:
@@ -61,22 +85,26 @@ class PlannedTraining:
         if {weights.name for weights in self.plan.weights} != set(flat.names):
             raise NoPlanError("it has parameters outside its layers, or frozen ones")
         self._type = TYPES[settings.precision]
+        self.most_clients = 1
         self._inputs = self._laid_out(task.inputs)
         self._program: Program | None = None
         self._try(draws)
 
-    def train(
-        self, start: torch.Tensor, group: Group, learning_rate: float
-    ) -> tuple[torch.Tensor, list[float]]:
-        """Return each client's update, one row each, and its mean loss."""
+    def begin(self, start: torch.Tensor, group: Group, learning_rate: float) -> Running:
+        """Queue all steps of a group and what is read of them; nothing waits for the device."""
         count = len(group.clients)
         if self._program is None or self._program.rows < count:
             self._program = None  # its memory first
             self._program = self._make_program(self._inputs, self._task.targets, count)
         tables = group.tables(self.plan.num_draws)
+        # Before the program is queued: what comes from the host waits for what is queued.
+        seen = group.seen.to(start.device)
         sums = self._run(self._program, start, tables, learning_rate)
-        losses = (sums / group.seen.to(sums.device)).tolist()
-        return self._updates(self._program, start, count), losses
+        updates = self._updates(self._program, start, count)
+        # One by one, as `privacy.clip.norm` computes them: a row's bits are its own affair.
+        lengths = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in updates]
+        figures = torch.stack([(sums / seen).to(torch.float64), torch.stack(lengths)])
+        return Running(group.clients, updates, figures)
 
     def _laid_out(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.plan.lay_out(inputs).to(self._type).contiguous()
@@ -117,6 +145,9 @@ class PlannedTraining:
             self._run(program, start, tables.of(rows), _TRIAL_RATE)
             return self._updates(program, start, len(rows))
 
+        # Its weights, those in the products' type, and its update.
+        client_bytes = program.bytes_a_row + 3 * start.nbytes
+        self.most_clients = clients_that_fit(client_bytes, start.device)
         everybody, turned = [0, 1, 2, 3, 4], [1, 0, 3, 2, 4]
         first = updates(everybody)
         for rows in [turned, [2], *([everybody] * _REPEATS)]:
@@ -162,7 +193,8 @@ def _trial_tables(width: int, draws: int) -> Tables:
     begins = (np.arange(sizes.size) * 7 % (3 * width)).reshape(sizes.shape)
     seeds, steps = np.arange(_TRIAL_CLIENTS, dtype=np.uint64), np.arange(_TRIAL_STEPS)[:, None]
     keys = [draw_keys(seeds, steps, draw) for draw in range(draws)]
-    return Tables(begins, sizes, np.arange(4 * width), keys)
+    all_of_them = Stretch(0, 0, np.arange(4 * width))
+    return Tables(begins, sizes, 4 * width + 1, lambda: iter([all_of_them]), keys)
 
 
 def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:

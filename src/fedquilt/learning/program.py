@@ -18,6 +18,8 @@ import torch
 from fedquilt.learning import kernels
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables, is_interpreted
+from fedquilt.learning.shuffles import Stretch
+from fedquilt.learning.streams import moment
 
 _Halves = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -83,6 +85,7 @@ class Program:
         self._rate = torch.zeros(1, device=self._device)
         self._loss_sum = torch.zeros(rows, device=self._device)
         self._nowhere = 0
+        self._copied: torch.cuda.Event | None = None
         self._weights: dict[str, torch.Tensor] = {}
         self._used: dict[str, torch.Tensor] = {}
         self._grow(1, 1)
@@ -94,6 +97,9 @@ class Program:
         self._begins = torch.zeros(steps, self.rows, dtype=torch.int64, device=self._device)
         self._sizes = torch.zeros(steps, self.rows, dtype=torch.int32, device=self._device)
         self._shuffled = torch.zeros(samples, dtype=torch.int64, device=self._device)
+        # Copies from here are queued, and the host draws on.
+        pinned = self._device.type == "cuda"
+        self._staged = torch.zeros(samples, dtype=torch.int64, pin_memory=pinned)
         self._keys = [
             torch.zeros(steps, self.rows, 2, dtype=torch.int32, device=self._device)
             for _ in range(draws)
@@ -161,6 +167,17 @@ class Program:
         if before is not None and isinstance(before.layer, Conv):
             before.out_halves = kept.x_halves
 
+    @property
+    def bytes_a_row(self) -> int:
+        """What a client's row takes beside its weights."""
+        tensors = [self._x, self._y]
+        for kept in self._saved:
+            tensors += [kept.out, kept.which, kept.d, kept.dz]
+            tensors += [t for t in (kept.parts, kept.bias_parts) if t is not None]
+            tensors += [t for pair in (kept.x_halves, kept.dz_halves) for t in pair or ()]
+        places = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        return sum(places.values()) // self.rows
+
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give every row these weights, [1, shape in the model] each."""
         for weights in self.plan.weights:
@@ -188,9 +205,21 @@ class Program:
         self._loss_sum.zero_()
         self._step.zero_()
         active = (tables.sizes > 0).sum(axis=1)
+        stretches = tables.stretches()
+        coming = next(stretches, None)
         for t in range(steps):
+            while coming is not None and coming.step <= t:
+                self._fill(coming)
+                coming = next(stretches, None)
             self._run(_row_step(int(active[t]), self.rows))
-        return self._loss_sum[:count]
+        self._copied = moment(self._device)
+        return self._loss_sum[:count].clone()
+
+    def _fill(self, stretch: Stretch) -> None:
+        """Queue the copy of some shuffled samples."""
+        some = slice(stretch.place, stretch.place + len(stretch.samples))
+        self._staged[some] = torch.from_numpy(stretch.samples)
+        self._shuffled[some].copy_(self._staged[some], non_blocking=True)
 
     def weight(self, name: str, count: int) -> torch.Tensor:
         """Return the first rows of a tensor, as the plan has it."""
@@ -198,8 +227,10 @@ class Program:
 
     def _write(self, tables: Tables) -> None:
         steps, count = tables.sizes.shape
-        if steps > len(self._sizes) or len(tables.shuffled) > len(self._shuffled):
-            wanted = max(steps, len(self._sizes)), max(len(tables.shuffled), len(self._shuffled))
+        if self._copied is not None:
+            self._copied.synchronize()  # the samples staged before are read no more
+        if steps > len(self._sizes) or tables.length > len(self._shuffled):
+            wanted = max(steps, len(self._sizes)), max(tables.length, len(self._shuffled))
             self._grow(*(1 << (size - 1).bit_length() for size in wanted))
         self._nowhere = len(self._shuffled) - 1
         self._sizes.zero_()
@@ -207,7 +238,6 @@ class Program:
             self._device
         )
         self._begins[:steps, :count] = torch.from_numpy(tables.begins).to(self._device)
-        self._shuffled[: len(tables.shuffled)] = torch.from_numpy(tables.shuffled).to(self._device)
         # Rows without samples read a sample that is nobody's choice: the first one.
         self._shuffled[-1] = 0
         for here, keys in zip(self._keys, tables.keys, strict=True):
@@ -222,24 +252,33 @@ class Program:
         self._graphs[count].replay()
 
     def _record(self, count: int) -> Any:
-        """Record a step of so many clients; the trial before it compiles the kernels."""
-        kept = [tensor.clone() for tensor in (*self._weights.values(), self._loss_sum, self._step)]
+        """Record a step of so many clients; one before the first compiles the kernels."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._kernels(count)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._kernels(count)
-        for tensor, before in zip(
-            (*self._weights.values(), self._loss_sum, self._step), kept, strict=True
-        ):
+        with torch.cuda.stream(stream):
+            if not self._graphs:
+                self._try_out(count)
+            # Not `torch.cuda.graph`: it collects garbage and waits for the device each time,
+            # for the sake of what a step allocates, and ours allocates nothing.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._kernels(count)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+    def _try_out(self, count: int) -> None:
+        """Run a step that changes nothing."""
+        state = (*self._weights.values(), self._loss_sum, self._step)
+        kept = [tensor.clone() for tensor in state]
+        self._kernels(count)
+        for tensor, before in zip(state, kept, strict=True):
             tensor.copy_(before)
         for name, tensor in self._weights.items():
             if self._low:
                 self._used[name].copy_(tensor)
-        return graph
 
     def _kernels(self, count: int) -> None:
         """Launch one step of the first `count` rows."""

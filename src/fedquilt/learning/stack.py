@@ -285,7 +285,12 @@ def group_size(stack: ModelStack, batch_size: int, copies: int = 4) -> int:
     vector = stack.flat.vector
     widest = min(batch_size, _WIDEST)
     client_bytes = copies * vector.numel() * vector.element_size() + 2 * sample_bytes * widest
-    return max(1, _memory(vector.device) // client_bytes)
+    return clients_that_fit(client_bytes, vector.device)
+
+
+def clients_that_fit(client_bytes: int, device: torch.device) -> int:
+    """Return how many clients of so many bytes a group may have."""
+    return max(1, _memory(device) // client_bytes)
 
 
 def _memory(device: torch.device) -> int:

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.norms import noted_length
 from fedquilt.common.pieces import pieces_of
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.clip import LongNorm, PrivateQuantile, norm
@@ -337,7 +338,7 @@ class Certified:
 
 def _is_finite(delta: torch.Tensor) -> bool:
     """Tell whether every entry is finite; sums of float32 in float64 do not overflow."""
-    if delta.dtype == torch.float64:
+    if delta.dtype == torch.float64 or noted_length(delta) is not None:
         return is_finite(delta)
     return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces_of(delta))
 

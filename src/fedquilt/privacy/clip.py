@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.common.norms import noted_length
 from fedquilt.common.pieces import pieces
 from fedquilt.privacy.noise import NoiseStream
 
@@ -46,6 +47,9 @@ _HAIR = 1e-12
 def norm(vector: NDArray[Any] | torch.Tensor) -> float:
     """Return the L2 norm in float64; NaN or Inf when an entry is."""
     if isinstance(vector, torch.Tensor):
+        length = noted_length(vector)
+        if length is not None:
+            return length
         values = vector.detach()
         values = values if values.is_floating_point() else values.to(torch.float64)
         if values.numel() <= _LONG or values.device.type != "cpu" or values.ndim != 1:

@@ -9,6 +9,7 @@ mechanism may claim about it is in its `statement`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.norms import noted_length
 from fedquilt.privacy.statement import Statement
 
 
@@ -179,7 +181,13 @@ class Mechanism(Protocol):
 
 
 def is_finite(vector: torch.Tensor) -> bool:
-    """Tell whether every entry is finite, by the sum, which any NaN or Inf spoils."""
+    """Tell whether every entry is finite, by the sum, which any NaN or Inf spoils.
+
+    The length says it too, where it is known: squares of float32 do not overflow in float64.
+    """
+    length = noted_length(vector) if vector.dtype == torch.float32 else None
+    if length is not None:
+        return math.isfinite(length)
     return bool(torch.isfinite(vector.sum()))
 
 

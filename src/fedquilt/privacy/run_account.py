@@ -100,6 +100,7 @@ class RunAccount:
         self._count = run.places.size
         self._joins = self._mine(run.joins())
         self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
+        self._held: torch.Tensor | None = None
 
     def _mine(self, everybody: NDArray[_Number]) -> NDArray[_Number]:
         """Return the run's clients, in its order, of an array over the population."""
@@ -137,7 +138,10 @@ class RunAccount:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
         if not self.is_bounded:
             return np.full(self._count, np.inf)
-        left = self._mine(self.run.remaining())
+        waiting = None if self._held is None or self._open is None else self._open[2]
+        left = self._mine(
+            self.run.remaining() if waiting is None else self.run.remaining_after(waiting)
+        )
         if self._ahead is not None and round_index in self._settled:
             left += self._ahead
         left /= self._per_charge
@@ -174,6 +178,8 @@ class RunAccount:
         Returns what was granted, which at the very end of an allowance may be a
         millionth less than what was asked.
         """
+        if self._held is not None:
+            raise RuntimeError("a release that is held is settled before the next reservation")
         repeated = round_index in self._settled
         reservation = (
             None
@@ -204,6 +210,19 @@ class RunAccount:
                 f"round {round_index} of run {self.run.info.name!r} was granted less the second "
                 "time it was reserved, after its updates were clipped"
             )
+
+    def hold(self, release: torch.Tensor) -> None:
+        """Keep a release that `settle_held` charges before anything that follows from it leaves.
+
+        Its reservation is on disk.  Should the process end before, nobody has seen the release.
+        """
+        self._held = release
+
+    def settle_held(self) -> None:
+        """Settle the release that is held, if there is one."""
+        if self._held is not None:
+            release, self._held = self._held, None
+            self.settle(release)
 
     def settle(self, release: torch.Tensor) -> str:
         """Make the charge durable, before the release is used (step 8); return the head."""

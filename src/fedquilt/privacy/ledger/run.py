@@ -36,15 +36,21 @@ def remaining(
     return _left(account, run, in_run, ids, uncounted=own, counted=np.zeros(ids.size))
 
 
-def _left_of_all(account: Balances, run: RunInfo, in_run: FloatArray) -> FloatArray:
+def _left_of_all(
+    account: Balances, run: RunInfo, in_run: FloatArray, settled: Reservation | None = None
+) -> FloatArray:
     """Return what `remaining` says of every client, in as few arrays as can be."""
-    reserved = account.reserved
+    reserved, spent = account.reserved, account.spent
+    if settled is not None:
+        spent, in_run = spent.copy(), in_run.copy()
+        spent[settled.clients] += settled.charges_mu2
+        in_run[settled.clients] += settled.charges_mu2
     own = [r for r in account.open.values() if r.run == run.key]
     if own:
         reserved = reserved.copy()
         for reservation in own:
             reserved[reservation.clients] -= reservation.charges_mu2
-    left = account.info.allowance_mu2 - account.spent
+    left = account.info.allowance_mu2 - spent
     left -= reserved
     np.minimum(left, run.budget_mu2 - in_run, out=left)
     np.maximum(left, 0.0, out=left)
@@ -172,6 +178,16 @@ class Run:
         """Return the ledger's newest hash, to be kept with the run's files."""
         with self._store.reading():
             return self._store.head()[1].hex()
+
+    def remaining_after(self, settled: Reservation) -> FloatArray:
+        """Return what `remaining` will say of everybody once a reservation is settled."""
+        with self._store.reading():
+            self._account.refresh(self._store)
+            in_run = self._account.track(self._store, self.info.key)
+            left = _left_of_all(self._account, self.info, in_run, settled)
+            if self._places is not None:
+                left[self._outside(self._ids(None))] = 0.0
+            return left
 
     def remaining(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the squared GDP units this run may still spend of each client.

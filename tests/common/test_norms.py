@@ -1,0 +1,34 @@
+"""Lengths noted beside vectors: found again, and void once the numbers change."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fedquilt.common.norms import note_length, noted_length
+from fedquilt.privacy.clip import norm
+from fedquilt.privacy.mechanism import is_finite
+
+
+def test_a_note_is_found_and_used() -> None:
+    vector = torch.tensor([3.0, 4.0])
+    assert noted_length(vector) is None
+    note_length(vector, 5.0)
+    assert noted_length(vector) == 5.0
+    assert norm(vector) == 5.0
+    note_length(vector, math.nan)
+    assert not is_finite(vector)
+
+
+def test_a_note_is_void_once_anything_is_written() -> None:
+    rows = torch.ones(2, 4)
+    first, second = rows
+    note_length(first, 2.0)
+    second.mul_(3.0)  # another row of the same memory
+    assert noted_length(first) is None
+    note_length(first, 2.0)
+    first[0] = 7.0
+    assert noted_length(first) is None
+    assert norm(first) == math.sqrt(52.0)
+    assert noted_length(first.clone()) is None

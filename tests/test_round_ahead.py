@@ -1,0 +1,162 @@
+"""A round is charged, kept and shown while the next one trains, where a device has the time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedquilt
+from fedquilt.learning.batched import BatchedEngine
+from fedquilt.learning.engine import ClientUpdate
+from fedquilt.privacy.certified import Certified
+from fedquilt.privacy.ledger import BudgetExceededError
+from fedquilt.privacy.ledger.run import Run
+from fedquilt.run_folder import RunFolder
+
+SEEDED = {"mode": "certified", "epsilon": 5.0, "noise_seed": 1}
+
+
+class Early(BatchedEngine):
+    """Trains before anybody asks for the updates, as an engine on a device does."""
+
+    starts_early = True
+    events: list[str]
+
+    def train(self, *args: Any, **keywords: Any) -> Iterator[ClientUpdate]:
+        """Train everybody at once."""
+        self.events.append("train")
+        return iter(list(super().train(*args, **keywords)))
+
+
+def run(folder: Path | None, early: bool, events: list[str] | None = None, **settings: Any) -> Any:
+    """Run 7 rounds on made-up data, evaluated after the third, the sixth and the last."""
+    random = np.random.default_rng(0)
+    inputs = torch.from_numpy(random.standard_normal((48, 5), dtype=np.float32))
+    targets = (inputs[:, 0] > 0).long()
+    model = nn.Linear(5, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    def engine(parts: Any) -> BatchedEngine:
+        kind = Early if early else BatchedEngine
+        made = kind(parts.flat.module, parts.task, parts.local_settings)
+        if isinstance(made, Early):
+            made.events = [] if events is None else events
+        return made
+
+    data, parts = (inputs, targets), np.split(np.arange(48), 6)
+    place = None if folder is None else str(folder)
+    chosen = {"num_rounds": 7, "eval_every": 3, "output_dir": place, "quiet": True, **settings}
+    return fedquilt.run(model, data, data, parts, engine=engine, **chosen)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list in which the run's doings are noted, in their order."""
+    events: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noting(*args: Any, **keywords: Any) -> Any:
+            events.append(name)
+            return function(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(Run, "reserve")
+    note(Run, "settle")
+    note(RunFolder, "save_checkpoint")
+    note(RunFolder, "append_round")
+    return events
+
+
+def lines(result: Any) -> list[dict[str, Any]]:
+    text = (result.folder / "rounds.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    return [{key: line[key] for key in line if key != "seconds"} for line in found]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SEEDED, {"mode": "fedavg"}, {"mode": "quap_fl", "noise_seed": 1, "noise_layers": "*"}],
+)
+def test_the_same_run_comes_out(tmp_path: Path, settings: dict[str, Any]) -> None:
+    plain, ahead = (run(tmp_path / str(early), early, **settings) for early in (False, True))
+    assert lines(plain) == lines(ahead)
+    assert len(lines(ahead)) == 7
+    for name, tensor in plain.state_dict.items():
+        assert torch.equal(tensor, ahead.state_dict[name])
+
+
+def test_every_charge_is_on_disk_before_what_follows_from_its_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = noted(monkeypatch)
+    run(tmp_path, True, events, mode="certified", epsilon=5.0)
+    booked = ["settle", "append_round", "save_checkpoint"]
+    # Rounds 3, 6 and 7 are evaluated, and booked before the next one trains.
+    late, now = ["train", *booked, "reserve"], ["train", "reserve"]
+    expected = now + late + late + booked + now + late + late + booked + now + booked
+    assert events[: len(expected)] == expected
+
+
+def test_an_error_in_a_round_leaves_the_round_before_it_booked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Early.train
+
+    def failing(self: Any, start: Any, cohort: Any, round_index: int, rate: float) -> Any:
+        if round_index == 5:
+            raise KeyboardInterrupt
+        return train(self, start, cohort, round_index, rate)
+
+    monkeypatch.setattr(Early, "train", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, True, **SEEDED)
+    monkeypatch.setattr(Early, "train", train)
+    (folder,) = tmp_path.iterdir()
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 5
+    resumed = run(None, True, resume=folder, **SEEDED)
+    whole = run(tmp_path / "whole", False, **SEEDED)
+    assert lines(resumed) == lines(whole)
+
+
+def test_no_allowance_left_ends_the_run_in_time(tmp_path: Path) -> None:
+    class Greedy(Certified):
+        """Has enough left only until half of its budget, 1.26, is spent."""
+
+        def has_allowance(self, remaining: Any) -> Any:
+            return remaining > 0.6
+
+    plain, ahead = (
+        run(tmp_path / str(early), early, mechanism=Greedy, **SEEDED) for early in (False, True)
+    )
+    assert "allowance" in ahead.result["stopped"]
+    assert 0 < len(lines(ahead)) < 7
+    assert lines(plain) == lines(ahead)
+
+
+def test_a_refused_reservation_plans_the_round_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, refused = Run.reserve, []
+
+    def once(self: Run, round_index: int, clients: Any, charges: Any) -> Any:
+        if round_index == 4 and not refused:
+            refused.append(round_index)
+            asked = np.asarray(charges)
+            raise BudgetExceededError("taken", np.asarray(clients), asked, asked)
+        return reserve(self, round_index, clients, charges)
+
+    monkeypatch.setattr(Run, "reserve", once)
+    ahead = run(tmp_path / "ahead", True, **SEEDED)
+    assert refused == [4]
+    monkeypatch.setattr(Run, "reserve", reserve)
+    assert lines(ahead) == lines(run(tmp_path / "plain", False, **SEEDED))
