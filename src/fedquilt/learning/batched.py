@@ -529,7 +529,8 @@ class BatchTable:
         number = np.arange(len(self._sizes))[:, None]
         keys = [draw_keys(self._seeds, number, draw) for draw in range(draws)]
         shuffles = self._shuffles
-        return Tables(self._begins, self._sizes, shuffles.length, shuffles.stretches, keys)
+        hidden = self._hidden(len(self.clients))
+        return Tables(self._begins, self._sizes, shuffles.length, shuffles.stretches, keys, hidden)
 
     def _hidden(self, rows: int) -> torch.Tensor | None:
         """Return the clients' rows of the class mask; rows that fill up hide nothing."""

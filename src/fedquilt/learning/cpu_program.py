@@ -372,6 +372,7 @@ def _made(plan: Plan) -> list[_Layer]:
     image: tuple[int, ...] | None = None
     behind_image = False
     for number, layer in enumerate(plan.layers):
+        assert isinstance(layer, Conv | Dense | Dropout)  # `check_layers`
         made = _Layer(layer, first=number == 0)
         if isinstance(layer, Conv):
             image, behind_image = layer.shape, True

@@ -517,18 +517,25 @@ def dense_update_kernel(
     bias,
     w_low,
     bias_low,
+    anchor,
+    bias_anchor,
+    pull,
     rows,
     B: tl.constexpr,
     F: tl.constexpr,
     O: tl.constexpr,
     BIAS: tl.constexpr,
     LOW: tl.constexpr,
+    PROX: tl.constexpr,
     BF: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """w <- w - rate x' d and bias <- bias - rate sum d, for a client that has samples."""
+    """w <- w - rate x' d and bias <- bias - rate sum d, for a client that has samples.
+
+    PROX: both are drawn towards where the client began, before.
+    """
     client = tl.program_id(2).to(tl.int64)
     if tl.load(sizes + tl.load(step) * rows + client) == 0:
         return
@@ -553,13 +560,20 @@ def dense_update_kernel(
     lr = tl.load(rate)
     at = (client * F + f)[:, None] * O + n[None, :]
     ok = (f < F)[:, None] & (n < O)[None, :]
-    new = tl.load(w + at, mask=ok, other=0.0) - lr * acc
+    new = tl.load(w + at, mask=ok, other=0.0)
+    if PROX:
+        there = tl.load(anchor + f[:, None] * O + n[None, :], mask=ok, other=0.0)
+        new += tl.load(pull) * (there - new)
+    new -= lr * acc
     tl.store(w + at, new, mask=ok)
     if LOW:
         tl.store(w_low + at, new.to(w_low.dtype.element_ty), mask=ok)
     if BIAS and tl.program_id(0) == 0:
         here = client * O + n
-        moved = tl.load(bias + here, mask=n < O, other=0.0) - lr * sums
+        moved = tl.load(bias + here, mask=n < O, other=0.0)
+        if PROX:
+            moved += tl.load(pull) * (tl.load(bias_anchor + n, mask=n < O, other=0.0) - moved)
+        moved -= lr * sums
         tl.store(bias + here, moved, mask=n < O)
         if LOW:
             tl.store(bias_low + here, moved.to(bias_low.dtype.element_ty), mask=n < O)
@@ -573,13 +587,16 @@ def apply_kernel(
     parts,
     w,
     w_low,
+    anchor,
+    pull,
     rows,
     length: tl.constexpr,
     SPLIT: tl.constexpr,
     LOW: tl.constexpr,
+    PROX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """w <- w - rate (sum of parts), for a client that has samples."""
+    """w <- w + pull (anchor - w) - rate (sum of parts), for a client that has samples."""
     client = tl.program_id(1).to(tl.int64)
     if tl.load(sizes + tl.load(step) * rows + client) == 0:
         return
@@ -588,7 +605,10 @@ def apply_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLIT):  # unrolled: loads that wait for no other
         acc += tl.load(parts + (split * rows + client) * length + at, mask=ok, other=0.0)
-    new = tl.load(w + client * length + at, mask=ok, other=0.0) - tl.load(rate) * acc
+    new = tl.load(w + client * length + at, mask=ok, other=0.0)
+    if PROX:
+        new += tl.load(pull) * (tl.load(anchor + at, mask=ok, other=0.0) - new)
+    new -= tl.load(rate) * acc
     tl.store(w + client * length + at, new, mask=ok)
     if LOW:
         tl.store(w_low + client * length + at, new.to(w_low.dtype.element_ty), mask=ok)
@@ -652,14 +672,20 @@ def loss_kernel(
     y,
     d,
     loss_sum,
+    hidden,
     rows,
     ignored,
     B: tl.constexpr,
     O: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    AS_ZERO: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Cross-entropy of one client's batch: its gradient, and its sum over the samples."""
+    """Cross-entropy of one client's batch: its gradient, and its sum over the samples.
+
+    HIDDEN: outputs of hidden classes count as zero (AS_ZERO) or are left out of the sum.
+    """
     client = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes + tl.load(step) * rows + client)
     m, n = tl.arange(0, BM), tl.arange(0, BN)
@@ -670,6 +696,10 @@ def loss_kernel(
     at = (client * B + m)[:, None] * O + n[None, :]
     z = tl.load(logits + at, mask=ok, other=float("-inf")).to(tl.float32)
     z = tl.where((m < B)[:, None], z, 0.0)
+    shown = n < O
+    if HIDDEN:
+        shown = tl.load(hidden + client * O + n, mask=n < O, other=1) == 0
+        z = tl.where(shown[None, :] | (n >= O)[None, :], z, 0.0 if AS_ZERO else float("-inf"))
     top = tl.max(z, axis=1)
     e = tl.exp(z - top[:, None])
     total = tl.sum(e, axis=1)
@@ -677,7 +707,7 @@ def loss_kernel(
     of_label = tl.sum(tl.where(hit, z, 0.0), axis=1)
     loss = tl.where(counted, top + tl.log(total) - of_label, 0.0)
     grad = (e / total[:, None] - hit.to(tl.float32)) / number
-    grad = tl.where(counted[:, None], grad, 0.0)
+    grad = tl.where(counted[:, None] & shown[None, :], grad, 0.0)
     tl.store(d + at, grad.to(d.dtype.element_ty), mask=ok)
     tl.store(loss_sum + client, tl.load(loss_sum + client) + tl.sum(loss))
 

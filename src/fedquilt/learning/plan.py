@@ -87,7 +87,34 @@ class Dropout:
     """The image of which `shape` is the flattened form, or the shape itself."""
 
 
-Layer = Conv | Dense | Dropout
+@dataclass(frozen=True)
+class Norm:
+    """relu(group normalisation), of an image or of a vector; without weights both are None."""
+
+    weight: str | None
+    bias: str | None
+    shape: tuple[int, ...]
+    groups: int
+    eps: float
+    relu: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The largest or the mean of every size x size values of an image."""
+
+    image: tuple[int, ...]
+    size: int
+    largest: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample that comes out."""
+        high, wide, channels = self.image
+        return high // self.size, wide // self.size, channels
+
+
+Layer = Conv | Dense | Dropout | Norm | Pool
 
 
 @dataclass(frozen=True)
@@ -108,6 +135,8 @@ class Plan:
     weights: tuple[Weights, ...]
     input_shape: tuple[int, ...]
     """Of a sample, channels last."""
+    normalised: bool = False
+    """It ends in log-probabilities, which are left out."""
 
     @property
     def classes(self) -> int:
@@ -138,11 +167,16 @@ class Tables:
     length: int
     stretches: Callable[[], Iterator[Stretch]]
     keys: list[NDArray[np.int32]]
+    hidden: torch.Tensor | None = None
+    """Which classes each client's loss leaves alone, [clients, classes]."""
 
     def of(self, rows: list[int]) -> Tables:
         """Return the table of some of the clients."""
         keys = [part[:, rows] for part in self.keys]
-        return replace(self, begins=self.begins[:, rows], sizes=self.sizes[:, rows], keys=keys)
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return replace(
+            self, begins=self.begins[:, rows], sizes=self.sizes[:, rows], keys=keys, hidden=hidden
+        )
 
 
 def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
@@ -190,7 +224,8 @@ class _Maker:
         last = self._layers[-1] if self._layers else None
         if not isinstance(last, Dense) or last.relu:
             raise NoPlanError("it does not end in a linear layer")
-        return Plan(tuple(self._layers), tuple(self._weights), self._input_shape)
+        layers, weights = tuple(self._layers), tuple(self._weights)
+        return Plan(layers, weights, self._input_shape, self._closed)
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -234,6 +269,17 @@ class _Maker:
             self._pool(
                 module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
             )
+        elif kind is nn.AvgPool2d:
+            plain = _both(module.padding) == (0, 0) and not module.ceil_mode
+            self._mean(module.kernel_size, module.stride, plain and not module.divisor_override)
+        elif kind is nn.AdaptiveAvgPool2d:
+            self._whole_mean(module.output_size)
+        elif kind is nn.GroupNorm:
+            self._norm(name, module, module.num_groups)
+        elif kind is nn.InstanceNorm2d and not module.track_running_stats:
+            self._norm(name, module, module.num_features)
+        elif kind is nn.LayerNorm and len(module.normalized_shape) == len(self._shape) == 1:
+            self._norm(name, module, 1)
         elif kind is nn.Flatten:
             self._flatten(module.start_dim, module.end_dim)
         elif kind in (nn.Dropout, nn.Dropout2d):
@@ -260,6 +306,11 @@ class _Maker:
                 get(3, "dilation", 1),
                 get(4, "ceil_mode", False),
             )
+        elif f is functional.avg_pool2d:
+            plain = len(a) < 3 and set(k) <= {"kernel_size", "stride"}
+            self._mean(get(0, "kernel_size", None), get(1, "stride", None), plain)
+        elif f is functional.adaptive_avg_pool2d:
+            self._whole_mean(get(0, "output_size", None))
         elif f is torch.flatten:
             self._flatten(get(0, "start_dim", 0), get(1, "end_dim", -1))
         elif f in (functional.dropout, functional.dropout2d):
@@ -303,9 +354,7 @@ class _Maker:
         if size[0] != size[1] or pad[0] >= size[0]:
             raise NoPlanError(f"{name} has a window that is not square, or padding as wide as it")
         before = self._layers[-1] if self._layers else None
-        if isinstance(before, Dropout) or (
-            isinstance(before, Conv) and self._shape != before.shape
-        ):
+        if isinstance(before, Dropout) or (before is not None and self._shape != before.shape):
             raise NoPlanError(f"{name} follows a dropout")
         self._own(name, module, _rows_of_conv, lambda w: _conv_of_rows(w, module.weight.shape))
         bias = None if module.bias is None else f"{name}.bias"
@@ -326,7 +375,7 @@ class _Maker:
     def _own(
         self,
         name: str,
-        module: nn.Linear | nn.Conv2d,
+        module: Any,
         there: Callable[[torch.Tensor], torch.Tensor],
         back: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
@@ -342,9 +391,9 @@ class _Maker:
 
     def _relu(self) -> None:
         last = self._layers[-1] if self._layers else None
-        if not isinstance(last, Conv | Dense) or last.relu or self._shape != last.shape:
+        if not isinstance(last, Conv | Dense | Norm) or last.relu or self._shape != last.shape:
             raise NoPlanError(
-                "a rectifier follows something else than a dense layer or convolution"
+                "a rectifier follows something else than a dense layer, convolution or norm"
             )
         self._layers[-1] = replace(last, relu=True)
 
@@ -352,17 +401,50 @@ class _Maker:
         last = self._layers[-1] if self._layers else None
         standard = _both(size) == (2, 2) and _both(stride or size) == (2, 2)
         standard = standard and _both(padding) == (0, 0) and _both(dilation) == (1, 1)
-        if (
-            not standard
-            or ceil_mode
-            or not isinstance(last, Conv)
-            or last.pool
-            or self._shape != last.shape
-            or min(last.out_size) < 2
-        ):
-            raise NoPlanError("a pool is not a maximum of 2 x 2 behind a convolution")
+        if not standard or ceil_mode or last is None or not self._is_image(last, 2):
+            raise NoPlanError("a pool is not a maximum of 2 x 2 behind another layer")
+        if not isinstance(last, Conv) or last.pool:
+            self._append(Pool(self._shape, 2, largest=True))
+            return
         self._layers[-1] = replace(last, pool=True)
         self._shape = self._image = self._layers[-1].shape
+
+    def _is_image(self, last: Layer, smallest: int) -> bool:
+        """Whether a pool can follow this layer; behind a dropout none does."""
+        is_image = len(self._shape) == 3 and not isinstance(last, Dropout)
+        return is_image and self._shape == last.shape and min(self._shape[:2]) >= smallest
+
+    def _mean(self, size: Any, stride: Any, plain: bool) -> None:
+        last, sizes = self._layers[-1] if self._layers else None, _both(size)
+        square = sizes[0] == sizes[1] and _both(stride or size) == sizes and plain
+        if not square or last is None or not self._is_image(last, sizes[0]):
+            raise NoPlanError("a pool is not a mean of squares side by side behind another layer")
+        self._append(Pool(self._shape, sizes[0], largest=False))
+
+    def _whole_mean(self, size: Any) -> None:
+        """A mean over the whole image."""
+        if size is None or len(self._shape) != 3 or self._shape[0] != self._shape[1]:
+            raise NoPlanError("a pool is not a mean of a whole square image")
+        if _both(size) != (1, 1):
+            raise NoPlanError("an adaptive pool is not a mean of the whole image")
+        self._mean(self._shape[0], None, plain=True)
+
+    def _norm(self, name: str, module: Any, groups: int) -> None:
+        last = self._layers[-1] if self._layers else None
+        if last is None or isinstance(last, Dropout) or self._shape != last.shape:
+            raise NoPlanError(f"{name} does not follow a dense layer, convolution or pool")
+        channels = self._shape[-1]
+        if channels % groups:
+            raise NoPlanError(f"{name} has groups of different sizes")
+        weight, bias = module.weight, module.bias
+        if (weight is None) != (bias is None):
+            raise NoPlanError(f"{name} has a scale without a shift")
+        if weight is None:
+            self._append(Norm(None, None, self._shape, groups, float(module.eps)))
+            return
+        self._own(name, module, lambda w: w, lambda w: w)
+        names = f"{name}.weight", f"{name}.bias"
+        self._append(Norm(*names, self._shape, groups, float(module.eps)))
 
     def _flatten(self, start: int, end: int) -> None:
         if start != 1 or end not in (-1, len(self._shape)):

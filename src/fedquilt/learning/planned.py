@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,7 +85,11 @@ class PlannedTraining:
         self.plan: Plan = make_plan(flat.module, task.public().inputs)
         if {weights.name for weights in self.plan.weights} != set(flat.names):
             raise NoPlanError("it has parameters outside its layers, or frozen ones")
+        mask = task.class_mask
+        if mask is not None and self.plan.normalised and mask.value != -math.inf:
+            raise NoPlanError("it ends in log-probabilities, of which some are set to a number")
         self._type = TYPES[settings.precision]
+        self._prox = settings.fedprox_mu
         self.most_clients = 1
         self._inputs = self._laid_out(task.inputs)
         self._program: Program | None = None
@@ -112,7 +117,16 @@ class PlannedTraining:
     def _make_program(self, inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> Program:
         from fedquilt.learning.program import Program
 
-        return Program(self.plan, inputs, targets, rows, self._width)
+        mask = self._task.class_mask
+        return Program(
+            self.plan,
+            inputs,
+            targets,
+            rows,
+            self._width,
+            prox=self._prox,
+            mask_value=None if mask is None else mask.value,
+        )
 
     def _run(
         self, program: Program, start: torch.Tensor, tables: Tables, learning_rate: float
@@ -179,6 +193,8 @@ class PlannedTraining:
                 loss = functional.cross_entropy(flat.module(inputs[some]), targets[some])
                 gradients = torch.autograd.grad(loss, flat.parameters)
                 with torch.no_grad():
+                    if self._prox:
+                        flat.vector.lerp_(start, _TRIAL_RATE * self._prox)
                     torch._foreach_add_(flat.parameters, gradients, alpha=-_TRIAL_RATE)
         update = flat.read() - start
         flat.restore()
@@ -205,17 +221,17 @@ def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | Non
         return "triton is not installed"
     if not _has_classes(task):
         return "its inputs are not one tensor, or its targets not one class a sample"
-    if settings.fedprox_mu or not settings.optimizer.is_plain or settings.batch_size > _WIDEST:
-        return f"FedProx, other steps than plain SGD and batches above {_WIDEST} have no plan"
+    if not settings.optimizer.is_plain or settings.batch_size > _WIDEST:
+        return f"other steps than plain SGD and batches above {_WIDEST} have no plan"
     if flat.buffer_names or flat.vector.dtype != torch.float32 or flat.is_lossy:
         return "it has buffers that move, or other types than float32"
     return None
 
 
 def _has_classes(task: Task) -> bool:
-    """Whether the loss is the cross-entropy of one class a sample, and nothing is masked."""
+    """Whether the loss is the cross-entropy of one class a sample."""
     tensors = isinstance(task.inputs, torch.Tensor) and isinstance(task.targets, torch.Tensor)
-    if not tensors or task.class_mask is not None or not task.inputs.is_floating_point():
+    if not tensors or not task.inputs.is_floating_point():
         return False
     is_label = task.targets.dim() == 1 and not task.targets.is_floating_point()
     objective = task.objective

@@ -15,9 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt.learning import kernels
+from fedquilt.learning import kernels, norm_kernels
 from fedquilt.learning.objective import IGNORED
-from fedquilt.learning.plan import Conv, Dense, Dropout, Layer, Plan, Tables, is_interpreted
+from fedquilt.learning.plan import (
+    Conv,
+    Dense,
+    Dropout,
+    Layer,
+    Norm,
+    Plan,
+    Pool,
+    Tables,
+    is_interpreted,
+)
 from fedquilt.learning.shuffles import Stretch
 from fedquilt.learning.streams import moment
 
@@ -49,6 +59,8 @@ class _Saved:
     """`x_halves` of the layer after, where this one can write them."""
     parts: torch.Tensor | None = None
     bias_parts: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
 
 
 class Program:
@@ -63,6 +75,12 @@ class Program:
         activations: float32 (products in TF32) or bfloat16.
     rows, width : int
         The most clients, and the batch size.
+    precision : str
+        Of products of float32.
+    prox : float
+        FedProx's mu: clients are pulled back to where they began.
+    mask_value : float, optional
+        What the outputs of hidden classes count as (`engine.ClassMask`); None hides none.
     """
 
     def __init__(
@@ -73,8 +91,11 @@ class Program:
         rows: int,
         width: int,
         precision: str = "tf32",
+        prox: float = 0.0,
+        mask_value: float | None = None,
     ) -> None:
         self.plan = plan
+        self._prox, self._mask_value = prox, mask_value
         self.rows, self.width = rows, width
         self._inputs, self._targets = inputs, targets
         self._device, self._type = inputs.device, inputs.dtype
@@ -83,11 +104,14 @@ class Program:
         self._graphs: dict[int, Any] = {}
         self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._rate = torch.zeros(1, device=self._device)
+        self._pull = torch.zeros(1, device=self._device)
+        self._hidden = torch.zeros(rows, plan.classes, dtype=torch.uint8, device=self._device)
         self._loss_sum = torch.zeros(rows, device=self._device)
         self._nowhere = 0
         self._copied: torch.cuda.Event | None = None
         self._weights: dict[str, torch.Tensor] = {}
         self._used: dict[str, torch.Tensor] = {}
+        self._anchors: dict[str, torch.Tensor] = {}
         self._grow(1, 1)
         self._saved = self._allocate()
 
@@ -119,18 +143,21 @@ class Program:
             pooled = isinstance(layer, Conv) and layer.pool
             # The first layer has no inputs to give a gradient to.
             border = layer.kernel[0] - 1 - layer.padding if isinstance(layer, Conv) and place else 0
-            d = self._empty(_bordered(layer.shape, 0 if pooled else border))
+            # A convolution writes the gradient of its inputs into a border; no other layer does.
+            writes_inside = place + 1 < len(layers) and isinstance(layers[place + 1], Conv)
+            bordered = writes_inside and not pooled
+            d = self._empty(_bordered(layer.shape, border if bordered else 0))
             dz = d
-            if isinstance(layer, Conv) and layer.pool:
+            if isinstance(layer, Conv) and (layer.pool or (border and not bordered)):
                 dz = self._empty(_bordered((*layer.out_size, layer.outputs), border))
-            which = self._empty(layer.shape, torch.uint8) if pooled else out
+            chooses = pooled or (isinstance(layer, Pool) and layer.largest)
+            which = self._empty(layer.shape, torch.uint8) if chooses else out
             kept = _Saved(layer, x, out, which, d, dz, border, paddings[place + 1], relu)
             self._make_parts(kept)
             self._make_halves(kept, saved[-1] if saved else None)
             saved.append(kept)
             x = out
-            # A dropped value is zero or a multiple of what the rectifier let through.
-            relu = relu if isinstance(layer, Dropout) else layer.relu
+            relu = _is_rectified(layer, relu)
         return saved
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -150,6 +177,11 @@ class Program:
             kept.bias_parts = parts(_SUM_SPLIT, self.rows, layer.outputs)
         elif isinstance(layer, Dense):
             kept.parts = parts(_dense_split(layer.inputs), self.rows, self.width, layer.outputs)
+        elif isinstance(layer, Norm):
+            kept.mean = parts(self.rows, self.width, layer.groups)
+            kept.rstd = parts(self.rows, self.width, layer.groups)
+            kept.parts = parts(_SUM_SPLIT, self.rows, layer.shape[-1])
+            kept.bias_parts = parts(_SUM_SPLIT, self.rows, layer.shape[-1])
 
     def _make_halves(self, kept: _Saved, before: _Saved | None) -> None:
         layer = kept.layer
@@ -185,11 +217,16 @@ class Program:
             if weights.name not in self._weights:
                 shape = (self.rows, *laid_out.shape[1:])
                 self._weights[weights.name] = torch.empty(shape, device=self._device)
+                self._anchors[weights.name] = (
+                    torch.empty_like(laid_out) if self._prox else self._weights[weights.name]
+                )
                 self._used[weights.name] = (
                     torch.empty(shape, dtype=self._type, device=self._device)
                     if self._low
                     else self._weights[weights.name]
                 )
+            if self._prox:
+                self._anchors[weights.name].copy_(laid_out)
             self._weights[weights.name].copy_(laid_out.expand_as(self._weights[weights.name]))
             if self._low:
                 self._used[weights.name].copy_(self._weights[weights.name])
@@ -202,6 +239,7 @@ class Program:
         steps, count = tables.sizes.shape
         self._write(tables)
         self._rate.fill_(learning_rate)
+        self._pull.fill_(learning_rate * self._prox)
         self._loss_sum.zero_()
         self._step.zero_()
         active = (tables.sizes > 0).sum(axis=1)
@@ -238,6 +276,8 @@ class Program:
             self._device
         )
         self._begins[:steps, :count] = torch.from_numpy(tables.begins).to(self._device)
+        if tables.hidden is not None:
+            self._hidden[:count] = tables.hidden
         # Rows without samples read a sample that is nobody's choice: the first one.
         self._shuffled[-1] = 0
         for here, keys in zip(self._keys, tables.keys, strict=True):
@@ -292,8 +332,9 @@ class Program:
             _FORWARD[type(kept.layer)](self, kept, count)
         last = self._saved[-1]
         kernels.loss_kernel[(count,)](
-            self._step, self._sizes, last.out, self._y, last.d, self._loss_sum, self.rows,
-            IGNORED, self.width, self.plan.classes,
+            self._step, self._sizes, last.out, self._y, last.d, self._loss_sum, self._hidden,
+            self.rows, IGNORED, self.width, self.plan.classes,
+            self._mask_value is not None, self._mask_value == 0.0,
             BM=_power(self.width), BN=_power(self.plan.classes),
         )  # fmt: skip
         for place in range(len(self._saved) - 1, -1, -1):
@@ -333,6 +374,11 @@ class Program:
                 layer.outputs, high, wide, kept.border, kept.dz_halves is not None,
                 BM=64, BN=columns,
             )  # fmt: skip
+        elif kept.dz is not kept.d:
+            size = self.width * math.prod(layer.shape)
+            norm_kernels.border_kernel[(_cdiv(size, 1024), count)](
+                kept.d, kept.dz, self.width, *layer.shape, kept.border, BLOCK=1024
+            )
         small, _ = _window_block(layer)
         window = layer.kernel[1] * layer.inputs
         how = _weights_blocks(layer, self._type)
@@ -345,13 +391,13 @@ class Program:
             *_geometry(layer), kept.border, small, split, PRECISION=self._precision, **how,
         )  # fmt: skip
         if before is not None:
-            pooled = isinstance(before.layer, Conv) and before.layer.pool
+            border = before.border if before.dz is before.d else 0
             how = _inputs_blocks(layer, self._type)
             pixels = self.width * layer.height * layer.width
             grid = (_cdiv(pixels, how["BM"]), _cdiv(layer.inputs, how["BN"]), count)
             kernels.conv_inputs_kernel[grid](
                 kept.dz, self._used[layer.weight], kept.x, before.d, self.width,
-                *_geometry(layer), kept.border, 0 if pooled else before.border, kept.relu_before,
+                *_geometry(layer), kept.border, border, kept.relu_before,
                 PRECISION=self._precision, **how,
             )  # fmt: skip
         self._apply(layer.weight, kept.parts, count)
@@ -360,7 +406,7 @@ class Program:
             split = len(kept.bias_parts)
             kernels.channel_sums_kernel[(_cdiv(layer.outputs, columns), split, count)](
                 kept.d, kept.bias_parts, self.rows, self.width, *layer.shape,
-                0 if layer.pool else kept.border, split, BM=64, BN=columns, num_warps=4,
+                kept.border if kept.dz is kept.d else 0, split, BM=64, BN=columns, num_warps=4,
             )  # fmt: skip
             self._apply(layer.bias, kept.bias_parts, count)
 
@@ -372,7 +418,7 @@ class Program:
             return (kept.x, kept.x), (kept.dz, kept.dz)
         if before is None or before.out_halves is None:
             self._split(kept.x, kept.x_halves, count)
-        if kept.dz is kept.d:  # no pool: whoever wrote it has written it whole
+        if not (isinstance(kept.layer, Conv) and kept.layer.pool):  # the pool's way back does it
             self._split(kept.dz, kept.dz_halves, count)
         return kept.x_halves, kept.dz_halves
 
@@ -386,7 +432,8 @@ class Program:
         length = math.prod(parts.shape[2:])
         kernels.apply_kernel[(_cdiv(length, 1024), count)](
             self._step, self._sizes, self._rate, parts, self._weights[name], self._used[name],
-            self.rows, length, len(parts), self._low, BLOCK=1024,
+            self._anchors[name], self._pull, self.rows, length, len(parts), self._low,
+            bool(self._prox), BLOCK=1024,
         )  # fmt: skip
 
     def _dense(self, kept: _Saved, count: int) -> None:
@@ -426,10 +473,73 @@ class Program:
         kernels.dense_update_kernel[grid](
             self._step, self._sizes, self._rate, kept.x, kept.d,
             self._weights[layer.weight], self._weights[bias],
-            self._used[layer.weight], self._used[bias], self.rows,
+            self._used[layer.weight], self._used[bias],
+            self._anchors[layer.weight], self._anchors[bias], self._pull, self.rows,
             self.width, layer.inputs, layer.outputs, layer.bias is not None, self._low,
+            bool(self._prox),
             BF=features, BN=columns, BM=max(16, min(64, _power(self.width))),
             PRECISION=self._precision, num_warps=4,
+        )  # fmt: skip
+
+    def _norm(self, kept: _Saved, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Norm)
+        gamma, beta = self._affine(kept)
+        norm_kernels.norm_kernel[(self.width * layer.groups, count)](
+            kept.x, gamma, beta, kept.out, kept.mean, kept.rstd, layer.eps,
+            self.width, *_image(layer.shape), layer.groups, kept.out_border,
+            layer.weight is not None, layer.relu, BLOCK=_norm_block(layer),
+        )  # fmt: skip
+
+    def _affine(self, kept: _Saved) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale and the shift of a norm, in float32; anything where it has none."""
+        layer = kept.layer
+        assert isinstance(layer, Norm)
+        if layer.weight is None or layer.bias is None:
+            return kept.x, kept.x
+        return self._weights[layer.weight], self._weights[layer.bias]
+
+    def _norm_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Norm)
+        assert before is not None
+        assert kept.parts is not None
+        assert kept.bias_parts is not None
+        high, wide, channels = _image(layer.shape)
+        sizes = self.width, high * wide, channels, layer.groups
+        norm_kernels.norm_inputs_kernel[(self.width * layer.groups, count)](
+            kept.x, kept.d, self._affine(kept)[0], kept.mean, kept.rstd, before.d, *sizes,
+            layer.weight is not None, kept.relu_before, BLOCK=_norm_block(layer),
+        )  # fmt: skip
+        if layer.weight is None or layer.bias is None:
+            return
+        columns, split = min(64, max(16, _power(channels))), len(kept.parts)
+        norm_kernels.norm_weights_kernel[(_cdiv(channels, columns), split, count)](
+            kept.x, kept.d, kept.mean, kept.rstd, kept.parts, kept.bias_parts, self.rows, *sizes,
+            split, BM=64, BN=columns,
+        )  # fmt: skip
+        self._apply(layer.weight, kept.parts, count)
+        self._apply(layer.bias, kept.bias_parts, count)
+
+    def _pool(self, kept: _Saved, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Pool)
+        size = self.width * math.prod(layer.shape)
+        norm_kernels.pool_kernel[(_cdiv(size, 1024), count)](
+            kept.x, kept.out, kept.which, self.width, *layer.image, layer.size, kept.out_border,
+            layer.largest, BLOCK=1024,
+        )  # fmt: skip
+
+    def _pool_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Pool)
+        assert before is not None
+        size = self.width * math.prod(layer.image)
+        # The largest that is above zero came through the rectifier: the layer after has looked.
+        mask = kept.relu_before and not layer.largest
+        norm_kernels.pool_inputs_kernel[(_cdiv(size, 1024), count)](
+            kept.d, kept.which, kept.x, before.d, self.width, *layer.image, layer.size,
+            layer.largest, mask, BLOCK=1024,
         )  # fmt: skip
 
     def _drop(self, kept: _Saved, count: int) -> None:
@@ -463,12 +573,29 @@ _FORWARD: dict[type, Callable[..., None]] = {
     Conv: Program._conv,
     Dense: Program._dense,
     Dropout: Program._drop,
+    Norm: Program._norm,
+    Pool: Program._pool,
 }
 _BACKWARD: dict[type, Callable[..., None]] = {
     Conv: Program._conv_back,
     Dense: Program._dense_back,
     Dropout: Program._drop_back,
+    Norm: Program._norm_back,
+    Pool: Program._pool_back,
 }
+
+
+def _is_rectified(layer: Layer, before: bool) -> bool:
+    """Whether a value above zero that comes out tells that a rectifier let it through."""
+    if isinstance(layer, Dropout):
+        return before  # zero, or a multiple of what came in
+    if isinstance(layer, Pool):
+        return before and layer.largest
+    return layer.relu
+
+
+def _norm_block(layer: Norm) -> int:
+    return min(1024, max(16, _power(math.prod(layer.shape) // layer.groups)))
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int]:
