@@ -187,6 +187,9 @@ def test_only_numpy_and_torch_load_at_the_top() -> None:
     assert found == []
 
 
+COMPILER = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+"""What torch compiles with: a thousand modules that training on a CPU has no use for."""
+
 TRAIN = """
 import sys, torch
 import fedquilt
@@ -196,19 +199,21 @@ y = x[:, :2].argmax(dim=1)
 for mode, layers in {modes!r}:
     options = dict(num_rounds=2, availability="always")
     options |= dict(noise_layers=layers) if layers else dict()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-    fedquilt.run(model, (x, y), (x, y), [range(0, 20), range(20, 40)], mode=mode,
-                 output_dir=None, **options)
+    layers = torch.nn.Linear(4, 4), torch.nn.Dropout(), {layer}, torch.nn.Linear(4, 2)
+    fedquilt.run(torch.nn.Sequential(*layers), (x, y), (x, y), [range(0, 20), range(20, 40)],
+                 mode=mode, output_dir=None, **options)
 print(*sorted(name for name in {optional!r} if name in sys.modules))
 """
 
 
-def test_training_needs_torch_and_numpy_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["torch.nn.ReLU()", "torch.nn.CELU()"])
+def test_training_needs_torch_and_numpy_only(layer: str, tmp_path: Path) -> None:
+    """A model that draws, with steps by hand and, where a layer is not known there, without."""
     modes = [
         *(("fedavg", None), ("fixed_dp", "all"), ("quap_fl", "all"), ("quap_fl_client", None)),
         ("certified", None),
     ]
-    script = TRAIN.format(modes=modes, optional=OPTIONAL)
+    script = TRAIN.format(modes=modes, optional=(*OPTIONAL, *COMPILER), layer=layer)
     ended = subprocess.run(
         [sys.executable, "-c", script],
         env=environment(),

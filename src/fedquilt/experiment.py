@@ -393,7 +393,7 @@ class Experiment:
             return False
         return bool(accuracy >= target)
 
-    def _save(self, rounds: int) -> None:
+    def _save(self, rounds: int, *, whole: bool = False) -> None:
         assert self.folder is not None
         flat, federation = self.subject.flat, self.federation
         flat.write(federation.weights)
@@ -401,7 +401,7 @@ class Experiment:
         if flat.is_lossy:
             state["weights"] = federation.weights.cpu().numpy()
         head = "" if federation.account is None else federation.account.run.head
-        self.folder.save_checkpoint(rounds, flat.module.state_dict(), state, head)
+        self.folder.save_checkpoint(rounds, flat.module.state_dict(), state, head, whole=whole)
 
     def restore(self) -> None:
         """Restore the last checkpoint of the folder."""
@@ -454,7 +454,7 @@ class Experiment:
         self.subject.flat.write(federation.weights)
         module = self.subject.whole_model().eval()
         if self.folder is not None:
-            self._save(len(self.lines))
+            self._save(len(self.lines), whole=True)
         if account is not None:
             statement = self._close_account(account, result, statement)
         if federation.mechanism.is_bounded:

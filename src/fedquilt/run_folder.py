@@ -5,6 +5,7 @@
 | config.toml | the whole configuration | once, at the start |
 | rounds.jsonl | one JSON line a round | after every round |
 | checkpoint.safetensors | model and state after some round | replaced, about once a second |
+| checkpoint-base-*.safetensors | long arrays of that state (`common/changes.py`) | now and then |
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
@@ -16,7 +17,9 @@
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
-checkpoint are dropped on resume, because those rounds run again.
+checkpoint are dropped on resume, because those rounds run again.  A base of a checkpoint has
+a name of its own, is on disk before the checkpoint that names it, and goes when the checkpoint
+on disk names another or none; the last one of a run is whole.
 
 A run folder may come from a stranger.  The folder itself may be reached through a link, but
 what is in it must be its own: regular files and a real folder `synthetic`.  A link there would
@@ -42,6 +45,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.common import storage, untrusted
+from fedquilt.common.changes import LongArrays, Split
 from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.common.printable import printable
 from fedquilt.common.shapes import Shape, check
@@ -56,6 +60,8 @@ if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
+_WITH_BASE = 2
+"""The version of a checkpoint that is not whole, which older readers must refuse."""
 
 _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
@@ -68,6 +74,9 @@ _FILES = (
         ".lock",
     ),
 )
+
+_LOOKS = 3  # how often a reader looks for a checkpoint and its base while they are replaced
+_BASES = "checkpoint-base-*.safetensors"
 
 # What a state array may be, as safetensors calls it; NumPy has no bfloat16.
 _DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U32", "U8", "BOOL")
@@ -92,6 +101,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: io.FileIO | None = None
+        self._long: LongArrays | None = None
 
     @classmethod
     def create(cls, config: RunConfig, output_dir: str, note: str = "") -> RunFolder:
@@ -134,7 +144,8 @@ class RunFolder:
         """Refuse a folder with links, pipes or devices in the place of its files."""
         with readable(self.path):
             images = self._images()
-            for path in (*(self.path / name for name in _FILES), *images.glob("round_*")):
+            own = (*(self.path / name for name in _FILES), *self.path.glob(_BASES))
+            for path in (*own, *images.glob("round_*")):
                 storage.check_regular(path)
 
     def _images(self) -> Path:
@@ -325,54 +336,130 @@ class RunFolder:
         model: dict[str, torch.Tensor],
         state: dict[str, NDArray[Any]],
         ledger_head: str = "",
+        *,
+        whole: bool = False,
     ) -> None:
-        """Replace the checkpoint by the state after `rounds` rounds."""
-        import numpy as np
-        import torch
-
-        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-        tensors |= {
-            f"state/{key}": torch.from_numpy(np.require(v, requirements="W"))
-            for key, v in state.items()
-        }
-        metadata = {
-            "schema_version": str(SCHEMA_VERSION),
-            "rounds": str(rounds),
-            "ledger_head": ledger_head,
-            "config": self._config_digest(),
-        }
+        """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
         for name in ("rounds.jsonl", "private.jsonl"):
             storage.sync_file(self.path / name)
+        long, self._long = self._long or LongArrays(), None  # forgotten if anything fails
+        split = Split(state) if whole else long.split(state)
+        metadata = {"config": self._config_digest()} | (
+            {"base": split.token} if split.token else {}
+        )
+        if split.base is not None:
+            base = {f"state/{key}": _tensor(array) for key, array in split.base.items()}
+            storage.write_file(self._base_path(split.token), as_safetensors(base, metadata))
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        parts = {"state": split.whole, "places": split.places, "values": split.values}
+        for part, arrays in parts.items():
+            tensors |= {f"{part}/{key}": _tensor(array) for key, array in arrays.items()}
+        metadata |= {
+            "schema_version": str(_WITH_BASE if split.token else SCHEMA_VERSION),
+            "rounds": str(rounds),
+            "ledger_head": ledger_head,
+        }
         storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
+        if whole or split.base is not None:
+            self._remove_bases(split.token)
+        self._long = None if whole else long
+
+    def _base_path(self, token: str) -> Path:
+        return self.path / _BASES.replace("*", token)
+
+    def _remove_bases(self, token: str) -> None:
+        """Remove the bases that the checkpoint on disk, which names `token`, has no use for."""
+        for path in self.path.glob(_BASES):
+            if path != self._base_path(token):
+                with contextlib.suppress(OSError):  # in nobody's way
+                    path.unlink()
 
     def load_checkpoint(self, expected: Expected | None = None) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet.
 
         `expected` is asked which state arrays to load, before any is; None loads all.
         """
-        with self._opened_checkpoint("pt") as opened:
-            if opened is None:
-                return None
-            specs = opened.specs
-            model = [name for name in specs if name.startswith("model/")]
-            state = {
-                name.removeprefix("state/"): spec
-                for name, spec in specs.items()
-                if name.startswith("state/")
-            }
-            for key, spec in state.items():
-                if spec.dtype not in _DTYPES:
-                    raise RunFolderError(
-                        f"{self.path / 'checkpoint.safetensors'}: state/{printable(key)} is of "
-                        f"type {spec.dtype}, which no state has"
-                    )
-            wanted = list(state) if expected is None else expected(state)
-            return Checkpoint(
-                int(opened.metadata["rounds"]),
-                {name.removeprefix("model/"): opened.get(name) for name in model},
-                {key: opened.get(f"state/{key}").numpy() for key in wanted},
-                opened.metadata.get("ledger_head", ""),
-            )
+        for _ in range(_LOOKS):
+            with self._opened_checkpoint("pt") as opened:
+                if opened is None:
+                    return None
+                # Whoever writes the run may have replaced both files since this one was opened.
+                with self._opened_base(opened.metadata.get("base", "")) as base:
+                    if base is not None:
+                        return self._loaded(opened, base, expected)
+        raise RunFolderError(
+            f"{self.path / 'checkpoint.safetensors'} names a base that is not there"
+        )
+
+    def _loaded(
+        self, opened: TensorFile, base: TensorFile, expected: Expected | None
+    ) -> Checkpoint:
+        model = [name for name in opened.specs if name.startswith("model/")]
+        whole = {
+            name.removeprefix("state/"): (file, spec)
+            for file in (base, opened)
+            for name, spec in file.specs.items()
+            if name.startswith("state/")
+        }
+        state = {key: spec for key, (_, spec) in whole.items()}
+        for key, spec in state.items():
+            if spec.dtype not in _DTYPES:
+                raise RunFolderError(
+                    f"{self.path / 'checkpoint.safetensors'}: state/{printable(key)} is of "
+                    f"type {spec.dtype}, which no state has"
+                )
+        wanted = list(state) if expected is None else expected(state)
+        arrays: dict[str, NDArray[Any]] = {
+            key: whole[key][0].get(f"state/{key}").numpy() for key in wanted
+        }
+        for key in wanted:
+            if whole[key][0] is base:
+                arrays[key] = self._changed(opened, key, arrays[key])
+        return Checkpoint(
+            int(opened.metadata["rounds"]),
+            {name.removeprefix("model/"): opened.get(name) for name in model},
+            arrays,
+            opened.metadata.get("ledger_head", ""),
+        )
+
+    def _changed(self, opened: TensorFile, key: str, array: NDArray[Any]) -> NDArray[Any]:
+        """Return an array of the base with its changes since."""
+        wrong = f"{self.path / 'checkpoint.safetensors'}: the changes of state/{printable(key)}"
+        names = f"places/{key}", f"values/{key}"
+        if any(name not in opened.specs for name in names):
+            raise RunFolderError(f"{wrong} are missing")
+        places, values = (opened.get(name).numpy() for name in names)
+        if not (
+            (places.dtype.name, values.dtype) == ("int32", array.dtype)
+            and places.ndim == array.ndim == 1
+            and places.shape == values.shape
+            and (places.size == 0 or 0 <= places.min() <= places.max() < array.size)
+        ):
+            raise RunFolderError(f"{wrong} do not fit")
+        now = array.copy()
+        now[places] = values
+        return now
+
+    @contextlib.contextmanager
+    def _opened_base(self, token: str) -> Iterator[TensorFile | None]:
+        """Yield the file of long arrays; an empty one without a name; None where it is gone."""
+        if not token:
+            yield TensorFile({}, {}, _nothing)
+            return
+        checkpoint = self.path / "checkpoint.safetensors"
+        if not re.fullmatch(r"[0-9a-f]{16}", token):
+            raise RunFolderError(f"{checkpoint}: base={printable(token)!r} is no name of a base")
+        path = self._base_path(token)
+        storage.check_regular(path)
+        if not path.exists():
+            yield None
+            return
+        wrong = "is not the base of the checkpoint"
+        with untrusted.opened_tensors(path, wrong, RunFolderError) as opened:
+            known = {"base": token, "config": self._config_digest()}
+            if opened.metadata != known:
+                raise RunFolderError(f"{path} {wrong}")
+            yield opened
 
     def checkpoint_head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
@@ -395,7 +482,8 @@ class RunFolder:
             for key in ("schema_version", "rounds"):
                 if not re.fullmatch(r"[0-9]{1,18}", metadata.get(key, ""), re.ASCII):
                     raise RunFolderError(f"{path} {wrong}: it must state {key!r}")
-            _check_schema({"schema_version": int(metadata["schema_version"])}, path)
+            wanted = _WITH_BASE if "base" in metadata else SCHEMA_VERSION
+            _check_schema({"schema_version": int(metadata["schema_version"])}, path, wanted)
             if "config" not in metadata:
                 raise RunFolderError(f"{path} {wrong}: 'config' is not stated")
             if metadata["config"] != self._config_digest():
@@ -495,6 +583,18 @@ def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
     return dict(record)
 
 
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor, in its own memory where that can be written."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.require(array, requirements="W"))
+
+
+def _nothing(name: str) -> Any:
+    raise KeyError(name)
+
+
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn failures to look into a run's folder into a `RunFolderError`."""
@@ -518,10 +618,10 @@ def make_fresh(parent: Path, stem: str) -> Path:
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
 
 
-def _check_schema(record: Any, path: Path) -> None:
+def _check_schema(record: Any, path: Path, wanted: int = SCHEMA_VERSION) -> None:
     version = record.get("schema_version") if isinstance(record, dict) else None
-    if version != SCHEMA_VERSION:
+    if version != wanted:
         raise RunFolderError(
-            f"{path}: schema_version={version!r} must be {SCHEMA_VERSION}; "
+            f"{path}: schema_version={version!r} must be {wanted}; "
             "it was written by another version of fedquilt or is no file of a run"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedquilt.cli.loading import loading
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
@@ -111,7 +112,8 @@ def _train(
 
 
 def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
-    from fedquilt.experiment import run_config
+    with loading():
+        from fedquilt.experiment import run_config
 
     with watch(f"{name}, seed {config.seed}", shown, tracker) as observer:
         return run_config(config, observer)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedquilt.cli.loading import loading
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing, interruptible, watch
 from fedquilt.cli.screen import screen_width
@@ -118,7 +119,8 @@ def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | 
 
 def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | None) -> RunResult:
     """Run what a configuration describes, or continue a folder, with the engine that it names."""
-    from fedquilt.experiment import resume_run, run_config
+    with loading():
+        from fedquilt.experiment import resume_run, run_config
 
     if config.engine in FLOWER_ENGINES:
         optional.load("flwr", f"engine={config.engine!r}")

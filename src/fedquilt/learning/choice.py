@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fedquilt.common import trees
+from fedquilt.common.operations import OperationCount
 from fedquilt.learning.cpu_training import cpu_plan
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
@@ -151,13 +152,11 @@ def _operations(layer: object) -> int:
 @torch.no_grad()
 def _counted(flat: FlatModel, task: Task) -> float:
     """Return the operations of a forward pass of one public sample, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     module, public = copy.deepcopy(flat.module), task.public()
-    with FlopCounterMode(display=False) as counter, torch.random.fork_rng(devices=[]):
+    counter = OperationCount()
+    with counter, torch.random.fork_rng(devices=[]):
         try:
             trees.call_with(module, public.inputs)
         except Exception:  # a model that needs its labels: its parameters stand for it
             return 2.0 * flat.vector.numel()
-    total: int = counter.get_total_flops()
-    return total / trees.length(public.inputs)
+    return counter.total / trees.length(public.inputs)

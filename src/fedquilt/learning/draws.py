@@ -30,7 +30,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedquilt.common.operations import NoCompilerMode
 
 Bits = Callable[[int, torch.Size, torch.device], torch.Tensor]
 """Returns the int32 bits of a draw of the running step: (number of the draw, shape, device)."""
@@ -111,13 +112,8 @@ class ClientDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class RandomCalls(TorchDispatchMode):
+class RandomCalls(NoCompilerMode):
     """Counts the calls within it that draw from torch's own generators."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to keep its compiler away from here: it would be imported for that."""
-        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -144,7 +144,8 @@ class RunAccount:
         )
         if self._ahead is not None and round_index in self._settled:
             left += self._ahead
-        left /= self._per_charge
+        if self._per_charge != 1:
+            left /= self._per_charge
         if self.evaluations.share == 0:
             return left
         kept = self._whole_budget * self.evaluations.kept_back(round_index)
@@ -260,10 +261,9 @@ class RunAccount:
         """
         if not self.is_bounded:
             return None
-        order = np.argsort(self.spent(), kind="stable")
-        chosen = order[np.ceil(np.asarray(levels) * (order.size - 1)).astype(np.int64)]
-        few, places = np.unique(chosen, return_inverse=True)
-        values: list[float] = self.run.epsilons(self._numbers(few))[places].tolist()
+        spent = self.spent()
+        ranks = np.ceil(np.asarray(levels) * (spent.size - 1)).astype(np.int64)
+        values: list[float] = self.run.epsilons_of(_ranked(spent, ranks)).tolist()
         return values
 
     def summary(self) -> dict[str, Any]:
@@ -302,6 +302,20 @@ class RunAccount:
 def _unless_in_order(places: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Return the places of a run's clients; None where client k stands at place k."""
     return None if np.array_equal(places, np.arange(places.size)) else places
+
+
+def _ranked(amounts: NDArray[np.float64], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the amounts, none below zero, that stand at these ranks, the lowest at 0.
+
+    Of a million clients most were never in a release: only the others are put in order.
+    """
+    paid = amounts[amounts > 0]
+    above = ranks - (amounts.size - paid.size)
+    values = np.zeros(ranks.shape)
+    found = above >= 0
+    if found.any():
+        values[found] = np.partition(paid, np.unique(above[found]))[above[found]]
+    return values
 
 
 def _digest(release: torch.Tensor) -> str:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.operations import OperationCount
 from fedquilt.common.randomness import generator
 from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
@@ -54,14 +55,13 @@ def multiply_adds(model: nn.Module, sample: Tree) -> int:
     Matrix products, convolutions and attention count; element-wise work does not.
     A training step takes about three times as many.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     was_training = model.training
     model.eval()
-    with FlopCounterMode(display=False) as counter:
+    counter = OperationCount()
+    with counter:
         trees.call_with(model, sample)
     model.train(was_training)
-    return int(counter.get_total_flops()) // (2 * trees.length(sample))
+    return counter.total // (2 * trees.length(sample))
 
 
 def cost_table(slicing: Slicing) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from fedquilt.privacy.ledger.errors import (
 from fedquilt.privacy.ledger.store import Store, now
 from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
 
+_PIECE = 1 << 16  # clients whose numbers stay in the processor's cache
+
 
 def remaining(
     account: Balances, run: RunInfo, in_run: FloatArray, ids: IntArray | None
@@ -39,7 +41,10 @@ def remaining(
 def _left_of_all(
     account: Balances, run: RunInfo, in_run: FloatArray, settled: Reservation | None = None
 ) -> FloatArray:
-    """Return what `remaining` says of every client, in as few arrays as can be."""
+    """Return what `remaining` says of every client, in one pass, piece after piece.
+
+    `settled` counts as if it were.
+    """
     reserved, spent = account.reserved, account.spent
     if settled is not None:
         spent, in_run = spent.copy(), in_run.copy()
@@ -50,10 +55,13 @@ def _left_of_all(
         reserved = reserved.copy()
         for reservation in own:
             reserved[reservation.clients] -= reservation.charges_mu2
-    left = account.info.allowance_mu2 - spent
-    left -= reserved
-    np.minimum(left, run.budget_mu2 - in_run, out=left)
-    np.maximum(left, 0.0, out=left)
+    left = np.empty(spent.size)
+    for first in range(0, left.size, _PIECE):
+        piece = slice(first, first + _PIECE)
+        part = np.subtract(account.info.allowance_mu2, spent[piece], out=left[piece])
+        part -= reserved[piece]
+        np.minimum(part, run.budget_mu2 - in_run[piece], out=part)
+        np.maximum(part, 0.0, out=part)
     left[run.sits_out] = 0.0
     return left
 
@@ -140,6 +148,7 @@ class Run:
         self._account = account
         self._session = session
         self._places = places
+        self._is_mine = np.zeros(0, dtype=np.bool_)
 
     @property
     def places(self) -> IntArray:
@@ -213,7 +222,10 @@ class Run:
 
     def epsilons(self, clients: npt.ArrayLike | None = None) -> FloatArray:
         """Return the epsilon, at the population's delta, spent in this run alone."""
-        spent = self.spent(clients)
+        return self.epsilons_of(self.spent(clients))
+
+    def epsilons_of(self, spent: FloatArray) -> FloatArray:
+        """Return the epsilons of clients that have spent so much in this run."""
         epsilons = epsilon_spent(spent, self._account.info.delta)
         stated = 0.0 if self.info.epsilon is None else self.info.epsilon
         return np.where(spent <= self.budget_mu2, np.minimum(epsilons, stated), epsilons)
@@ -347,7 +359,10 @@ class Run:
         """Tell which of `ids` are members that this run did not name, where it named any."""
         if self._places is None:
             return np.zeros(ids.size, dtype=np.bool_)
-        return np.isin(ids, self._places, invert=True)
+        if self._is_mine.size < self._account.info.num_clients:  # who joins later is not the run's
+            self._is_mine = np.zeros(self._account.info.num_clients, dtype=np.bool_)
+            self._is_mine[self._places] = True
+        return ~self._is_mine[ids]
 
     def _require_session(self) -> None:
         newest = self._store.session(self.info.key)
