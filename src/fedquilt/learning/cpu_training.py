@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from fedquilt.learning.cpu_program import CpuProgram, Update, check_layers
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
-from fedquilt.learning.engine import LocalSettings, Task, public_inputs
+from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import epoch_batches, train_client
+from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_batches, train_client
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Dropout, NoPlanError, Plan, make_plan
 
@@ -62,6 +62,19 @@ class CpuTraining:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
         self._eye = torch.eye(self.plan.classes)
         self._try()
+
+    def update_of(
+        self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Return what a client of the task sends in a round."""
+        index, seed = self._task.index(client), client_seed(self._settings, round_index, client)
+        try:
+            delta, loss = self.train(start, index, learning_rate, seed)
+        except Exception as error:
+            if not self._settings.silent or isinstance(error, NEVER_SILENT):
+                raise
+            delta, loss = torch.full_like(start, math.nan), math.nan
+        return ClientUpdate(client, delta, len(index), loss)
 
     @torch.no_grad()
     def train(
