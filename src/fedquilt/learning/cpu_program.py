@@ -8,7 +8,8 @@ its output,
 
 each of them one product that writes where its result belongs; plain SGD is part of the product.
 The bias is a column of the weights beside a column of ones in x where that is possible.
-Convolutions are oneDNN's, channels last, with the rectifier inside.  d of the cross-entropy is
+Convolutions are oneDNN's, channels last, with the rectifier inside, or Winograd's where that saves
+enough multiplications (`cpu_winograd`).  d of the cross-entropy is
 softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
 
 Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
@@ -23,22 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
+from fedquilt.learning import cpu_winograd
+from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan
 
 _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Update:
-    """Where the gradient of a step goes: `into <- keep * into + scale * gradient`.
-
-    Plain SGD adds to the weights (keep 1, scale -r / n); other rules ask for the gradient
-    itself (keep 0, scale 1 / n).
-    """
-
-    keep: float
-    scale: float
 
 
 class Tensors:
@@ -47,8 +38,12 @@ class Tensors:
     def __init__(self, layer: Conv | Dense, image: tuple[int, ...] | None, joined: bool) -> None:
         self.bias: torch.Tensor | None = None
         if isinstance(layer, Conv):
-            size = (layer.outputs, *layer.kernel, layer.inputs)
-            self.weight = torch.zeros(size).permute(0, 3, 1, 2)
+            if cpu_winograd.suits(layer):
+                size = (*layer.kernel, layer.inputs, layer.outputs)
+                self.weight = torch.zeros(size).permute(3, 2, 0, 1)
+            else:
+                size = (layer.outputs, *layer.kernel, layer.inputs)
+                self.weight = torch.zeros(size).permute(0, 3, 1, 2)
             named = self.weight
         else:
             columns = layer.inputs
@@ -114,7 +109,7 @@ class _DenseStep:
         into, turned = self._into, d.t()
         torch.addmm(into, turned, self._x, beta=update.keep, alpha=update.scale, out=into)
         if self._bias_into is not None:
-            _put(self._bias_into, torch.sum(d, 0, out=self._sum), update)
+            update.put(self._bias_into, torch.sum(d, 0, out=self._sum))
         if before is None or self._image is None:
             return before
         return before.view(len(before), *self._image).permute(0, 3, 1, 2)
@@ -157,9 +152,9 @@ class _ConvStep:
             *(d, self._x, self._weight, None, [1, 1], self._padding, [1, 1], False, [0, 0], 1),
             [not self._first, True, False],
         )
-        _put(self._into, gradient, update)
+        update.put(self._into, gradient)
         if self._bias_into is not None:
-            _put(self._bias_into, d.permute(0, 2, 3, 1).reshape(-1, self._channels).sum(0), update)
+            update.put(self._bias_into, d.permute(0, 2, 3, 1).reshape(-1, self._channels).sum(0))
         return None if self._first else before
 
 
@@ -191,13 +186,6 @@ class _DropoutStep:
 
     def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
         return d.mul_(self._mask)
-
-
-def _put(into: torch.Tensor, gradient: torch.Tensor, update: Update) -> None:
-    if update.keep:
-        into.add_(gradient, alpha=update.scale)
-    else:
-        torch.mul(gradient, update.scale, out=into)
 
 
 def convolved(
@@ -240,6 +228,7 @@ class _Layer:
         self.into: Any = None
         self.out: Any = None
         self.gradient: Any = None
+        self.tiles: Any = None
 
 
 class CpuProgram:
@@ -284,7 +273,9 @@ class CpuProgram:
             made.into = Tensors(layer, made.image, made.joined)
             self.gradients |= made.into.named
         if isinstance(layer, Conv):
-            if layer.pool:
+            if cpu_winograd.suits(layer):
+                made.tiles = cpu_winograd.WinogradMemory(layer, width, made.first)
+            elif layer.pool:
                 made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
             return
         made.gradient = torch.empty(width, layer.inputs)
@@ -356,7 +347,16 @@ class _Frame:
         self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
 
 
-_STEPS: dict[type, Any] = {Conv: _ConvStep, Dense: _DenseStep, Dropout: _DropoutStep}
+def _convolution(made: _Layer, size: int) -> _Step:
+    if made.tiles is None:
+        return _ConvStep(made, size)
+    layer, weights, into = made.layer, made.weights, made.into
+    assert isinstance(layer, Conv)
+    tensors = (weights.weight, weights.bias, into.weight, into.bias)
+    return cpu_winograd.WinogradStep(layer, made.tiles, *tensors, made.first, size)
+
+
+_STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}
 
 
 def check_layers(plan: Plan) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.learning.cpu_program import CpuProgram, Update, check_layers
+from fedquilt.learning.cpu_program import CpuProgram, check_layers
+from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
