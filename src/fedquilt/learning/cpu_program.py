@@ -86,11 +86,16 @@ class _DenseStep:
         self._scores = self._out[:, : layer.outputs]
         self._gradient = made.gradient[:size]
         self._sum = torch.empty(layer.outputs)
-        self._image = made.image
+        self._image, self._size = made.image, size
+        self._d: torch.Tensor | None = None
+
+    def write_to(self, scores: torch.Tensor) -> None:
+        """Let what comes out be there: the last layer's has no column of ones."""
+        self._out = self._scores = scores
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._image is not None:
-            x = x.permute(0, 2, 3, 1).reshape(len(x), -1)
+            x = x.permute(0, 2, 3, 1).reshape(self._size, -1)
         self._x = x
         if self._bias is None:
             torch.mm(x, self._turned, out=self._scores)
@@ -106,13 +111,15 @@ class _DenseStep:
         before = None
         if not self._first:
             before = torch.mm(d, self._plain, out=self._gradient)
-        into, turned = self._into, d.t()
-        torch.addmm(into, turned, self._x, beta=update.keep, alpha=update.scale, out=into)
+        if d is not self._d:  # nearly always the same memory
+            self._d, self._d_turned = d, d.t()
+        into = self._into
+        torch.addmm(into, self._d_turned, self._x, beta=update.keep, alpha=update.scale, out=into)
         if self._bias_into is not None:
             update.put(self._bias_into, torch.sum(d, 0, out=self._sum))
         if before is None or self._image is None:
             return before
-        return before.view(len(before), *self._image).permute(0, 3, 1, 2)
+        return before.view(self._size, *self._image).permute(0, 3, 1, 2)
 
 
 class _ConvStep:
@@ -260,7 +267,7 @@ class CpuProgram:
         if first.joined:
             self._x[:, self._features] = 1.0
         self._scores_gradient = torch.empty(width, self._classes)
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[int, Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
         layer, width = made.layer, self.width
@@ -295,46 +302,55 @@ class CpuProgram:
 
     def step(
         self,
+        frame: Frame,
         inputs: torch.Tensor,
         batch: torch.Tensor,
         onehot: torch.Tensor,
+        scores: torch.Tensor,
         update: Update,
         masks: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
+    ) -> None:
         """Take one step on the samples `batch` of `inputs` [all samples, features].
 
-        Returns the scores before the step, in memory that the next step uses again.
+        `frame` is that of the batch's size; `scores` receives those before the step.
         """
-        frame = self._frames.get(len(batch)) or self._frame(len(batch))
         torch.index_select(inputs, 0, batch, out=frame.gathered)
         x = self._image(frame.x) if self.starts_with_image else frame.x
         for dropout, mask in zip(frame.dropouts, masks, strict=True):
             dropout.draw(mask)
+        if frame.last is not None:
+            frame.last.write_to(scores)
         for step in frame.steps:
             x = step.forward(x)
-        d: torch.Tensor | None = torch.softmax(x, 1, out=frame.d)
+        if frame.last is None:
+            scores.copy_(x)
+        d: torch.Tensor | None = torch.softmax(scores, 1, out=frame.d)
         frame.d.sub_(onehot)
         for step in frame.backward:
             if d is not None:
                 d = step.backward(d, update)
-        return x
 
     def _image(self, x: torch.Tensor) -> torch.Tensor:
         high, wide, channels = self._input_shape
-        image = x.view(len(x), channels, high, wide).permute(0, 2, 3, 1).contiguous()
+        size = x.shape[0]
+        image = x.view(size, channels, high, wide).permute(0, 2, 3, 1).contiguous()
         # Named strides: of one channel torch could not tell where it lies.
         strides = (high * wide * channels, 1, wide * channels, channels)
-        return image.as_strided((len(x), channels, high, wide), strides)
+        return image.as_strided((size, channels, high, wide), strides)
 
-    def _frame(self, size: int) -> _Frame:
+    def frame(self, size: int) -> Frame:
+        """Return the layers for batches of a size."""
+        known = self._frames.get(size)
+        if known is not None:
+            return known
         steps = [_STEPS[type(made.layer)](made, size) for made in self._layers]
         x, d = self._x[:size], self._scores_gradient[:size]
-        frame = self._frames[size] = _Frame(steps, x, x[:, : self._features], d)
+        frame = self._frames[size] = Frame(steps, x, x[:, : self._features], d)
         return frame
 
 
 @dataclass(eq=False)
-class _Frame:
+class Frame:
     """The layers for batches of one size, and the memory of their first input and last gradient."""
 
     steps: list[_Step]
@@ -345,6 +361,8 @@ class _Frame:
     def __post_init__(self) -> None:
         self.backward = self.steps[::-1]
         self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
+        last = self.steps[-1]
+        self.last = last if isinstance(last, _DenseStep) else None
 
 
 def _convolution(made: _Layer, size: int) -> _Step:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from fedquilt.learning.cpu_program import CpuProgram, check_layers
 from fedquilt.learning.cpu_update import Update
@@ -122,30 +123,28 @@ class CpuTraining:
             mu = settings.fedprox_mu
             rule = settings.optimizer.begin(parameters, anchors, learning_rate, mu)
         shuffle = torch.Generator().manual_seed(seed)
-        epochs = settings.epochs if len(index) else 0
-        steps = -(-len(index) // settings.batch_size)
-        masks = self._masks(seed, epochs * steps)
-        updates: dict[int, Update] = {}
+        count, most = len(index), settings.batch_size
+        epochs = settings.epochs if count else 0
+        sizes = [min(most, count - first) for first in range(0, count, most)]
+        masks = self._masks(seed, epochs * len(sizes))
+        frames = {
+            size: (program.frame(size), _update(1.0 / size, None if rule else learning_rate))
+            for size in sizes
+        }
         loss_sum = 0.0
         for _ in range(epochs):
-            batches = epoch_batches(index, settings.batch_size, shuffle, 1)
+            batches = epoch_batches(index, most, shuffle, 1)
             labels = targets[torch.cat(batches)].long()
-            onehots = torch.split(self._eye[labels], settings.batch_size)
-            scores = torch.empty(len(index), self.plan.classes)
-            places = torch.split(scores, settings.batch_size)
-            for batch, onehot, place in zip(batches, onehots, places, strict=True):
-                if len(batch) not in updates:
-                    scale = 1.0 / len(batch)
-                    updates[len(batch)] = Update(
-                        *((0.0, scale) if rule else (1.0, -learning_rate * scale))
-                    )
-                update = updates[len(batch)]
-                place.copy_(program.step(inputs, batch, onehot, update, next(masks)))
+            onehots = torch.split(self._eye[labels], most)
+            scores = torch.empty(count, self.plan.classes)
+            places = torch.split(scores, most)
+            for size, batch, onehot, place in zip(sizes, batches, onehots, places, strict=True):
+                frame, update = frames[size]
+                program.step(frame, inputs, batch, onehot, place, update, next(masks))
                 if rule is not None:
                     rule.step(gradients)
-            chosen = scores.gather(1, labels[:, None])[:, 0]
-            loss_sum += float((scores.logsumexp(1) - chosen).sum())
-        return loss_sum / (epochs * len(index)) if epochs else math.nan
+            loss_sum += float(functional.cross_entropy(scores, labels, reduction="sum"))
+        return loss_sum / (epochs * count) if epochs else math.nan
 
     def _write(self, tensors: dict[str, torch.Tensor], start: torch.Tensor) -> None:
         for segment in self._flat.segments if tensors else ():
@@ -244,6 +243,11 @@ def hand_training(
         return None
     finally:
         flat.restore()  # following the forward pass may have left something behind
+
+
+def _update(share: float, learning_rate: float | None) -> Update:
+    """Return plain SGD with a rate; without one the gradient itself is asked for."""
+    return Update(0.0, share) if learning_rate is None else Update(1.0, -learning_rate * share)
 
 
 def _numbers(layer: Dropout) -> int:
