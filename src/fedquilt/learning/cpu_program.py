@@ -266,7 +266,6 @@ class CpuProgram:
         self._x = torch.zeros(width, columns)
         if first.joined:
             self._x[:, self._features] = 1.0
-        self._scores_gradient = torch.empty(width, self._classes)
         self._frames: dict[int, Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
@@ -312,20 +311,21 @@ class CpuProgram:
     ) -> None:
         """Take one step on the samples `batch` of `inputs` [all samples, features].
 
-        `frame` is that of the batch's size; `scores` receives those before the step.
+        `frame` is that of the batch's size; `scores` receives those before the step.  They and
+        `onehot` are [classes, samples]: a softmax over few classes is fast for many samples.
         """
         torch.index_select(inputs, 0, batch, out=frame.gathered)
         x = self._image(frame.x) if self.starts_with_image else frame.x
         for dropout, mask in zip(frame.dropouts, masks, strict=True):
             dropout.draw(mask)
         if frame.last is not None:
-            frame.last.write_to(scores)
+            frame.last.write_to(scores.t())
         for step in frame.steps:
             x = step.forward(x)
         if frame.last is None:
-            scores.copy_(x)
-        d: torch.Tensor | None = torch.softmax(scores, 1, out=frame.d)
-        frame.d.sub_(onehot)
+            scores.copy_(x.t())
+        torch.softmax(scores, 0, out=frame.by_class).sub_(onehot)
+        d: torch.Tensor | None = frame.d
         for step in frame.backward:
             if d is not None:
                 d = step.backward(d, update)
@@ -344,8 +344,9 @@ class CpuProgram:
         if known is not None:
             return known
         steps = [_STEPS[type(made.layer)](made, size) for made in self._layers]
-        x, d = self._x[:size], self._scores_gradient[:size]
-        frame = self._frames[size] = Frame(steps, x, x[:, : self._features], d)
+        x = self._x[:size]
+        by_class = torch.empty(self._classes, size)
+        frame = self._frames[size] = Frame(steps, x, x[:, : self._features], by_class)
         return frame
 
 
@@ -356,9 +357,10 @@ class Frame:
     steps: list[_Step]
     x: torch.Tensor
     gathered: torch.Tensor
-    d: torch.Tensor
+    by_class: torch.Tensor
 
     def __post_init__(self) -> None:
+        self.d = self.by_class.t()
         self.backward = self.steps[::-1]
         self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
         last = self.steps[-1]

@@ -129,21 +129,22 @@ class CpuTraining:
         masks = self._masks(seed, epochs * len(sizes))
         frames = {
             size: (program.frame(size), _update(1.0 / size, None if rule else learning_rate))
-            for size in sizes
+            for size in set(sizes)
         }
         loss_sum = 0.0
         for _ in range(epochs):
             batches = epoch_batches(index, most, shuffle, 1)
-            labels = targets[torch.cat(batches)].long()
-            onehots = torch.split(self._eye[labels], most)
-            scores = torch.empty(count, self.plan.classes)
-            places = torch.split(scores, most)
-            for size, batch, onehot, place in zip(sizes, batches, onehots, places, strict=True):
+            labels = _blocks(targets[torch.cat(batches)].long(), most)
+            onehots = [self._eye[part].transpose(1, 2).contiguous() for part in labels]
+            scores = [torch.empty_like(part) for part in onehots]
+            places = zip(_each(onehots), _each(scores), strict=True)
+            for size, batch, (onehot, place) in zip(sizes, batches, places, strict=True):
                 frame, update = frames[size]
                 program.step(frame, inputs, batch, onehot, place, update, next(masks))
                 if rule is not None:
                     rule.step(gradients)
-            loss_sum += float(functional.cross_entropy(scores, labels, reduction="sum"))
+            for part, true in zip(scores, labels, strict=True):
+                loss_sum += float(functional.cross_entropy(part, true, reduction="sum"))
         return loss_sum / (epochs * count) if epochs else math.nan
 
     def _write(self, tensors: dict[str, torch.Tensor], start: torch.Tensor) -> None:
@@ -243,6 +244,19 @@ def hand_training(
         return None
     finally:
         flat.restore()  # following the forward pass may have left something behind
+
+
+def _blocks(labels: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return labels as [batches, size], and those of a last, shorter batch as [1, samples]."""
+    whole = len(labels) // size * size
+    parts = [labels[:whole].view(-1, size), labels[None, whole:]]
+    return [part for part in parts if part.numel()]
+
+
+def _each(blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what belongs to each batch."""
+    for block in blocks:
+        yield from block.unbind()
 
 
 def _update(share: float, learning_rate: float | None) -> Update:
