@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedquilt.assemble import build_problem
 from fedquilt.config import build_config
 from fedquilt.experiment import run_in_memory
-from fedquilt.flower.simulate import simulate
+from fedquilt.flower.simulate import OneForAll, simulate
+from fedquilt.learning.hand_engine import HandEngine
 from fedquilt.record import RunResult
 
 BASE: dict[str, Any] = {
@@ -70,7 +72,8 @@ LOOSE = {"condensation": 1e-4, "condensation, global": 1e-4}
 
 def both(case: str, engine: str) -> tuple[RunResult, RunResult]:
     config = build_config({**BASE, **CASES[case]})
-    return run_in_memory(config), simulate(config.replace(engine=engine), in_memory=True)
+    here = run_in_memory(config.replace(engine="sequential"))
+    return here, simulate(config.replace(engine=engine), in_memory=True)
 
 
 def distance(one: RunResult, other: RunResult) -> float:
@@ -85,6 +88,18 @@ def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     here, there = both(case, "flower")
     assert there.result["cohorts"] == here.result["cohorts"]
     assert distance(here, there) <= LOOSE.get(case, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_by_hand"), [("fedavg", True), ("heterofl", False), ("fedrolex, certified", True)]
+)
+def test_nodes_take_steps_by_hand_where_the_task_has_them(case: str, is_by_hand: bool) -> None:
+    config, problem = build_problem(build_config({**BASE, **CASES[case]}))
+    engine: Any = OneForAll(config, problem)._node.method.engine
+    if case != "fedavg":  # one engine for each slice; heterofl hides classes
+        (engine,) = engine._engines.values()
+    assert isinstance(engine, HandEngine)
+    assert (engine.by_hand is not None) == is_by_hand
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.learning import FlatModel, LocalSettings, Task
+from fedquilt.learning import FlatModel, LocalSettings, Task, hand_engine, make_engine
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.cpu_training import CpuTraining, hand_training
 from fedquilt.learning.draws import ClientDraws
+from fedquilt.learning.hand_engine import HandEngine
 from fedquilt.learning.local import SequentialEngine, find_draws
 from fedquilt.learning.optimizers import ClientOptimizer
 from fedquilt.learning.plan import NoPlanError, is_interpreted
@@ -198,3 +199,42 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     draws: ClientDraws | None = find_draws(flat, task.public())
     with pytest.raises(NoPlanError, match="away from autograd"):
         CpuTraining(flat, task, how(), draws)
+
+
+def test_auto_trains_one_client_after_the_other_by_hand() -> None:
+    model, task = cnn(), make_task((2, 8, 8))
+    engine = make_engine("auto", model, task, how())
+    assert isinstance(engine, HandEngine)
+    assert engine.by_hand is not None
+    got = trained(engine, model)
+    wanted = trained(by_hand(model, task, how()), model)
+    for client in COHORT:
+        assert torch.equal(got[client].delta, wanted[client].delta)
+
+
+@pytest.mark.parametrize("reason", ["is Tanh", "more than 10"])
+def test_auto_trains_by_autograd_where_that_is_better_and_says_why(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: nn.Module = nn.Linear(7, 5)
+    if reason == "is Tanh":
+        model = nn.Sequential(model, nn.Tanh())
+    else:
+        monkeypatch.setattr(hand_engine, "LARGE", 10)
+    task = make_task((7,))
+    with caplog.at_level(logging.INFO):
+        got = trained(make_engine("auto", model, task, how()), model)
+    assert reason in caplog.text
+    wanted = trained(SequentialEngine(model, task, how()), model)
+    for client in COHORT:
+        assert torch.equal(got[client].delta, wanted[client].delta)
+
+
+def test_a_client_that_cannot_be_trained_by_hand_is_an_error_or_nan() -> None:
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [6, 5])
+    task.targets[0] = 7
+    with pytest.raises(IndexError, match="7"):
+        trained(make_engine("auto", model, task, how()), model, [0, 1])
+    got = trained(make_engine("auto", model, task, how(silent=True)), model, [0, 1])
+    assert got[0].delta.isnan().all()
+    assert got[1].delta.isfinite().all()

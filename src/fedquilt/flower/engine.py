@@ -113,12 +113,12 @@ class FlowerEngine:
         self.frozen = frozen
         self.report = report
         self.traffic: list[RoundTraffic] = []
-        self._config = config
         self._secret = config.mode == "certified" and config.amplification
         self._method: Method | None = None
         self._here: Engine | None = None
         self._nodes: dict[int, int] = {}
         self._answered: set[str] = set()
+        self._settings_text = wire.settings_text(config)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ class FlowerEngine:
         method, _ = self._served()
         if not self._nodes:
             self._nodes = self._looked_up(until)
-        settings = wire.settings_text(self._config)
+        settings = self._settings_text
         shared: dict[int, tuple[torch.Tensor, Array | None]] = {}
         messages, open_orders = [], []
         for client in clients:

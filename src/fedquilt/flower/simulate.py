@@ -19,7 +19,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedquilt.assemble import Problem, build_method, build_problem
+from fedquilt.assemble import Problem, build_problem
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, plain_config
@@ -50,7 +50,7 @@ class OneForAll:
     def __init__(self, config: RunConfig, problem: Problem) -> None:
         task = dataclasses.replace(problem.task, elsewhere=True)
         local = dataclasses.replace(problem, task=task)
-        self._node = Node(config, local, build_method(config.replace(engine="sequential"), local))
+        self._node = Node(config, local)
 
     def __call__(self, context: Context, order: wire.Order) -> Node:
         """Return the node of everybody, for the client that this one is."""

@@ -58,9 +58,10 @@ def make_engine(
     settings: LocalSettings,
     loss_of: LossOf | None = None,
 ) -> Engine:
-    """Return the engine of a name; `auto` is batched on a GPU, else sequential.
+    """Return the engine of a name; `auto` is batched on a GPU, else one client after the other.
 
-    A run that asks for `auto` decides before it begins, by what it costs (`choose_engine`).
+    A run that asks for `auto` decides before it begins, by what it costs (`choose_engine`);
+    what is left to decide here are slices of a model and the clients of a Flower node.
     A loss of its own for each client can only be trained by the sequential engine.
     A `FlatModel` lends its memory to the sequential engine; the others copy its module.
     """
@@ -75,8 +76,11 @@ def make_engine(
             )
         return SequentialEngine(model, task, settings, loss_of)
     if name == "auto":
-        on_gpu = task.device.type == "cuda"
-        if on_gpu:
+        if task.device.type == "cpu":
+            from fedquilt.learning.hand_engine import HandEngine
+
+            return HandEngine(model, task, settings)
+        if task.device.type == "cuda":
             from fedquilt.learning.batched import BatchedEngine
 
             if BatchedEngine.supports(module, task, settings):

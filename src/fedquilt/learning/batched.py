@@ -35,7 +35,6 @@ from fedquilt.learning.draws import draw_keys
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import (
-    NEVER_SILENT,
     client_seed,
     find_draws,
     refuse_hidden_state,
@@ -135,8 +134,7 @@ class BatchedEngine:
         if self._by_hand is not None:
             by_hand = self._by_hand
             return (
-                self._train_by_hand(by_hand, start, client, round_index, learning_rate)
-                for client in clients
+                by_hand.update_of(start, client, round_index, learning_rate) for client in clients
             )
         most = self.settings.group_rows or len(clients)
         rows = max(1, min(self.max_clients_per_group, most))
@@ -321,23 +319,6 @@ class BatchedEngine:
         if training is not None:
             refuse_hidden_state(flat, public, self.settings, draws)
         return training
-
-    def _train_by_hand(
-        self,
-        training: CpuTraining,
-        start: torch.Tensor,
-        client: int,
-        round_index: int,
-        learning_rate: float,
-    ) -> ClientUpdate:
-        index, seed = self.task.index(client), client_seed(self.settings, round_index, client)
-        try:
-            delta, loss = training.train(start, index, learning_rate, seed)
-        except Exception as error:
-            if not self.settings.silent or isinstance(error, NEVER_SILENT):
-                raise
-            delta, loss = torch.full_like(start, math.nan), math.nan
-        return ClientUpdate(client, delta, len(index), loss)
 
     def _program(self, table: BatchTable, rows: int, width: int) -> list[tuple[int, int]]:
         """Return the shape of each step's program, at most rows x width."""

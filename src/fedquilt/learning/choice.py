@@ -32,6 +32,7 @@ from fedquilt.common.operations import OperationCount
 from fedquilt.learning.cpu_training import cpu_plan
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.local import LARGE
 from fedquilt.learning.plan import Conv, Dense, NoPlanError, Plan
 
 SAMPLES = 500
@@ -40,7 +41,6 @@ _HAND_RATE, _HAND_CALL = 80e9, 20e-6
 _AUTOGRAD_RATE, _AUTOGRAD_CALL = 60e9, 80e-6
 _START_SECONDS = 4.0
 _MESSAGE_SECONDS, _COPY_RATE = 2e-4, 2e9
-_LARGE = 1 << 22  # parameters: above it memory counts, and calls do not
 _HELD_BYTES = 2**30  # of updates that wait for their turn
 
 
@@ -62,8 +62,8 @@ def choose_engine(
         if BatchedEngine.supports(flat.module, task, settings):
             return Choice("batched", "many clients fill a GPU")
         return Choice("sequential", "the model cannot run as a stack of clients")
-    if task.class_mask is not None or flat.vector.numel() > _LARGE:
-        return Choice("sequential", f"above {_LARGE:,} parameters, or with hidden classes")
+    if task.class_mask is not None or flat.vector.numel() > LARGE:
+        return Choice("sequential", f"above {LARGE:,} parameters, or with hidden classes")
     plan, why = _plan(flat, task, settings)
     alone = "sequential" if plan is None else "batched"
     seconds = client_seconds(flat, task, settings, plan)

@@ -8,7 +8,8 @@ its output,
 
 each of them one product that writes where its result belongs; plain SGD is part of the product.
 The bias is a column of the weights beside a column of ones in x where that is possible.
-Convolutions are oneDNN's, channels last, with the rectifier inside.  d of the cross-entropy is
+Convolutions are oneDNN's, channels last, with the rectifier inside, or Winograd's where that saves
+enough multiplications (`cpu_winograd`).  d of the cross-entropy is
 softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
 
 Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
@@ -23,22 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
+from fedquilt.learning import cpu_winograd
+from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan
 
 _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Update:
-    """Where the gradient of a step goes: `into <- keep * into + scale * gradient`.
-
-    Plain SGD adds to the weights (keep 1, scale -r / n); other rules ask for the gradient
-    itself (keep 0, scale 1 / n).
-    """
-
-    keep: float
-    scale: float
 
 
 class Tensors:
@@ -47,8 +38,12 @@ class Tensors:
     def __init__(self, layer: Conv | Dense, image: tuple[int, ...] | None, joined: bool) -> None:
         self.bias: torch.Tensor | None = None
         if isinstance(layer, Conv):
-            size = (layer.outputs, *layer.kernel, layer.inputs)
-            self.weight = torch.zeros(size).permute(0, 3, 1, 2)
+            if cpu_winograd.suits(layer):
+                size = (*layer.kernel, layer.inputs, layer.outputs)
+                self.weight = torch.zeros(size).permute(3, 2, 0, 1)
+            else:
+                size = (layer.outputs, *layer.kernel, layer.inputs)
+                self.weight = torch.zeros(size).permute(0, 3, 1, 2)
             named = self.weight
         else:
             columns = layer.inputs
@@ -91,11 +86,16 @@ class _DenseStep:
         self._scores = self._out[:, : layer.outputs]
         self._gradient = made.gradient[:size]
         self._sum = torch.empty(layer.outputs)
-        self._image = made.image
+        self._image, self._size = made.image, size
+        self._d: torch.Tensor | None = None
+
+    def write_to(self, scores: torch.Tensor) -> None:
+        """Let what comes out be there: the last layer's has no column of ones."""
+        self._out = self._scores = scores
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._image is not None:
-            x = x.permute(0, 2, 3, 1).reshape(len(x), -1)
+            x = x.permute(0, 2, 3, 1).reshape(self._size, -1)
         self._x = x
         if self._bias is None:
             torch.mm(x, self._turned, out=self._scores)
@@ -111,13 +111,15 @@ class _DenseStep:
         before = None
         if not self._first:
             before = torch.mm(d, self._plain, out=self._gradient)
-        into, turned = self._into, d.t()
-        torch.addmm(into, turned, self._x, beta=update.keep, alpha=update.scale, out=into)
+        if d is not self._d:  # nearly always the same memory
+            self._d, self._d_turned = d, d.t()
+        into = self._into
+        torch.addmm(into, self._d_turned, self._x, beta=update.keep, alpha=update.scale, out=into)
         if self._bias_into is not None:
-            _put(self._bias_into, torch.sum(d, 0, out=self._sum), update)
+            update.put(self._bias_into, torch.sum(d, 0, out=self._sum))
         if before is None or self._image is None:
             return before
-        return before.view(len(before), *self._image).permute(0, 3, 1, 2)
+        return before.view(self._size, *self._image).permute(0, 3, 1, 2)
 
 
 class _ConvStep:
@@ -157,9 +159,9 @@ class _ConvStep:
             *(d, self._x, self._weight, None, [1, 1], self._padding, [1, 1], False, [0, 0], 1),
             [not self._first, True, False],
         )
-        _put(self._into, gradient, update)
+        update.put(self._into, gradient)
         if self._bias_into is not None:
-            _put(self._bias_into, d.permute(0, 2, 3, 1).reshape(-1, self._channels).sum(0), update)
+            update.put(self._bias_into, d.permute(0, 2, 3, 1).reshape(-1, self._channels).sum(0))
         return None if self._first else before
 
 
@@ -191,13 +193,6 @@ class _DropoutStep:
 
     def backward(self, d: torch.Tensor, update: Update) -> torch.Tensor | None:
         return d.mul_(self._mask)
-
-
-def _put(into: torch.Tensor, gradient: torch.Tensor, update: Update) -> None:
-    if update.keep:
-        into.add_(gradient, alpha=update.scale)
-    else:
-        torch.mul(gradient, update.scale, out=into)
 
 
 def convolved(
@@ -240,6 +235,7 @@ class _Layer:
         self.into: Any = None
         self.out: Any = None
         self.gradient: Any = None
+        self.tiles: Any = None
 
 
 class CpuProgram:
@@ -270,8 +266,7 @@ class CpuProgram:
         self._x = torch.zeros(width, columns)
         if first.joined:
             self._x[:, self._features] = 1.0
-        self._scores_gradient = torch.empty(width, self._classes)
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[int, Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
         layer, width = made.layer, self.width
@@ -284,7 +279,9 @@ class CpuProgram:
             made.into = Tensors(layer, made.image, made.joined)
             self.gradients |= made.into.named
         if isinstance(layer, Conv):
-            if layer.pool:
+            if cpu_winograd.suits(layer):
+                made.tiles = cpu_winograd.WinogradMemory(layer, width, made.first)
+            elif layer.pool:
                 made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
             return
         made.gradient = torch.empty(width, layer.inputs)
@@ -304,59 +301,82 @@ class CpuProgram:
 
     def step(
         self,
+        frame: Frame,
         inputs: torch.Tensor,
         batch: torch.Tensor,
         onehot: torch.Tensor,
+        scores: torch.Tensor,
         update: Update,
         masks: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
+    ) -> None:
         """Take one step on the samples `batch` of `inputs` [all samples, features].
 
-        Returns the scores before the step, in memory that the next step uses again.
+        `frame` is that of the batch's size; `scores` receives those before the step.  They and
+        `onehot` are [classes, samples]: a softmax over few classes is fast for many samples.
         """
-        frame = self._frames.get(len(batch)) or self._frame(len(batch))
         torch.index_select(inputs, 0, batch, out=frame.gathered)
         x = self._image(frame.x) if self.starts_with_image else frame.x
         for dropout, mask in zip(frame.dropouts, masks, strict=True):
             dropout.draw(mask)
+        if frame.last is not None:
+            frame.last.write_to(scores.t())
         for step in frame.steps:
             x = step.forward(x)
-        d: torch.Tensor | None = torch.softmax(x, 1, out=frame.d)
-        frame.d.sub_(onehot)
+        if frame.last is None:
+            scores.copy_(x.t())
+        torch.softmax(scores, 0, out=frame.by_class).sub_(onehot)
+        d: torch.Tensor | None = frame.d
         for step in frame.backward:
             if d is not None:
                 d = step.backward(d, update)
-        return x
 
     def _image(self, x: torch.Tensor) -> torch.Tensor:
         high, wide, channels = self._input_shape
-        image = x.view(len(x), channels, high, wide).permute(0, 2, 3, 1).contiguous()
+        size = x.shape[0]
+        image = x.view(size, channels, high, wide).permute(0, 2, 3, 1).contiguous()
         # Named strides: of one channel torch could not tell where it lies.
         strides = (high * wide * channels, 1, wide * channels, channels)
-        return image.as_strided((len(x), channels, high, wide), strides)
+        return image.as_strided((size, channels, high, wide), strides)
 
-    def _frame(self, size: int) -> _Frame:
+    def frame(self, size: int) -> Frame:
+        """Return the layers for batches of a size."""
+        known = self._frames.get(size)
+        if known is not None:
+            return known
         steps = [_STEPS[type(made.layer)](made, size) for made in self._layers]
-        x, d = self._x[:size], self._scores_gradient[:size]
-        frame = self._frames[size] = _Frame(steps, x, x[:, : self._features], d)
+        x = self._x[:size]
+        by_class = torch.empty(self._classes, size)
+        frame = self._frames[size] = Frame(steps, x, x[:, : self._features], by_class)
         return frame
 
 
 @dataclass(eq=False)
-class _Frame:
+class Frame:
     """The layers for batches of one size, and the memory of their first input and last gradient."""
 
     steps: list[_Step]
     x: torch.Tensor
     gathered: torch.Tensor
-    d: torch.Tensor
+    by_class: torch.Tensor
 
     def __post_init__(self) -> None:
+        self.d = self.by_class.t()
         self.backward = self.steps[::-1]
         self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
+        last = self.steps[-1]
+        self.last = last if isinstance(last, _DenseStep) else None
 
 
-_STEPS: dict[type, Any] = {Conv: _ConvStep, Dense: _DenseStep, Dropout: _DropoutStep}
+def _convolution(made: _Layer, size: int) -> _Step:
+    if made.tiles is None:
+        return _ConvStep(made, size)
+    layer, weights, into = made.layer, made.weights, made.into
+    assert isinstance(layer, Conv)
+    tensors = (weights.weight, weights.bias, into.weight, into.bias)
+    return cpu_winograd.WinogradStep(layer, made.tiles, *tensors, made.first, size)
+
+
+_STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}
 
 
 def check_layers(plan: Plan) -> None:

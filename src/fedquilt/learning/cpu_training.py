@@ -13,12 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
-from fedquilt.learning.cpu_program import CpuProgram, Update, check_layers
+from fedquilt.learning.cpu_program import CpuProgram, check_layers
+from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
-from fedquilt.learning.engine import LocalSettings, Task, public_inputs
+from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import epoch_batches, train_client
+from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_batches, train_client
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Dropout, NoPlanError, Plan, make_plan
 
@@ -62,6 +64,19 @@ class CpuTraining:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
         self._eye = torch.eye(self.plan.classes)
         self._try()
+
+    def update_of(
+        self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
+    ) -> ClientUpdate:
+        """Return what a client of the task sends in a round."""
+        index, seed = self._task.index(client), client_seed(self._settings, round_index, client)
+        try:
+            delta, loss = self.train(start, index, learning_rate, seed)
+        except Exception as error:
+            if not self._settings.silent or isinstance(error, NEVER_SILENT):
+                raise
+            delta, loss = torch.full_like(start, math.nan), math.nan
+        return ClientUpdate(client, delta, len(index), loss)
 
     @torch.no_grad()
     def train(
@@ -108,30 +123,29 @@ class CpuTraining:
             mu = settings.fedprox_mu
             rule = settings.optimizer.begin(parameters, anchors, learning_rate, mu)
         shuffle = torch.Generator().manual_seed(seed)
-        epochs = settings.epochs if len(index) else 0
-        steps = -(-len(index) // settings.batch_size)
-        masks = self._masks(seed, epochs * steps)
-        updates: dict[int, Update] = {}
+        count, most = len(index), settings.batch_size
+        epochs = settings.epochs if count else 0
+        sizes = [min(most, count - first) for first in range(0, count, most)]
+        masks = self._masks(seed, epochs * len(sizes))
+        frames = {
+            size: (program.frame(size), _update(1.0 / size, None if rule else learning_rate))
+            for size in set(sizes)
+        }
         loss_sum = 0.0
         for _ in range(epochs):
-            batches = epoch_batches(index, settings.batch_size, shuffle, 1)
-            labels = targets[torch.cat(batches)].long()
-            onehots = torch.split(self._eye[labels], settings.batch_size)
-            scores = torch.empty(len(index), self.plan.classes)
-            places = torch.split(scores, settings.batch_size)
-            for batch, onehot, place in zip(batches, onehots, places, strict=True):
-                if len(batch) not in updates:
-                    scale = 1.0 / len(batch)
-                    updates[len(batch)] = Update(
-                        *((0.0, scale) if rule else (1.0, -learning_rate * scale))
-                    )
-                update = updates[len(batch)]
-                place.copy_(program.step(inputs, batch, onehot, update, next(masks)))
+            batches = epoch_batches(index, most, shuffle, 1)
+            labels = _blocks(targets[torch.cat(batches)].long(), most)
+            onehots = [self._eye[part].transpose(1, 2).contiguous() for part in labels]
+            scores = [torch.empty_like(part) for part in onehots]
+            places = zip(_each(onehots), _each(scores), strict=True)
+            for size, batch, (onehot, place) in zip(sizes, batches, places, strict=True):
+                frame, update = frames[size]
+                program.step(frame, inputs, batch, onehot, place, update, next(masks))
                 if rule is not None:
                     rule.step(gradients)
-            chosen = scores.gather(1, labels[:, None])[:, 0]
-            loss_sum += float((scores.logsumexp(1) - chosen).sum())
-        return loss_sum / (epochs * len(index)) if epochs else math.nan
+            for part, true in zip(scores, labels, strict=True):
+                loss_sum += float(functional.cross_entropy(part, true, reduction="sum"))
+        return loss_sum / (epochs * count) if epochs else math.nan
 
     def _write(self, tensors: dict[str, torch.Tensor], start: torch.Tensor) -> None:
         for segment in self._flat.segments if tensors else ():
@@ -230,6 +244,24 @@ def hand_training(
         return None
     finally:
         flat.restore()  # following the forward pass may have left something behind
+
+
+def _blocks(labels: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return labels as [batches, size], and those of a last, shorter batch as [1, samples]."""
+    whole = len(labels) // size * size
+    parts = [labels[:whole].view(-1, size), labels[None, whole:]]
+    return [part for part in parts if part.numel()]
+
+
+def _each(blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield what belongs to each batch."""
+    for block in blocks:
+        yield from block.unbind()
+
+
+def _update(share: float, learning_rate: float | None) -> Update:
+    """Return plain SGD with a rate; without one the gradient itself is asked for."""
+    return Update(0.0, share) if learning_rate is None else Update(1.0, -learning_rate * share)
 
 
 def _numbers(layer: Dropout) -> int:

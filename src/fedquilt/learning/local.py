@@ -36,10 +36,11 @@ from fedquilt.learning.objective import CROSS_ENTROPY, outputs_of
 
 NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, which say nothing of a client's data."""
+LARGE = 1 << 22
+"""Parameters above which memory counts; below it calls do."""
 _TRIAL_STEPS = 3
 _OTHER_STEPS = (5, 7, 3, 2)
 _WIDEST = 64
-_LARGE = 1 << 22  # parameters; below it one call for all of them is faster than one each
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
@@ -90,7 +91,7 @@ def train_client(
     seen = 0
     steps = settings.optimizer.begin(parameters, anchors, learning_rate, settings.fedprox_mu)
     plain = settings.optimizer.is_plain and anchors is None
-    in_backward = plain and flat.vector.numel() > _LARGE
+    in_backward = plain and flat.vector.numel() > LARGE
     with seeded_layers(device, seed), own_draws(draws):
         for step, batch in enumerate(_batches(index, settings, seed, flat)):
             if draws is not None:

@@ -147,8 +147,9 @@ class ProcessEngine:
                     worker.send(waiting.popleft(), client, samples, seed, learning_rate)
 
         for place in range(len(clients)):
-            self._collect(finished, timeout=0)
-            hand_out()
+            if waiting:  # nobody shall be idle while updates are used here
+                self._collect(finished, timeout=0)
+                hand_out()
             while place not in finished:
                 self._collect(finished, timeout=None)
                 hand_out()
