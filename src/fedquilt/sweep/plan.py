@@ -73,11 +73,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before anything runs: the common configuration, the axes, the points."""
+    """A sweep before anything runs: the common configuration, the axes, the points.
+
+    Beside every point, which is then a condensation, stand the baselines of these names.
+    """
 
     base: dict[str, Any]
     axes: tuple[str, ...]
     points: tuple[Point, ...]
+    baselines: tuple[str, ...] = ()
 
     def config(self, point: Point, folder: Path) -> RunConfig:
         """Return the configuration of a point that runs below a sweep's folder."""
@@ -91,6 +95,7 @@ class Plan:
             "base": self.base,
             "axes": list(self.axes),
             "points": [[point.settings, point.seed] for point in self.points],
+            "baselines": list(self.baselines),
         }
         write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
 
@@ -107,7 +112,8 @@ class Plan:
                 Point(number, dict(settings), int(seed))
                 for number, (settings, seed) in enumerate(content["points"])
             )
-            return cls(dict(content["base"]), tuple(content["axes"]), points)
+            beside = tuple(content.get("baselines", ()))
+            return cls(dict(content["base"]), tuple(content["axes"]), points, beside)
         except (KeyError, TypeError, ValueError) as error:
             raise RunFolderError(f"{folder / SPEC_FILE} is no plan of a sweep: {error}") from error
 
