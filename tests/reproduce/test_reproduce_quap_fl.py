@@ -196,8 +196,6 @@ def test_mistakes_are_found_before_anything_runs(cli: Cli) -> None:
 def test_the_page_shows_what_is_kept(scale: str) -> None:
     root = Path(__file__).resolve().parents[2] / "docs"
     folder = root / "reproduction" / "quap-fl" / scale
-    if not list(folder.glob("table2-*.json")):
-        pytest.skip(f"no {scale} run is kept")
-    figure = f"reproduction/quap-fl/{scale}/figures.png"
+    figure = f"reproduction/quap-fl/{scale}/figures.png" if folder.is_dir() else ""
     text = PAPERS["quap-fl"].markdown(scale, folder, figure)
     assert text in (root / "reproduction.md").read_text()

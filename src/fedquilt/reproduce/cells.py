@@ -42,11 +42,15 @@ _KEPT = Table(
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its name, which is its file's, and its settings, complete but for `HOW`."""
+    """One run: its name, which is its file's, and its settings, complete but for `HOW`.
+
+    Beside a condensation stand the baselines of these names.
+    """
 
     name: str
     settings: Mapping[str, Any]
     seed: int
+    baselines: tuple[str, ...] = ()
 
     @property
     def dataset(self) -> str:
@@ -114,7 +118,6 @@ def run_cells(
     *,
     jobs: int = 1,
     only: Collection[str] | None = None,
-    baselines: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Kept]:
     """Run the cells that are not kept, several at a time, and keep each as it ends.
@@ -133,15 +136,13 @@ def run_cells(
         Runs at the same time, each with one thread.
     only
         Names of the cells that run now; absent, all.
-    baselines
-        What stands beside every cell, which is then a condensation.
     progress
         Called after each cell.
     """
     points = tuple(
-        Point(number, {**cell.settings, **how}, cell.seed) for number, cell in enumerate(cells)
+        Point(number, {**cell.settings, **how}, cell.seed, cell.baselines)
+        for number, cell in enumerate(cells)
     )
-    plan = Plan({}, (), points, tuple(baselines))
     # Other cells, or other options, are another sweep.
     named = json.dumps(
         [[cell.name, point.settings] for cell, point in zip(cells, points, strict=True)]
@@ -153,14 +154,14 @@ def run_cells(
 
     def keep(ended: int = 0, total: int = 0) -> None:
         for number in list(missing):
-            found = _keep(folder, cells[number], plan, place / points[number].name)
+            found = _keep(folder, cells[number], place, points[number])
             if found is not None:
                 missing.remove(number)
                 if progress is not None:
                     progress(found, len(wanted) - len(missing), len(wanted))
 
     if missing:
-        table = run_sweep(place, plan, jobs=jobs, progress=keep, only=list(missing))
+        table = run_sweep(place, Plan({}, (), points), jobs=jobs, progress=keep, only=list(missing))
         keep()
         failed = {row["point"]: row["message"] for row in table.rows()}
         if missing:
@@ -171,16 +172,16 @@ def run_cells(
     return kept_cells(folder, wanted)
 
 
-def _keep(folder: Path, cell: Cell, plan: Plan, place: Path) -> Kept | None:
+def _keep(folder: Path, cell: Cell, place: Path, point: Point) -> Kept | None:
     """Keep a cell whose run has ended; None when it has not."""
-    run = finished_run(plan, place)
+    run = finished_run(place, point)
     result = None if run is None else run.read_result()
     if run is None or result is None:
         return None
     record = _record(cell, result, run.read_rounds(result["rounds"]))
-    if plan.baselines:
+    if cell.baselines:
         rows = run.read_baselines()
-        record["beside"] = {name: rows[name] for name in plan.baselines}
+        record["beside"] = {name: rows[name] for name in cell.baselines}
     record = finite(record)
     text = json.dumps(record, indent=1, allow_nan=False)
     write_file(kept_path(folder, cell), f"{text}\n".encode(), parents=True)
@@ -207,7 +208,31 @@ def _record(
         "noise_to_signal": _noise_to_signal(lines),
         "curve": {"rounds": history["evaluation_rounds"], "accuracy": history["test_accuracy"]},
         **_groups(history, used["num_clients"]),
+        **_tiers(result),
+        **_traffic(result),
     }
+
+
+def _tiers(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many clients hold each width, and what the width's own model reaches."""
+    slices = result.get("slices")
+    if slices is None:
+        return {}
+    kept = {
+        tier["width"]: {
+            "clients": tier["clients"],
+            "parameters": tier["parameters"],
+            "accuracy": (tier.get("test") or {}).get("accuracy"),
+        }
+        for tier in slices["tiers"]
+    }
+    return {"tiers": kept}
+
+
+def _traffic(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a condensation sent and received, all clients and rounds together."""
+    record = result.get("condensation")
+    return {} if record is None else {key: record[key] for key in ("bytes_up", "bytes_down")}
 
 
 def _noise_to_signal(lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -222,7 +247,7 @@ def _noise_to_signal(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _groups(history: Mapping[str, Any], num_clients: int) -> dict[str, Any]:
     """Return the nominal budgets of the most and the least frequent fifth, thinned."""
-    if not any(value is not None for value in history["privacy_budgets"]):
+    if not any(value is not None for value in history.get("privacy_budgets", ())):
         return {}
     most, least = consumption_by_group(history, num_clients)
     at = np.unique(np.linspace(0, len(most.mean) - 1, _CURVE_POINTS).astype(int))

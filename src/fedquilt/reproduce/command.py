@@ -89,7 +89,6 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
         _with_engine(how, paper, jobs),
         jobs=jobs,
         only=[cell.name for cell in chosen],
-        baselines=paper.baselines,
         progress=tell,
     )
     if wanted.rounds is not None:

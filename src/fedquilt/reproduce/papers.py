@@ -10,7 +10,14 @@ from pathlib import Path
 from fedquilt.common.errors import DataError, InvalidValueError
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
-from fedquilt.reproduce import quap_fl, quap_fl_page
+from fedquilt.reproduce import (
+    fednum,
+    fednum_page,
+    heflwr,
+    heflwr_page,
+    quap_fl,
+    quap_fl_page,
+)
 from fedquilt.reproduce.cells import Cell, kept_cells
 
 BYTES_FILE = "table1.json"
@@ -33,8 +40,6 @@ class Paper:
         Draws the figures of a scale from the folder of kept cells, if there is anything to draw.
     prepare
         What some parts need that is no run.
-    baselines
-        What stands beside every run, which is then a condensation.
     cpu_engine
         What trains fastest in one process on a CPU.
     """
@@ -45,7 +50,6 @@ class Paper:
     markdown: Callable[[str, Path, str], str]
     draw: Callable[[str, Path, Path], None] = lambda scale, folder, path: None
     prepare: Callable[[Path, Sequence[str]], None] = lambda folder, parts: None
-    baselines: tuple[str, ...] = ()
     cpu_engine: str = "sequential"
 
 
@@ -71,6 +75,14 @@ def _draw_quap_fl(scale: str, folder: Path, path: Path) -> None:
     quap_fl_page.draw(scale, kept_cells(folder, quap_fl.cells(scale)), path)
 
 
+def _heflwr(scale: str, folder: Path, figure: str) -> str:
+    return heflwr_page.markdown(scale, kept_cells(folder, heflwr.cells(scale)))
+
+
+def _fednum(scale: str, folder: Path, figure: str) -> str:
+    return fednum_page.markdown(scale, kept_cells(folder, fednum.cells(scale)))
+
+
 PAPERS: dict[str, Paper] = {
     "quap-fl": Paper(
         quap_fl.PARTS,
@@ -81,6 +93,8 @@ PAPERS: dict[str, Paper] = {
         _count_bytes,
         cpu_engine="batched",
     ),
+    "heflwr": Paper(heflwr.PARTS, heflwr.SCALES, heflwr.cells, _heflwr),
+    "fednum": Paper(tuple(fednum.PARTS), fednum.SCALES, fednum.cells, _fednum),
 }
 """What `fedquilt reproduce` knows, by name."""
 

@@ -59,11 +59,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep."""
+    """One run of a sweep; beside a condensation stand the baselines of these names."""
 
     number: int
     settings: dict[str, Any]
     seed: int
+    baselines: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,15 +74,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before anything runs: the common configuration, the axes, the points.
-
-    Beside every point, which is then a condensation, stand the baselines of these names.
-    """
+    """A sweep before anything runs: the common configuration, the axes, the points."""
 
     base: dict[str, Any]
     axes: tuple[str, ...]
     points: tuple[Point, ...]
-    baselines: tuple[str, ...] = ()
 
     def config(self, point: Point, folder: Path) -> RunConfig:
         """Return the configuration of a point that runs below a sweep's folder."""
@@ -94,8 +91,9 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "base": self.base,
             "axes": list(self.axes),
-            "points": [[point.settings, point.seed] for point in self.points],
-            "baselines": list(self.baselines),
+            "points": [
+                [p.settings, p.seed, *([p.baselines] if p.baselines else [])] for p in self.points
+            ],
         }
         write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
 
@@ -109,11 +107,10 @@ class Plan:
             if content["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema_version={content['schema_version']!r}")
             points = tuple(
-                Point(number, dict(settings), int(seed))
-                for number, (settings, seed) in enumerate(content["points"])
+                Point(number, dict(settings), int(seed), tuple(*beside))
+                for number, (settings, seed, *beside) in enumerate(content["points"])
             )
-            beside = tuple(content.get("baselines", ()))
-            return cls(dict(content["base"]), tuple(content["axes"]), points, beside)
+            return cls(dict(content["base"]), tuple(content["axes"]), points)
         except (KeyError, TypeError, ValueError) as error:
             raise RunFolderError(f"{folder / SPEC_FILE} is no plan of a sweep: {error}") from error
 

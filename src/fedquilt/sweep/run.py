@@ -91,7 +91,7 @@ def _run_all(
     progress: Progress | None,
     only: Collection[int] | None = None,
 ) -> None:
-    left = [point for point in table.waiting() if not _take(table, plan, folder, point)]
+    left = [point for point in table.waiting() if not _take(table, folder, point)]
     left = [point for point in left if only is None or point.number in only]
     waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
     for point in left:
@@ -110,7 +110,7 @@ def _run_all(
             with lock:
                 if stopped.is_set():
                     return
-                _note(table, plan, folder, point, said)
+                _note(table, folder, point, said)
                 ended[0] += 1
                 if progress is not None:
                     progress(ended[0], total)
@@ -126,9 +126,9 @@ def _run_all(
                 worker.close()
 
 
-def _note(table: Table, plan: Plan, folder: Path, point: Point, said: _Answer) -> None:
+def _note(table: Table, folder: Path, point: Point, said: _Answer) -> None:
     """Write down how a point ended."""
-    if _take(table, plan, folder, point):
+    if _take(table, folder, point):
         return
     if said.refused is not None:
         table.refuse(point, said.refused)
@@ -136,9 +136,9 @@ def _note(table: Table, plan: Plan, folder: Path, point: Point, said: _Answer) -
         table.lose(point, said.died or "it ended without a result")
 
 
-def _take(table: Table, plan: Plan, folder: Path, point: Point) -> bool:
+def _take(table: Table, folder: Path, point: Point) -> bool:
     """Take a point's result into the table; tell whether there is one."""
-    run = finished_run(plan, folder / point.name)
+    run = finished_run(folder, point)
     result = None if run is None else run.read_result()
     if result is None:
         return False
@@ -146,12 +146,12 @@ def _take(table: Table, plan: Plan, folder: Path, point: Point) -> bool:
     return True
 
 
-def finished_run(plan: Plan, place: Path) -> RunFolder | None:
-    """Return the run of a point when it has ended, and what stands beside it is computed."""
-    for path in sorted(place.glob("*/config.toml")):
+def finished_run(folder: Path, point: Point) -> RunFolder | None:
+    """Return the run of a sweep's point when it, and what stands beside it, has ended."""
+    for path in sorted((folder / point.name).glob("*/config.toml")):
         run = RunFolder.open(path.parent)
         ended = run.read_result() is not None
-        if ended and set(plan.baselines) <= set(run.read_baselines() if plan.baselines else ()):
+        if ended and set(point.baselines) <= set(run.read_baselines() if point.baselines else ()):
             return run
     return None
 
@@ -192,7 +192,7 @@ class _Worker:
             "config": config,
             "place": str(folder / point.name),
             "tracker": self._tracker,
-            "baselines": list(plan.baselines),
+            "baselines": point.baselines,
         }
         try:
             process.stdin.write(json.dumps(job) + "\n")
