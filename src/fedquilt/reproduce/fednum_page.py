@@ -33,8 +33,8 @@ def markdown(scale: str, kept: Mapping[str, Kept]) -> str:
 
 def _head(scale: str, kept: Mapping[str, Kept]) -> str:
     what = (
-        "The embedded digits, 10 clients, Dirichlet 0.1, a ConvNet of width 32; the published "
-        "settings with a tenth of their matching steps and a fifth of their epochs."
+        "The embedded digits, 10 clients, Dirichlet 0.1, a ConvNet of width 32; half of the "
+        "default's matching steps, of the published a tenth and a fifth of the epochs."
         if scale == "small"
         else "50 clients, Dirichlet 0.1, a ConvNet of width 128."
     )

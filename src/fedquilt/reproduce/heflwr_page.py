@@ -14,8 +14,8 @@ WHY = (
     'column "clients\' mean"; the global model is what the server has in the end, and the other '
     "columns are each width's own part. It does not say with what its table was made. What is "
     "known to differ: its code puts a part of several pieces back at the wrong place and fills "
-    "what nobody held with fresh random values, which is what Federated Dropout shows there and "
-    "FedRolex suffers from; its HeteroFL has neither the scaler nor the masked loss; its FjORD "
+    "what nobody held with fresh random values, which fits what Federated Dropout shows there, and "
+    "FedRolex has such parts too; its HeteroFL has neither the scaler nor the masked loss; its FjORD "
     "also trains parts of width zero; its Selective Client gives the two whole clients all the "
     "data, here they keep their quarter. Its CIFAR-10 is cropped and flipped at random, here "
     "nothing is. DepthFL needs a network with exits and has another one than the other rows; it "
