@@ -16,8 +16,8 @@ WHY = (
     "known to differ: its code puts a part of several pieces back at the wrong place and fills "
     "what nobody held with fresh random values, which fits what Federated Dropout shows there, and "
     "FedRolex has such parts too; its HeteroFL has neither the scaler nor the masked loss; its "
-    "FjORD also trains parts of width zero; its Selective Client gives the two whole clients all the "
-    "data, here they keep their quarter. Its CIFAR-10 is cropped and flipped at random, here "
+    "FjORD also trains parts of width zero; its Selective Client gives the two whole clients all "
+    "the data, here they keep their quarter. Its CIFAR-10 is cropped and flipped at random, here "
     "nothing is. DepthFL needs a network with exits and has another one than the other rows; it "
     "and the smallest model for everybody are not in the README."
 )

@@ -65,6 +65,13 @@ def named(used: str, stands_for: str) -> str:
 
 
 def computing(kept: Mapping[str, Kept]) -> str:
-    """Return how long the kept cells took, all together."""
+    """Return how long the kept cells took, all together, on what and in which precision."""
     hours = sum(one.record.get("seconds") or 0.0 for one in kept.values()) / 3600
-    return f"{hours:.2g} hours of computing"
+    where = _said(kept, "device")
+    return f"{hours:.2g} hours of computing{where and f' on {where}'} in {_said(kept, 'precision')}"
+
+
+def _said(kept: Mapping[str, Kept], key: str) -> str:
+    """Return the values that cells say of one of their options, joined by "and"."""
+    values = {str((one.record.get("how") or {}).get(key, "auto")) for one in kept.values()}
+    return " and ".join(sorted(values - {"auto"}))
