@@ -11,6 +11,8 @@ import pytest
 
 from fedquilt.config.condense import CONDENSE_PRESETS
 from fedquilt.reproduce import PAPERS, Wanted, fednum, reproduce
+from fedquilt.sweep import Plan, Point, finished_run, run_sweep
+from fedquilt.sweep.worker import run_point
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TINY: dict[str, Any] = {
@@ -54,6 +56,21 @@ def test_the_baselines_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(kept["beside"]) == set(fednum.BASELINES)
     assert kept["bytes_up"] > kept["bytes_down"] > 0
     assert kept["claimed_epsilon"] == "inf"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
+    folder = Path("sweep")
+    settings = {"method": "condense", "mode": "fednum", "dataset": "digits", **TINY}
+    plan = Plan({}, (), (Point(0, settings, 0, ("coreset",)),))
+    run_point(plan.config(plan.points[0], folder).as_dict(), folder / plan.points[0].name)
+    assert finished_run(folder, plan.points[0]) is None
+    run_sweep(folder, plan)
+    run = finished_run(folder, plan.points[0])
+    assert run is not None
+    assert set(run.read_baselines()) == {"coreset"}
+    assert len(list((folder / plan.points[0].name).iterdir())) == 1, "no second run"
+    assert Plan.read(folder) == plan
 
 
 @pytest.mark.parametrize("scale", fednum.SCALES)

@@ -46,10 +46,9 @@ def reproduce(
     rounds: Annotated[int | None, ROUNDS] = None,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
-    """Run the experiments of a published paper again, and lay ours beside theirs.
+    """Run the experiments of a paper again (quap-fl, heflwr, fednum), ours beside theirs.
 
-    Every finished run is kept with its configuration and not run again; what was killed
-    goes on. Nothing is tuned to match.
+    Finished runs are kept and not run again; killed ones go on. Nothing is tuned to match.
     """
     from fedquilt.reproduce import Wanted
     from fedquilt.reproduce import reproduce as run_again

@@ -145,7 +145,7 @@ def run_cells(
     )
     # Other cells, or other options, are another sweep.
     named = json.dumps(
-        [[cell.name, point.settings] for cell, point in zip(cells, points, strict=True)]
+        [[cell.name, p.settings, p.baselines] for cell, p in zip(cells, points, strict=True)]
     )
     place = work / hashlib.sha256(named.encode()).hexdigest()[:12]
     wanted = [cell for cell in cells if only is None or cell.name in only]
