@@ -184,6 +184,9 @@ def test_mistakes_are_found_before_anything_runs(cli: Cli) -> None:
         (["quap-fl", "--seeds", "0,7"], "seeds='7' must be"),
         (["quap-fl", "--datasets", "imagenet"], "datasets='imagenet' must be"),
         (["quap-fl", "--rounds", "0"], "rounds=0 must be"),
+        (["quap-fl", "--page", "nowhere.md"], "page='nowhere.md' must have"),
+        (["quap-fl", "--page", "nowhere.md", "--rounds", "1"], "must be left out of a trial"),
+        (["quap-fl", "--jobs", "-1"], "jobs=-1 must be"),
         (["quap-fl", "--device", "cpu", "--precision", "bf16"], "precision='bf16' must be"),
     ):
         said = cli("reproduce", *arguments)

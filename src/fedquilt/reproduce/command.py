@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ENGINES, PRECISIONS
 from fedquilt.reproduce.cells import Cell, Kept, run_cells
-from fedquilt.reproduce.papers import PAPERS, Paper, write_page
+from fedquilt.reproduce.papers import PAPERS, Paper, page_around, write_page
 
 FIGURES_FILE = "figures.png"
 
@@ -71,7 +71,8 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
     paper = PAPERS[checks.choice("paper", name, PAPERS)]
     cells, chosen = _cells(paper, wanted)
     how = _how(wanted)
-    jobs = wanted.jobs or _usual_jobs(wanted.scale, how["device"])
+    _check_page(name, wanted)
+    jobs = checks.integer("jobs", wanted.jobs, at_least=0) or _usual_jobs(wanted.scale, how)
     size = wanted.scale if wanted.rounds is None else f"{wanted.scale}-{wanted.rounds}-rounds"
     place = Path(wanted.folder) / name / size
     if wanted.rounds is None:
@@ -101,6 +102,15 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
             f"{jobs} at a time on {how['device']}"
         )
     return text
+
+
+def _check_page(name: str, wanted: Wanted) -> None:
+    """Refuse a page that the section could not be written to, before anything runs."""
+    if wanted.page is None:
+        return
+    if wanted.rounds is not None:
+        raise InvalidValueError(f"page={wanted.page!r} must be left out of a trial (rounds)")
+    page_around(Path(wanted.page), name, wanted.scale)
 
 
 def _written(
@@ -181,7 +191,7 @@ def _with_engine(how: dict[str, Any], paper: Paper, jobs: int) -> dict[str, Any]
     return {**how, "engine": paper.cpu_engine}
 
 
-def _usual_jobs(scale: str, device: str) -> int:
-    if device != "cpu":
+def _usual_jobs(scale: str, how: Mapping[str, Any]) -> int:
+    if how["device"] != "cpu":
         return 3
     return 2 if scale == "small" and (os.cpu_count() or 1) > 1 else 1

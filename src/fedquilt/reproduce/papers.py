@@ -101,9 +101,15 @@ PAPERS: dict[str, Paper] = {
 
 def write_page(page: Path, paper: str, scale: str, text: str) -> None:
     """Put a section between its marks on a page: `<!-- results: quap-fl small -->`."""
+    head, begin, end, rest = page_around(page, paper, scale)
+    write_file(page, f"{head}{begin}\n\n{text}\n{end}{rest}".encode())
+
+
+def page_around(page: Path, paper: str, scale: str) -> tuple[str, str, str, str]:
+    """Return what stands before a section of a page, its two marks, and what stands after."""
     begin, end = f"<!-- results: {paper} {scale} -->", f"<!-- end: {paper} {scale} -->"
-    written = page.read_text()
+    written = page.read_text() if page.is_file() else ""
     if written.count(begin) != 1 or written.count(end) != 1:
         raise InvalidValueError(f"page={str(page)!r} must have {begin} and {end}, each once")
     head, rest = written.split(begin)
-    write_file(page, f"{head}{begin}\n\n{text}\n{end}{rest.split(end)[1]}".encode())
+    return head, begin, end, rest.split(end)[1]
