@@ -45,6 +45,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "papers.md"
 LISTS = ROOT / "docs" / "papers"
+DOCUMENTS = ("fednum", "heflwr", "quap_fl")
+"""The documents, each of which has a list."""
 WORKS = {"same": "yes", "differs": "differs", "absent": "no"}
 """What may stand under `works`, and its cell."""
 
@@ -73,8 +75,13 @@ class Section:
 
 
 def names() -> list[str]:
-    """Return the names of the lists that there are."""
-    return sorted(path.stem for path in LISTS.glob("*.toml"))
+    """Return the names of the lists, which are those of the documents."""
+    found = sorted(path.stem for path in LISTS.glob("*.toml"))
+    if found != sorted(DOCUMENTS):
+        raise LookupError(
+            f"{LISTS} must hold one list for each of {', '.join(DOCUMENTS)}, not {found}"
+        )
+    return found
 
 
 def read(name: str) -> list[Section]:

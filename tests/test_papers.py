@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 import papers
@@ -23,6 +26,17 @@ def test_a_promise_is_where_the_list_says(row: Row) -> None:
 def test_the_page_shows_the_lists() -> None:
     page = papers.PAGE.read_text()
     assert papers.written(page) == page, "run  python tests/papers.py"
+
+
+@pytest.mark.parametrize("lost", papers.DOCUMENTS)
+def test_a_missing_list_is_an_error(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in set(papers.DOCUMENTS) - {lost}:
+        shutil.copy(papers.LISTS / f"{name}.toml", tmp_path)
+    monkeypatch.setattr(papers, "LISTS", tmp_path)
+    with pytest.raises(LookupError, match=lost):
+        papers.written(papers.PAGE.read_text())
 
 
 def test_no_promise_stands_twice() -> None:

@@ -59,6 +59,13 @@ def test_what_was_saved_comes_back(path: Path) -> None:
     assert y.tolist() == [0, 0, 7, 7, 3, 3]
 
 
+def test_the_same_set_is_the_same_bytes(path: Path) -> None:
+    first = path.read_bytes()
+    for _ in range(3):
+        save_condensed(path, made(), mean=MEAN, std=STD, about={"ipc": 2})
+        assert path.read_bytes() == first
+
+
 def test_a_loaded_set_is_ready_for_a_run(tmp_path: Path) -> None:
     labels = torch.arange(40) % 4
     images = torch.eye(4)[labels].view(40, 1, 2, 2)

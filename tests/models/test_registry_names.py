@@ -8,7 +8,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.errors import InvalidValueError
-from fedquilt.models import CharLSTM, ResNet18, make_model
+from fedquilt.models import CharLSTM, LeNet, ResNet18, make_model
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,16 @@ def test_resnet18_by_name(name: str, norm: type[nn.Module]) -> None:
     assert norms
     assert all(type(m) is norm for m in norms)
     assert tuple(model.eval()(torch.zeros(2, 1, 28, 28)).shape) == (2, 7)
+
+
+def test_lenet_by_name() -> None:
+    model = make_model("lenet", (1, 28, 28), 10, seed=0)
+    assert isinstance(model, LeNet)
+    assert model.get_num_parameters() == 62_558
+    assert tuple(model(torch.zeros(2, 1, 28, 28)).shape) == (2, 10)
+    for shape in ((1, 8, 8), (64,)):
+        with pytest.raises(InvalidValueError, match="must be"):
+            make_model("lenet", shape, 10, seed=0)
 
 
 def test_batch_norm_is_for_fedavg_only() -> None:

@@ -123,7 +123,7 @@ class RunConfig:
         "auto",
         _TRAINING,
         "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, exits, convnet, resnet18, lstm, or auto: the data "
+        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data "
         "set's.",
     )
     trainable: str = declare(

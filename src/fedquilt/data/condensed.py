@@ -22,7 +22,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
 from fedquilt.common.printable import printable, shortened
 from fedquilt.common.storage import write_file
+from fedquilt.common.tensors import as_safetensors
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.data.tiles import expand
@@ -71,8 +72,6 @@ def save_condensed(
     about
         Anything else worth knowing of how the set was made.
     """
-    import safetensors.torch
-
     images = dataset.images.detach().cpu().clone(memory_format=torch.contiguous_format)
     if images.ndim != 4 or 0 in images.shape:
         raise InvalidValueError(
@@ -91,7 +90,7 @@ def save_condensed(
     if tiles != 1:  # files without it, of earlier versions too, hold plain images
         metadata["tiles"] = str(checks.integer("tiles", tiles, at_least=1, at_most=_most(images)))
     tensors = {"images": images, "labels": dataset.targets.detach().cpu().clone()}
-    return _write(Path(path), safetensors.torch.save(tensors, metadata))
+    return _write(Path(path), as_safetensors(tensors, metadata))
 
 
 def load_condensed(path: str | os.PathLike[str], *, whole: bool = False) -> ImageDataset:
@@ -228,7 +227,7 @@ def _check_finite(images: torch.Tensor, what: str, error: type[ValueError]) -> N
         raise error(f"{what} must be finite; image {first} is not")
 
 
-def _write(path: Path, content: bytes) -> Path:
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> Path:
     if not path.name:
         raise InvalidValueError(f"path={str(path)!r} must name a file")
     write_file(path, content, parents=True)

@@ -3,7 +3,7 @@
 `make_model` builds one by name for a data set's shape.
 """
 
-from fedquilt.models.convolutional import ConvNet, ExitNet, ResNet18
+from fedquilt.models.convolutional import ConvNet, ExitNet, LeNet, ResNet18
 from fedquilt.models.features import FeatureModel, OwnFront
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, Linear, MNISTModel
 from fedquilt.models.lora import lora, merge_lora
@@ -19,6 +19,7 @@ __all__ = [
     "DigitsModel",
     "ExitNet",
     "FeatureModel",
+    "LeNet",
     "Linear",
     "MNISTModel",
     "OwnFront",

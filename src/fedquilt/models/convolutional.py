@@ -95,6 +95,7 @@ def _image_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 STAGE_CHANNELS = (64, 128, 256, 512)
 NORMS = ("group", "batch")
+_LENET_SIDE = 12
 
 
 class ResidualBlock(nn.Module):
@@ -155,6 +156,34 @@ class ResNet18(CountsParameters):
 def make_norm(kind: str, channels: int) -> nn.Module:
     """Return the normalisation of so many channels; groups have 8 channels."""
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(channels // 8, channels)
+
+
+class LeNet(CountsParameters):
+    """The LeNet of HeFlwr's examples: 8 and 16 channels, then 120 and 84 units.
+
+    Images of 28 x 28 are padded to the 32 x 32 it was made for: 62,558 parameters.
+    """
+
+    def __init__(self, input_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
+        super().__init__()
+        channels, high, wide = _image_shape(input_shape)
+        if min(high, wide) < _LENET_SIDE:
+            raise InvalidValueError(
+                f"input_shape={tuple(input_shape)} must be of images of {_LENET_SIDE} x "
+                f"{_LENET_SIDE} pixels or more"
+            )
+        self.conv1 = nn.Conv2d(channels, 8, 5, padding=2)
+        self.conv2 = nn.Conv2d(8, 16, 5)
+        self.fc1 = nn.Linear(16 * ((high // 2 - 4) // 2) * ((wide // 2 - 4) // 2), 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        for convolution in (self.conv1, self.conv2):
+            x = functional.max_pool2d(functional.relu(convolution(x)), 2)
+        x = functional.relu(self.fc1(x.flatten(1)))
+        return cast(torch.Tensor, self.fc3(functional.relu(self.fc2(x))))
 
 
 class ExitNet(CountsParameters):

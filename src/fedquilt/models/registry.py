@@ -9,7 +9,7 @@ from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet, ExitNet, ResNet18
+from fedquilt.models.convolutional import ConvNet, ExitNet, LeNet, ResNet18
 from fedquilt.models.features import make_feature_model
 from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, Linear, MNISTModel
 from fedquilt.models.texts import CharLSTM
@@ -20,6 +20,7 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cifar10": lambda shape, classes: CIFAR10Model(classes),
     "mlp": lambda shape, classes: MLP(shape, classes),
     "linear": lambda shape, classes: Linear(shape, classes),
+    "lenet": lambda shape, classes: LeNet(shape, classes),
     "exits": lambda shape, classes: ExitNet(classes, shape[0]),
     "convnet": lambda shape, classes: ConvNet(shape, classes),
     "convnet-64": lambda shape, classes: ConvNet(shape, classes, width=64),

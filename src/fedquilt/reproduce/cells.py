@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
 from fedquilt.config import plain_config
 from fedquilt.report.groups import consumption_by_group
-from fedquilt.run_folder import RunFolder, finite
-from fedquilt.sweep import Plan, Point, run_sweep
+from fedquilt.run_folder import finite
+from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 
 HOW = ("device", "devices", "engine", "precision", "data_dir", "no_download", "output_dir")
 """Options of where and how fast a run computes."""
@@ -42,11 +42,20 @@ _KEPT = Table(
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its name, which is its file's, and its settings, complete but for `HOW`."""
+    """One run: its name, which is its file's, and its settings, complete but for `HOW`.
+
+    Beside a condensation stand the baselines of these names.
+    """
 
     name: str
     settings: Mapping[str, Any]
     seed: int
+    baselines: tuple[str, ...] = ()
+
+    @property
+    def dataset(self) -> str:
+        """The data set that the run is on."""
+        return str(self.settings["dataset"])
 
     def config(self) -> dict[str, Any]:
         """Return the whole configuration of the run, without `HOW`."""
@@ -65,6 +74,12 @@ class Kept:
         """Of the last model, on the test data; NaN where it is not finite."""
         value = self.record["accuracy"]
         return float("nan") if value is None else float(value)
+
+    def as_line(self) -> str:
+        """Return what the cell is, what it reached, how long it took and in what."""
+        how = self.record.get("how") or {}
+        ways = " ".join(str(value) for value in how.values() if value is not None)
+        return f"{self.record['cell']} {self.accuracy:.2%}, {self.record.get('seconds')} s, {ways}"
 
 
 def kept_path(folder: Path, cell: Cell) -> Path:
@@ -91,6 +106,10 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**json.loads(json.dumps(later)), **config}
 
 
+Progress = Callable[["Kept", int, int], None]
+"""Called with a cell that has just been kept, how many are, and how many there are."""
+
+
 def run_cells(
     folder: Path,
     cells: Sequence[Cell],
@@ -98,7 +117,8 @@ def run_cells(
     how: Mapping[str, Any],
     *,
     jobs: int = 1,
-    progress: Callable[[int, int], None] | None = None,
+    only: Collection[str] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Kept]:
     """Run the cells that are not kept, several at a time, and keep each as it ends.
 
@@ -114,48 +134,58 @@ def run_cells(
         Options among `HOW`.
     jobs
         Runs at the same time, each with one thread.
+    only
+        Names of the cells that run now; absent, all.
     progress
-        Called with the number of cells that are kept, and of all.
+        Called after each cell.
     """
     points = tuple(
-        Point(number, {**cell.settings, **how}, cell.seed) for number, cell in enumerate(cells)
+        Point(number, {**cell.settings, **how}, cell.seed, cell.baselines)
+        for number, cell in enumerate(cells)
     )
-    plan = Plan({}, (), points)
     # Other cells, or other options, are another sweep.
     named = json.dumps(
-        [[cell.name, point.settings] for cell, point in zip(cells, points, strict=True)]
+        [[cell.name, p.settings, p.baselines] for cell, p in zip(cells, points, strict=True)]
     )
     place = work / hashlib.sha256(named.encode()).hexdigest()[:12]
-    missing = [n for n, cell in enumerate(cells) if cell.name not in kept_cells(folder, cells)]
+    wanted = [cell for cell in cells if only is None or cell.name in only]
+    open_ = {cell.name for cell in wanted} - kept_cells(folder, wanted).keys()
+    missing = [number for number, cell in enumerate(cells) if cell.name in open_]
 
     def keep(ended: int = 0, total: int = 0) -> None:
         for number in list(missing):
-            if _keep(folder, cells[number], place / points[number].name):
+            found = _keep(folder, cells[number], place, points[number])
+            if found is not None:
                 missing.remove(number)
-        if progress is not None:
-            progress(len(cells) - len(missing), len(cells))
+                if progress is not None:
+                    progress(found, len(wanted) - len(missing), len(wanted))
 
     if missing:
-        table = run_sweep(place, plan, jobs=jobs, progress=keep, only=list(missing))
+        table = run_sweep(place, Plan({}, (), points), jobs=jobs, progress=keep, only=list(missing))
         keep()
-        refused = [row["message"] for row in table.rows() if row["state"] == "refused"]
-        if refused:
-            raise DataError(f"{len(refused)} cells could not run: {refused[0]}")
-    return kept_cells(folder, cells)
+        failed = {row["point"]: row["message"] for row in table.rows()}
+        if missing:
+            raise DataError(
+                f"{len(missing)} cells could not run: {cells[missing[0]].name}: "
+                f"{failed[missing[0]] or 'no result'}"
+            )
+    return kept_cells(folder, wanted)
 
 
-def _keep(folder: Path, cell: Cell, place: Path) -> bool:
-    """Keep a cell whose run has ended; tell whether it had."""
-    for path in sorted(place.glob("*/config.toml")):
-        run = RunFolder.open(path.parent)
-        result = run.read_result()
-        if result is not None:
-            lines = run.read_rounds(result["rounds"])
-            record = _record(cell, result, lines)
-            text = json.dumps(finite(record), indent=1, allow_nan=False)
-            write_file(kept_path(folder, cell), f"{text}\n".encode(), parents=True)
-            return True
-    return False
+def _keep(folder: Path, cell: Cell, place: Path, point: Point) -> Kept | None:
+    """Keep a cell whose run has ended; None when it has not."""
+    run = finished_run(place, point)
+    result = None if run is None else run.read_result()
+    if run is None or result is None:
+        return None
+    record = _record(cell, result, run.read_rounds(result["rounds"]))
+    if cell.baselines:
+        rows = run.read_baselines()
+        record["beside"] = {name: rows[name] for name in cell.baselines}
+    record = finite(record)
+    text = json.dumps(record, indent=1, allow_nan=False)
+    write_file(kept_path(folder, cell), f"{text}\n".encode(), parents=True)
+    return Kept(record)
 
 
 def _record(
@@ -178,7 +208,31 @@ def _record(
         "noise_to_signal": _noise_to_signal(lines),
         "curve": {"rounds": history["evaluation_rounds"], "accuracy": history["test_accuracy"]},
         **_groups(history, used["num_clients"]),
+        **_tiers(result),
+        **_traffic(result),
     }
+
+
+def _tiers(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many clients hold each width, and what the width's own model reaches."""
+    slices = result.get("slices")
+    if slices is None:
+        return {}
+    kept = {
+        tier["width"]: {
+            "clients": tier["clients"],
+            "parameters": tier["parameters"],
+            "accuracy": (tier.get("test") or {}).get("accuracy"),
+        }
+        for tier in slices["tiers"]
+    }
+    return {"tiers": kept}
+
+
+def _traffic(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a condensation sent and received, all clients and rounds together."""
+    record = result.get("condensation")
+    return {} if record is None else {key: record[key] for key in ("bytes_up", "bytes_down")}
 
 
 def _noise_to_signal(lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -193,7 +247,7 @@ def _noise_to_signal(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _groups(history: Mapping[str, Any], num_clients: int) -> dict[str, Any]:
     """Return the nominal budgets of the most and the least frequent fifth, thinned."""
-    if not any(value is not None for value in history["privacy_budgets"]):
+    if not any(value is not None for value in history.get("privacy_budgets", ())):
         return {}
     most, least = consumption_by_group(history, num_clients)
     at = np.unique(np.linspace(0, len(most.mean) - 1, _CURVE_POINTS).astype(int))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +21,12 @@ from fedquilt.report.style import (
 from fedquilt.reproduce import quap_fl
 from fedquilt.reproduce.cells import Cell, Kept
 from fedquilt.reproduce.quap_fl import MODES, SIZES, TABLE_1_MB, TABLE_2, TABLE_3
+from fedquilt.reproduce.tables import NONE_KEPT, accuracies, computing, is_kept, mean, named, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {"fedavg": BLUE, "fixed_dp": VERMILION, "quap_fl": GREEN}
-_TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
 
 WHY = {
     "table2": (
@@ -59,6 +58,8 @@ WHY = {
 
 def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figure: str) -> str:
     """Return the section of one scale; a table none of whose cells is kept is left out."""
+    if not kept and not sent:
+        return NONE_KEPT
     parts = [
         _head(scale, kept),
         _table1(sent),
@@ -73,7 +74,6 @@ def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figu
 
 def _head(scale: str, kept: Mapping[str, Kept]) -> str:
     total = len(quap_fl.cells(scale))
-    hours = sum(one.record.get("seconds") or 0.0 for one in kept.values()) / 3600
     size = SIZES[scale]
     what = (
         "The embedded digits in the place of MNIST, so no figure can be compared in size with the "
@@ -82,7 +82,7 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
         else "The paper's data sets, settings and rounds."
     )
     return (
-        f"{what} {len(kept)} of {total} cells, {hours:.2g} hours of computing; Table 2 over seeds "
+        f"{what} {len(kept)} of {total} cells, {computing(kept)}; Table 2 over seeds "
         f"{', '.join(map(str, size.seeds))}, the rest over {', '.join(map(str, size.more_seeds))}. "
         "Accuracy in percent after the last round, mean and deviation over the seeds. Where there "
         "is one seed, differences of a few points say nothing: Table 2 shows how far seeds lie "
@@ -99,34 +99,39 @@ def _table1(sent: Mapping[str, int]) -> str:
         for mode, size in sent.items()
     ]
     why = "What a client of ResNet-18 sends in a round, counted while one trains and sends."
-    return _table("Table 1: bytes of a round", ("method", "paper", "here"), rows, why)
+    return table("Table 1: bytes of a round", ("method", "paper", "here"), rows, why)
 
 
 def _table2(scale: str, kept: Mapping[str, Kept]) -> str:
     rows = []
     for (dataset, mode), cells in quap_fl.table2(scale).items():
-        if any(cell.name in kept for cell in cells):
+        if is_kept(cells, kept):
             theirs, deviation = TABLE_2[dataset, mode]
-            used = SIZES[scale].datasets[dataset]
-            name = _TITLES[used] + ("" if used == dataset else f" for {_TITLES[dataset]}")
+            name = named(SIZES[scale].datasets[dataset], dataset)
             ratio = _noise(cells, kept)
             rows.append(
-                (name, MODES[mode], f"{theirs:.2f} ± {deviation:.2f}", _mean(cells, kept), ratio)
+                (
+                    name,
+                    MODES[mode],
+                    f"{theirs:.2f} ± {deviation:.2f}",
+                    mean(cells, kept),
+                    ratio,
+                )
             )
     head = ("data", "method", "paper", "here", "noise to signal")
-    return _table("Table 2: final accuracy", head, rows, WHY["table2"])
+    return table("Table 2: final accuracy", head, rows, WHY["table2"])
 
 
 def _table3(scale: str, kept: Mapping[str, Kept]) -> str:
     rows = []
     for parts, cells in quap_fl.table3(scale).items():
-        if any(cell.name in kept for cell in cells):
+        if is_kept(cells, kept):
             theirs = TABLE_3.get(parts)
             marks = tuple("yes" if part else "no" for part in parts)
             paper = "-" if theirs is None else f"{theirs:.2f}"
-            rows.append((*marks, paper, _mean(cells, kept), _noise(cells, kept)))
+            rows.append((*marks, paper, mean(cells, kept), _noise(cells, kept)))
     head = ("adaptive budget", "adaptive clip", "layer-wise", "paper", "here", "noise to signal")
-    return _table("Table 3: what each part adds (MNIST)", head, rows, WHY["table3"])
+    return table("Table 3: what each part adds (MNIST)", head, rows, WHY["table3"])
 
 
 def _figure4(scale: str, kept: Mapping[str, Kept]) -> str:
@@ -134,44 +139,23 @@ def _figure4(scale: str, kept: Mapping[str, Kept]) -> str:
     rows = []
     for alpha in quap_fl.DIRICHLET:
         if any(cell.name in kept for mode in MODES for cell in found[alpha, mode]):
-            rows.append((f"{alpha:g}", *(_mean(found[alpha, mode], kept) for mode in MODES)))
+            rows.append((f"{alpha:g}", *(mean(found[alpha, mode], kept) for mode in MODES)))
     head = ("Dirichlet alpha", *MODES.values())
-    return _table("Figure 4: accuracy over the split", head, rows, WHY["figure4"])
+    return table("Figure 4: accuracy over the split", head, rows, WHY["figure4"])
 
 
 def _sensitivity(scale: str, kept: Mapping[str, Kept]) -> str:
     rows = [
-        (f"{key.removeprefix('budget_')} {value:g}", _mean(cells, kept), _noise(cells, kept))
+        (
+            f"{key.removeprefix('budget_')} {value:g}",
+            mean(cells, kept),
+            _noise(cells, kept),
+        )
         for (key, value), cells in quap_fl.sensitivity(scale).items()
-        if any(cell.name in kept for cell in cells)
+        if is_kept(cells, kept)
     ]
     head = ("budget", "here", "noise to signal")
-    return _table("Section 5.5: alpha and beta", head, rows, WHY["sensitivity"])
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], why: str) -> str:
-    if not rows:
-        return ""
-    lines = [f"#### {title}", "", *map(_line, (head, ["---"] * len(head), *rows)), "", why, ""]
-    return "\n".join(lines)
-
-
-def _line(values: Sequence[str]) -> str:
-    return f"| {' | '.join(values)} |"
-
-
-def _values(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> list[float]:
-    return [100 * kept[cell.name].accuracy for cell in cells if cell.name in kept]
-
-
-def _mean(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
-    """Return mean and sample deviation over the seeds that are kept."""
-    values = _values(cells, kept)
-    if not values or not all(map(math.isfinite, values)):
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
+    return table("Section 5.5: alpha and beta", head, rows, WHY["sensitivity"])
 
 
 def _noise(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
@@ -236,7 +220,7 @@ def _draw_groups(axes: Axes, cells: Sequence[Cell], kept: Mapping[str, Kept]) ->
 def _draw_split(axes: Axes, scale: str, kept: Mapping[str, Kept]) -> None:
     found = quap_fl.figure4(scale)
     for mode in MODES:
-        points = [(alpha, _values(found[alpha, mode], kept)) for alpha in quap_fl.DIRICHLET]
+        points = [(alpha, accuracies(found[alpha, mode], kept)) for alpha in quap_fl.DIRICHLET]
         known = [(alpha, float(np.mean(values))) for alpha, values in points if values]
         if known:
             axes.plot(*zip(*known, strict=True), color=_COLORS[mode], label=MODES[mode], marker="o")

@@ -6,7 +6,7 @@ where it was, and ends with the table it would have had.
 """
 
 from fedquilt.sweep.plan import Axis, Plan, Point, choose, make_plan, parse_axis
-from fedquilt.sweep.run import run_sweep
+from fedquilt.sweep.run import finished_run, run_sweep
 from fedquilt.sweep.summary import Summary, summarise
 from fedquilt.sweep.table import Table
 
@@ -17,6 +17,7 @@ __all__ = [
     "Summary",
     "Table",
     "choose",
+    "finished_run",
     "make_plan",
     "parse_axis",
     "run_sweep",

@@ -59,11 +59,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep."""
+    """One run of a sweep; beside a condensation stand the baselines of these names."""
 
     number: int
     settings: dict[str, Any]
     seed: int
+    baselines: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -90,7 +91,9 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "base": self.base,
             "axes": list(self.axes),
-            "points": [[point.settings, point.seed] for point in self.points],
+            "points": [
+                [p.settings, p.seed, *([p.baselines] if p.baselines else [])] for p in self.points
+            ],
         }
         write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
 
@@ -104,8 +107,8 @@ class Plan:
             if content["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema_version={content['schema_version']!r}")
             points = tuple(
-                Point(number, dict(settings), int(seed))
-                for number, (settings, seed) in enumerate(content["points"])
+                Point(number, dict(settings), int(seed), tuple(*beside))
+                for number, (settings, seed, *beside) in enumerate(content["points"])
             )
             return cls(dict(content["base"]), tuple(content["axes"]), points)
         except (KeyError, TypeError, ValueError) as error:

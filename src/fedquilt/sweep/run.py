@@ -8,12 +8,13 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import RunFolderError
@@ -24,6 +25,7 @@ from fedquilt.sweep.table import Table
 
 Progress = Callable[[int, int], None]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_MOST_WORDS = 500
 
 
 def run_sweep(
@@ -136,12 +138,22 @@ def _note(table: Table, folder: Path, point: Point, said: _Answer) -> None:
 
 def _take(table: Table, folder: Path, point: Point) -> bool:
     """Take a point's result into the table; tell whether there is one."""
+    run = finished_run(folder, point)
+    result = None if run is None else run.read_result()
+    if result is None:
+        return False
+    table.finish(point, result)
+    return True
+
+
+def finished_run(folder: Path, point: Point) -> RunFolder | None:
+    """Return the run of a sweep's point when it, and what stands beside it, has ended."""
     for path in sorted((folder / point.name).glob("*/config.toml")):
-        result = RunFolder.open(path.parent).read_result()
-        if result is not None:
-            table.finish(point, result)
-            return True
-    return False
+        run = RunFolder.open(path.parent)
+        ended = run.read_result() is not None
+        if ended and set(point.baselines) <= set(run.read_baselines() if point.baselines else ()):
+            return run
+    return None
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,7 @@ class _Worker:
     def __init__(self, tracker: str = "none") -> None:
         self._tracker = tracker
         self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[bytes] | None = None
 
     def close(self) -> None:
         """End the process, also in the middle of a point."""
@@ -166,6 +179,8 @@ class _Worker:
             with contextlib.suppress(OSError):
                 process.stdin.close()
             process.wait(timeout=30)
+        if self._errors is not None:
+            self._errors.close()
 
     def run(self, plan: Plan, point: Point, folder: Path) -> _Answer:
         """Run a point and return what became of it."""
@@ -173,7 +188,12 @@ class _Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         config = plan.config(point, folder).as_dict()
-        job = {"config": config, "place": str(folder / point.name), "tracker": self._tracker}
+        job = {
+            "config": config,
+            "place": str(folder / point.name),
+            "tracker": self._tracker,
+            "baselines": point.baselines,
+        }
         try:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
@@ -182,17 +202,30 @@ class _Worker:
             line = ""
         if not line:
             code, self._process = process.wait(), None
-            return _Answer(died=f"its process ended with code {code}")
+            return _Answer(died=f"its process ended with code {code}{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         return _Answer(refused=answer["refused"])
 
+    def _last_words(self) -> str:
+        """Return the last line that the process wrote to its error stream."""
+        text = b""
+        with contextlib.suppress(ValueError):  # closed by who stops the sweep
+            if self._errors is not None:
+                self._errors.seek(0)
+                text = self._errors.read()
+        said = [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
+        return f": {said[-1][:_MOST_WORDS]}" if said else ""
+
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
+            if self._errors is not None:
+                self._errors.close()
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fedquilt.sweep.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the sweep, which ends its workers
                 env={**os.environ, **dict.fromkeys(_THREADS, "1")},

@@ -10,22 +10,30 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import FedquiltError
 
 
-def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> None:
-    """Run a point, or go on with what an earlier process left of it."""
+def run_point(
+    config: dict[str, Any], place: Path, tracker: str = "none", baselines: Sequence[str] = ()
+) -> None:
+    """Run a point and what stands beside it, or go on with what an earlier process left."""
     from fedquilt.config import plain_config
     from fedquilt.experiment import resume_run, run_config
 
     begun = sorted(path.parent for path in place.glob("*/config.toml"))
     if begun:
-        resume_run(begun[0], tracker=tracker)
+        finished = resume_run(begun[0], tracker=tracker)
     else:
-        run_config(plain_config(config), tracker=tracker)
+        finished = run_config(plain_config(config), tracker=tracker)
+    if baselines:
+        from fedquilt.fednum.baselines import baseline_row
+
+        for name in baselines:
+            baseline_row(name, finished)
 
 
 def main() -> None:
@@ -39,7 +47,7 @@ def main() -> None:
         job = json.loads(jobs.get())
         answer: dict[str, Any] = {"refused": None}
         try:
-            run_point(job["config"], Path(job["place"]), job["tracker"])
+            run_point(job["config"], Path(job["place"]), job["tracker"], job["baselines"])
         except FedquiltError as error:
             answer["refused"] = str(error)
         print(json.dumps(answer), flush=True)

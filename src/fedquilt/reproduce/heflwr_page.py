@@ -1,0 +1,91 @@
+"""HeFlwr's comparison of methods, ours beside the README's, as Markdown from what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedquilt.reproduce import heflwr
+from fedquilt.reproduce.cells import Cell, Kept
+from fedquilt.reproduce.heflwr import METHODS, SIZES, SPLITS, TABLE, TIERS
+from fedquilt.reproduce.tables import NONE_KEPT, computing, is_kept, mean, named, spread, table
+
+WHY = (
+    "The README scores every client's own part and prints the mean over clients, which is the "
+    'column "clients\' mean"; the global model is what the server has in the end, and the other '
+    "columns are each width's own part. It does not say with what its table was made. What is "
+    "known to differ: its code puts a part of several pieces back at the wrong place and fills "
+    "what nobody held with fresh random values, which fits what Federated Dropout shows there, and "
+    "FedRolex has such parts too; its HeteroFL has neither the scaler nor the masked loss; its "
+    "FjORD also trains parts of width zero; its Selective Client gives the two whole clients all "
+    "the data, here they keep their quarter. Its CIFAR-10 is cropped and flipped at random, here "
+    "nothing is. DepthFL needs a network with exits and has another one than the other rows; it "
+    "and the smallest model for everybody are not in the README."
+)
+
+
+def markdown(scale: str, kept: Mapping[str, Kept]) -> str:
+    """Return the section of one scale; a table none of whose cells is kept is left out."""
+    if not kept:
+        return NONE_KEPT
+    parts = [_head(scale, kept)]
+    parts += [
+        _table(scale, dataset, split, kept) for dataset in SIZES[scale].datasets for split in SPLITS
+    ]
+    return "\n".join(part for part in (*parts, f"{WHY}\n") if part)
+
+
+def _head(scale: str, kept: Mapping[str, Kept]) -> str:
+    what = (
+        "The embedded digits in the place of MNIST, with a network of their own (8,714 "
+        "parameters) and batches of 8: the direction of differences, on any machine."
+        if scale == "small"
+        else "The README's data sets, networks and rounds."
+    )
+    return (
+        f"{what} {len(kept)} of {len(heflwr.cells(scale))} cells, {computing(kept)}; seeds "
+        f"{', '.join(map(str, SIZES[scale].seeds))}. Accuracy in percent on the whole test set "
+        "after the last round, mean and deviation over the seeds.\n"
+    )
+
+
+def _table(scale: str, dataset: str, split: str, kept: Mapping[str, Kept]) -> str:
+    rows = []
+    for (data, parted, method), cells in heflwr.rows(scale).items():
+        if (data, parted) == (dataset, split) and is_kept(cells, kept):
+            theirs = TABLE.get((dataset, split, method))
+            paper = "-" if theirs is None else f"{theirs:.2f}"
+            own = [_own(cells, kept, tier) for tier in TIERS]
+            rows.append((METHODS[method], paper, _clients(cells, kept), mean(cells, kept), *own))
+    name = f"{named(SIZES[scale].datasets[dataset], dataset)}, {SPLITS[split]}"
+    head = ("method", "README", "clients' mean", "global", *(f"width {tier}" for tier in TIERS))
+    return table(name, head, rows)
+
+
+def _own(cells: Sequence[Cell], kept: Mapping[str, Kept], tier: str) -> str:
+    """Return what a width's own model reaches; a dash where nobody trains it."""
+    found = [kept[cell.name].record.get("tiers") for cell in cells if cell.name in kept]
+    return spread([_percent(tiers[tier]) for tiers in found if tiers and tier in tiers])
+
+
+def _clients(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
+    """Return the mean over clients of what their own part reaches, as the README's metric.
+
+    Who trains the whole model has that.
+    """
+    values: list[float | None] = []
+    for cell in cells:
+        if cell.name in kept:
+            tiers = (kept[cell.name].record.get("tiers") or {}).values()
+            own = [(tier["clients"], _percent(tier)) for tier in tiers]
+            known = [(number, value) for number, value in own if value is not None]
+            total = sum(number for number, _ in known)
+            values.append(
+                sum(number * value for number, value in known) / total
+                if total
+                else 100 * kept[cell.name].accuracy
+            )
+    return spread(values)
+
+
+def _percent(tier: Mapping[str, float | None]) -> float | None:
+    return None if tier["accuracy"] is None else 100 * tier["accuracy"]

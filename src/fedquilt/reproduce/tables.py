@@ -1,0 +1,77 @@
+"""Markdown tables of kept cells: what the papers' pages share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedquilt.reproduce.cells import Cell, Kept
+
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
+"""Data sets as they are printed."""
+NONE_KEPT = "No run of this size is kept yet.\n"
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], why: str = "") -> str:
+    """Return a table with its heading and, if there is one, a text below; "" without rows."""
+    if not rows:
+        return ""
+    lines = [f"#### {title}", "", *map(_line, (head, ["---"] * len(head), *rows)), ""]
+    return "\n".join([*lines, why, ""] if why else lines)
+
+
+def _line(values: Sequence[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def is_kept(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> bool:
+    """Tell whether any of the cells is kept."""
+    return any(cell.name in kept for cell in cells)
+
+
+def accuracies(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> list[float]:
+    """Return the accuracies of the cells that are kept, in percent."""
+    return [100 * kept[cell.name].accuracy for cell in cells if cell.name in kept]
+
+
+def spread(values: Sequence[float | None]) -> str:
+    """Return mean and sample deviation; a dash when there is none, or one is not finite.
+
+    >>> spread([70.0, 72.0]), spread([70.0]), spread([])
+    ('71.00 ± 1.41', '70.00', '-')
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or len(known) != len(values):
+        return "-"
+    if len(known) == 1:
+        return f"{known[0]:.2f}"
+    return f"{np.mean(known):.2f} ± {np.std(known, ddof=1):.2f}"
+
+
+def mean(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
+    """Return mean and deviation of the accuracies over the cells that are kept."""
+    return spread(accuracies(cells, kept))
+
+
+def named(used: str, stands_for: str) -> str:
+    """Return the name of a data set, and of the one it stands for.
+
+    >>> named("digits", "mnist"), named("mnist", "mnist")
+    ('digits for MNIST', 'MNIST')
+    """
+    return TITLES[used] + ("" if used == stands_for else f" for {TITLES[stands_for]}")
+
+
+def computing(kept: Mapping[str, Kept]) -> str:
+    """Return how long the kept cells took, all together, on what and in which precision."""
+    hours = sum(one.record.get("seconds") or 0.0 for one in kept.values()) / 3600
+    where = _said(kept, "device")
+    return f"{hours:.2g} hours of computing{where and f' on {where}'} in {_said(kept, 'precision')}"
+
+
+def _said(kept: Mapping[str, Kept], key: str) -> str:
+    """Return the values that cells say of one of their options, joined by "and"."""
+    values = {str((one.record.get("how") or {}).get(key, "auto")) for one in kept.values()}
+    return " and ".join(sorted(values - {"auto"}))

@@ -1,0 +1,79 @@
+"""`fedquilt reproduce fednum`: a condensation beside what it is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt.config.condense import CONDENSE_PRESETS
+from fedquilt.reproduce import PAPERS, Wanted, fednum, reproduce
+from fedquilt.sweep import Plan, Point, finished_run, run_sweep
+from fedquilt.sweep.worker import run_point
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TINY: dict[str, Any] = {
+    "num_clients": 4,
+    "model": "convnet-32",
+    "num_rounds": 1,
+    "dc_iterations": 1,
+    "model_epochs": 1,
+    "max_samples": 4,
+    "min_group": 2,
+    "ipc": 1,
+}
+
+
+def test_the_cells_are_the_comparison() -> None:
+    full = {cell.name: cell for cell in fednum.cells("full")}
+    assert len(full) == 2 * 2 * 3
+    default = full["default-cifar10-seed0"].config()
+    assert (default["num_clients"], default["dirichlet_alpha"], default["ipc"]) == (50, 0.1, 10)
+    assert full["default-mnist-seed1"].baselines == ("coreset", "dm", "feddm", "fedavg")
+    document = full["document-cifar10-seed0"].config()
+    preset = CONDENSE_PRESETS["fednum-document"]
+    assert {key: document[key] for key in preset} == preset
+
+
+@pytest.mark.usefixtures("here")
+def test_the_baselines_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = dataclasses.replace(
+        fednum.SIZES["small"], datasets={"digits": TINY}, seeds=(0,), document=TINY
+    )
+    monkeypatch.setitem(fednum.SIZES, "small", tiny)
+    text = reproduce("fednum", Wanted(jobs=1))
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[2:]] == [
+        "| FedNum, defaults here",
+        *(f"| {title}" for title in fednum.BASELINES.values()),
+        "| FedNum, published settings",
+    ]
+    assert [row[-1] for row in rows[2:]] == ["no |", "yes |", "yes |", "no |", "no |", "yes |"]
+    kept = json.loads(Path("reproduction/fednum/small/default-digits-seed0.json").read_text())
+    assert set(kept["beside"]) == set(fednum.BASELINES)
+    assert kept["bytes_up"] > kept["bytes_down"] > 0
+    assert kept["claimed_epsilon"] == "inf"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
+    folder = Path("sweep")
+    settings = {"method": "condense", "mode": "fednum", "dataset": "digits", **TINY}
+    plan = Plan({}, (), (Point(0, settings, 0, ("coreset",)),))
+    run_point(plan.config(plan.points[0], folder).as_dict(), folder / plan.points[0].name)
+    assert finished_run(folder, plan.points[0]) is None
+    run_sweep(folder, plan)
+    run = finished_run(folder, plan.points[0])
+    assert run is not None
+    assert set(run.read_baselines()) == {"coreset"}
+    assert len(list((folder / plan.points[0].name).iterdir())) == 1, "no second run"
+    assert Plan.read(folder) == plan
+
+
+@pytest.mark.parametrize("scale", fednum.SCALES)
+def test_the_page_shows_what_is_kept(scale: str) -> None:
+    text = PAPERS["fednum"].markdown(scale, DOCS / "reproduction" / "fednum" / scale, "")
+    assert text in (DOCS / "reproduction.md").read_text()
