@@ -233,8 +233,8 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
                 module.reset_parameters()
             elif any(True for _ in module.parameters(recurse=False)):
                 raise InvalidValueError(
-                    f"feature_model='random_pool' needs layers that can draw their weights anew; "
-                    f"{name or type(module).__name__!r} has no reset_parameters()"
+                    f"feature_model='random_pool' and teachers need layers that can draw their "
+                    f"weights anew; {name or type(module).__name__!r} has no reset_parameters()"
                 )
     return fresh.to(device)
 

@@ -21,6 +21,7 @@ from fedquilt.config.choices import (
     LOGIT_LOSSES,
     LOSS_COMPUTATIONS,
     MODEL_SCHEDULES,
+    ROW_BITS,
 )
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
@@ -159,6 +160,22 @@ class CondenseConfig(RunConfig):
     cutmix: float = declare(
         0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1
     )
+    model_families: int = declare(
+        1,
+        _MODEL,
+        "Families of augmentation that a batch of that training goes through, others each time.",
+        at_least=1,
+        at_most=6,
+    )
+    teachers: int = declare(
+        0,
+        _MODEL,
+        "Models that are trained on the images first, whose answers the model learns.",
+        at_least=0,
+    )
+    temperature: float = declare(
+        2.0, _MODEL, "What scores are divided by where teachers' answers are learned.", above=0
+    )
     eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -189,6 +206,9 @@ class CondenseConfig(RunConfig):
     moments: int = declare(
         1, _STATISTICS, "1: clients send means; 2: means and variances.", at_least=1, at_most=2
     )
+    row_bits: int = declare(
+        32, _STATISTICS, "Bits of a number that clients send: 32, 12 or 8.", at_least=1
+    )
     rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
     augmentation: str = declare(
         "auto",
@@ -206,8 +226,8 @@ class CondenseConfig(RunConfig):
     init_method: str = declare(
         "random",
         _MATCHING,
-        "First images: noise, or smooth noise; for comparison only real_sample, which takes the "
-        "clients' own, and dm, which takes what they condense of them.",
+        "First images: noise, smooth noise, or drawings (leaves); for comparison only "
+        "real_sample, which takes the clients' own, and dm, which takes what they condense of them.",
         choices=INIT_METHODS,
     )
     dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)
@@ -229,6 +249,12 @@ class CondenseConfig(RunConfig):
         _MATCHING,
         "Distance of mean logits; auto: none for random_pool, else l2.",
         choices=("auto", *LOGIT_LOSSES),
+    )
+    match_together: int = declare(
+        0,
+        _MATCHING,
+        "Images of a class that match its statistics together; 0: all of them.",
+        at_least=0,
     )
     loss_computation: str = declare(
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
@@ -279,6 +305,10 @@ class CondenseConfig(RunConfig):
         if self.feature_model == "global" and self.model_n not in (None, 1):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
+            )
+        if self.row_bits not in ROW_BITS:
+            raise InvalidValueError(
+                f"row_bits={self.row_bits} must be one of {', '.join(map(str, ROW_BITS))}"
             )
         least = min(self.avg_num, self.min_group)
         if 0 < self.max_samples < least:

@@ -102,6 +102,9 @@ class Settings(RunSettings, total=False):
     model_weight_decay: float
     model_schedule: str
     cutmix: float
+    model_families: int
+    teachers: int
+    temperature: float
     avg_num: int
     min_group: int
     max_samples: int
@@ -110,6 +113,7 @@ class Settings(RunSettings, total=False):
     trained_n: int
     pool_epochs: int
     moments: int
+    row_bits: int
     rho: float
     augmentation: str
     ipc: int
@@ -121,6 +125,7 @@ class Settings(RunSettings, total=False):
     image_lr: float | None
     image_momentum: float
     logit_loss_type: str
+    match_together: int
     loss_computation: str
     discrimination: float
     front: str

@@ -19,6 +19,7 @@ from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
     POOLS,
     Condensation,
+    begun_without_data,
     groups_per_step,
     init_notes,
     make_round_models,
@@ -87,9 +88,10 @@ class ClientEngine(TableSource):
         for place in map(int, cohort):
             client = self._clients[place]
             table = joined([self._ask(client, round_index, number) for number in models])
-            self.bytes_up += table.num_bytes
+            bits = self.round_models.row_bits
+            self.bytes_up += table.num_bytes(bits)
             size = int(table.counts.sum())
-            yield ClientUpdate(place, table.pack().to(self._device), size, math.nan)
+            yield ClientUpdate(place, table.pack(bits).to(self._device), size, math.nan)
 
     def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
         round_models = self.round_models
@@ -189,12 +191,11 @@ def first_images_of(
         own = copy.deepcopy(model).to(device)
         moves = moves_of_clients(config, own, sample[:1])
         return first, condensed_by_clients(config, own, held_by, moves, first)
-    if config.init_method == "smooth":
-        return first.smoothed(), 0
+    begun = begun_without_data(first, config)
+    if begun is not None:
+        return begun, 0
     sent = 0
     for label, images in zip(first.classes, first.by_class(), strict=True):
-        if config.init_method == "random":
-            break
         held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
         if len(held):
             chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
