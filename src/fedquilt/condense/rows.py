@@ -86,4 +86,4 @@ def decode(coded: torch.Tensor, numbers: int, bits: int) -> torch.Tensor:
     whole = whole.nan_to_num().clamp(0, 2**_ROOM - 1).round().to(torch.int64)
     codes = ((whole[..., None] >> shifts) & (2**bits - 1)).flatten(1)[:, :numbers].to(coded)
     block_of = torch.arange(numbers, device=coded.device) // BLOCK
-    return low[:, block_of] + step[:, block_of] * codes
+    return torch.addcmul(low[:, block_of], step[:, block_of], codes)

@@ -226,8 +226,8 @@ class CondenseConfig(RunConfig):
     init_method: str = declare(
         "random",
         _MATCHING,
-        "First images: noise, smooth noise, or drawings (leaves); for comparison only "
-        "real_sample, which takes the clients' own, and dm, which takes what they condense of them.",
+        "First images: noise, smooth noise, or drawings (leaves); for comparison only real_sample, "
+        "which takes the clients' own, and dm, which takes what they condense of them.",
         choices=INIT_METHODS,
     )
     dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)

@@ -130,6 +130,24 @@ def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
     return Cohort(places, places)
 
 
+def check_contributes(clients: Sequence[Client]) -> None:
+    """Raise, before anything is computed, where it is known that nobody will send anything.
+
+    What clients with a `train` of their own send is known only when they have.
+    """
+    known = [c for c in clients if isinstance(c, FedNumClient) and _groups_as_ours(c)]
+    if len(known) == len(clients) and not any(client.sent_classes() for client in known):
+        least = min(client.min_group for client in known)
+        raise InvalidValueError(
+            f"min_group={least} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+
+
+def _groups_as_ours(client: FedNumClient) -> bool:
+    return type(client).train is FedNumClient.train
+
+
 def make_fednum(
     config: CondenseConfig,
     model: nn.Module,
@@ -139,6 +157,7 @@ def make_fednum(
     num_classes: int,
 ) -> Condensation:
     """Build the method; `sample` has the shape and the device of the images."""
+    check_contributes(clients)
     augmentation = Augmentation(config.augmentation)
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
@@ -218,7 +237,7 @@ def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tens
 def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
     """Say what leaves the clients."""
     ours = [c for c in clients if isinstance(c, FedNumClient)]
-    known = [c for c in ours if type(c).train is FedNumClient.train]
+    known = [c for c in ours if _groups_as_ours(c)]
     notes: list[str] = []
     if known:
         least = min(min(client.min_group, client.avg_num) for client in known)
