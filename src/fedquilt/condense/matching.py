@@ -42,11 +42,6 @@ Zhao et al. 2023).  It asks nothing of the clients.
 
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.
-
-Many images can match the mean of a class while each has moved little from the noise it
-began with.  With `together` images a class is divided into parts of about so many, in
-order, each of which must match the class by itself; the loss of a class is the mean over
-its parts.
 """
 
 from __future__ import annotations
@@ -146,7 +141,6 @@ class MatchingSettings:
     moments: int = 1
     discrimination: float = 0.0
     optimizer: str = "sgd"
-    together: int = 0
 
     def __post_init__(self) -> None:
         checks.integer("dc_iterations", self.iterations, at_least=1)
@@ -157,11 +151,6 @@ class MatchingSettings:
         checks.integer("moments", self.moments, at_least=1, at_most=2)
         checks.number("discrimination", self.discrimination, at_least=0)
         checks.choice("image_optimizer", self.optimizer, IMAGE_OPTIMIZERS)
-        checks.integer("match_together", self.together, at_least=0)
-
-    def parts(self, ipc: int) -> int:
-        """Return how many parts the images of a class are matched in."""
-        return max(1, ipc // self.together) if self.together else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +187,7 @@ def view_loss(
     tiles
         Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.synthetic`).
     """
-    classes, parts = len(images), settings.parts(images.shape[1])
+    classes = len(images)
     batch = expand(images.flatten(0, 1), tiles)
     ipc = len(batch) // classes
     owners = places.repeat_interleave(ipc)
@@ -211,37 +200,22 @@ def view_loss(
     else:
         f = cast(Embeds, view.model).embed(batch)
         z = f.new_zeros(len(f), 0)
-    mean_scores = part_means(z.view(classes, ipc, z.shape[1]), parts, tiles**2)
+    mean_scores = z.view(classes, ipc, z.shape[1]).mean(dim=1)
     loss = matching_loss(
-        part_means(f.view(classes, ipc, -1), parts, tiles**2),
+        f.view(classes, ipc, -1).mean(dim=1),
         mean_scores if sent_logits else mean_scores[:, :0],
-        drawn.features.repeat_interleave(parts, dim=0),
-        drawn.logits.repeat_interleave(parts, dim=0),
-        drawn.weights.repeat_interleave(parts, dim=0),
+        drawn.features,
+        drawn.logits,
+        drawn.weights,
         logit_loss_type=settings.logit_loss_type,
         loss_computation=settings.loss_computation,
         moments=settings.moments,
     )
-    loss = loss.view(classes, parts).mean(dim=1)
     if not discriminates:
         return loss
     labels = torch.tensor(view.targets.classes, device=z.device).repeat_interleave(ipc)
     wrong = functional.cross_entropy(z, labels, reduction="none").view(classes, ipc)
     return loss + settings.discrimination * wrong.mean(dim=1)
-
-
-def part_means(values: torch.Tensor, parts: int, tiles: int = 1) -> torch.Tensor:
-    """Return the means [P * parts, D] of consecutive parts of the images of each class.
-
-    `values` are [P, images, D].  Parts are as equal as can be; the `tiles` images that one
-    image holds stay together.
-
-    >>> part_means(torch.arange(5.0).view(1, 5, 1), 2).flatten()
-    tensor([1.0000, 3.5000])
-    """
-    whole = torch.tensor_split(torch.arange(values.shape[1] // tiles), parts)
-    split = torch.split(values, [tiles * len(part) for part in whole], dim=1)
-    return torch.stack([part.mean(dim=1) for part in split], dim=1).flatten(0, 1)
 
 
 class Matcher:

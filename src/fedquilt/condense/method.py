@@ -364,7 +364,6 @@ def matching_of(config: CondenseConfig, pixels: int, features: int) -> MatchingS
         config.moments,
         config.discrimination,
         config.image_optimizer,
-        config.match_together,
     )
 
 
@@ -378,8 +377,6 @@ def training_of(config: CondenseConfig) -> TrainingSettings:
         schedule=config.model_schedule,
         cutmix=config.cutmix,
         families=config.model_families,
-        teachers=config.teachers,
-        temperature=config.temperature,
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,13 +34,7 @@ class TrainingSettings:
         label in proportion (Yun et al. 2019).
 
     families
-        How many families of augmentation a batch goes through, one after the other; they
-        are drawn anew for each.
-    teachers
-        How many networks are trained first, on the same images; the model then learns
-        their answers (`learn`).
-    temperature
-        What scores are divided by where answers are learned.
+        How many families of augmentation a batch goes through, one after the other.
 
     The numbers are those of the FedNum and DM references (0.01, 0.9, 5e-4).
     """
@@ -54,8 +47,6 @@ class TrainingSettings:
     schedule: str = "step"
     cutmix: float = 0.0
     families: int = 1
-    teachers: int = 0
-    temperature: float = 2.0
 
     def __post_init__(self) -> None:
         checks.integer("model_epochs", self.epochs, at_least=1)
@@ -64,8 +55,6 @@ class TrainingSettings:
         checks.choice("model_schedule", self.schedule, MODEL_SCHEDULES)
         checks.number("cutmix", self.cutmix, at_least=0, at_most=1)
         checks.integer("model_families", self.families, at_least=1)
-        checks.integer("teachers", self.teachers, at_least=0)
-        checks.number("temperature", self.temperature, above=0)
 
     def rate_at(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0."""
@@ -100,7 +89,10 @@ def _span(centre: int, length: float, size: int) -> tuple[int, int]:
 def augmented(
     images: torch.Tensor, augmentation: Augmentation, families: int, source: np.random.Generator
 ) -> torch.Tensor:
-    """Return a batch under so many families, all different, in the order they are drawn."""
+    """Return a batch under so many families, all different, in the order they are drawn.
+
+    Each has parameters of its own for every image (DSA's way of training, which has one).
+    """
     seen: set[str] = set()
     while len(seen) < min(families, len(augmentation.families)):
         transform = augmentation.draw(source, len(images))
@@ -108,59 +100,6 @@ def augmented(
             seen.add(transform.family)
             images = transform.apply(images)
     return images
-
-
-def answered(
-    scores: torch.Tensor, teachers: Sequence[nn.Module], batch: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Return T^2 times the cross-entropy of the teachers' mean answers, softmax(z / T).
-
-    T^2 makes up for what T takes from the gradient (Hinton, Vinyals and Dean 2015).
-    """
-    with torch.no_grad():
-        answers = [functional.softmax(one(batch) / temperature, dim=1) for one in teachers]
-    wanted = torch.stack(answers).mean(dim=0)
-    return temperature**2 * functional.cross_entropy(scores / temperature, wanted)
-
-
-def learn(
-    model: nn.Module,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    settings: TrainingSettings,
-    augmentation: Augmentation,
-    seed: int,
-    keys: tuple[int, ...],
-    progress: Callable[[float], None] | None = None,
-) -> float:
-    """Train in place, after the teachers that the settings ask for; return the mean loss.
-
-    Teachers are networks like the model with weights of their own, trained in the same way.
-    Their mean is better than any of them, and says more of a batch than its labels (networks
-    born again, Furlanello et al. 2018).  All of them have seen the images alone.
-
-    Parameters
-    ----------
-    seed, keys
-        Name the streams of random numbers.
-    progress
-        Told which part of all epochs is done, from 0 to 1.
-    """
-    alone, teachers = replace(settings, teachers=0), list[nn.Module]()
-    total = settings.epochs * (settings.teachers + 1)
-
-    def report(before: int) -> Callable[[int], None] | None:
-        done = before * settings.epochs
-        return None if progress is None else lambda epoch: progress((done + epoch) / total)
-
-    for number in range(settings.teachers):
-        fresh = reinitialised(model, torch_seed(seed, "teacher", *keys, number))
-        source = generator(seed, "teaching", *keys, number)
-        train_on(fresh, images, labels, alone, augmentation, source, report(number))
-        teachers.append(fresh.requires_grad_(False))
-    source = generator(seed, "training", *keys)
-    last = report(settings.teachers)
-    return train_on(model, images, labels, alone, augmentation, source, last, teachers)
 
 
 def train_on(
@@ -171,13 +110,10 @@ def train_on(
     augmentation: Augmentation,
     source: np.random.Generator,
     progress: Callable[[int], None] | None = None,
-    teachers: Sequence[nn.Module] = (),
 ) -> float:
     """Train in place with the cross-entropy; return the mean loss of all batches.
 
-    Labels are places of the model's outputs, or shares of all of them [N, K].  Augmentation
-    draws a family a batch (or several) and parameters for each image (DSA's way of training).
-    With teachers the labels are theirs, of the batch as it is after all that (`answers`).
+    Labels are places of the model's outputs, or shares of all of them [N, K].
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(
@@ -198,13 +134,9 @@ def train_on(
             if settings.cutmix and source.random() < settings.cutmix:
                 batch, other, share = cut_and_mix(batch, source)
             scores, wanted = model(batch), labels[part]
-            if teachers:
-                loss = answered(scores, teachers, batch, settings.temperature)
-            else:
-                loss = functional.cross_entropy(scores, wanted)
-                if other is not None:
-                    mixed = functional.cross_entropy(scores, wanted[other])
-                    loss = (1 - share) * loss + share * mixed
+            loss = functional.cross_entropy(scores, wanted)
+            if other is not None:
+                loss = (1 - share) * loss + share * functional.cross_entropy(scores, wanted[other])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -254,19 +186,11 @@ class Trainer:
     ) -> tuple[torch.Tensor, float]:
         """Return the trained weights and the mean loss of an epoch; None: from the first."""
         self._flat.write(self._first if weights is None else weights)
-        report = None if progress is None else lambda done: progress("training", done)
-        images = synthetic.expanded()
-        with self._seeded(images.images.device, (round_index,)):
-            loss = learn(
-                self._flat.module,
-                images.images,
-                images.labels,
-                self.settings,
-                self.augmentation,
-                self._seed,
-                (round_index,),
-                report,
-            )
+        report = None
+        if progress is not None:
+            total = self.settings.epochs
+            report = lambda done: progress("training", done / total)  # noqa: E731
+        loss = self._train(synthetic, self.settings, "training", (round_index,), report)
         return self._flat.read().clone(), loss
 
     def train_pool(
@@ -277,28 +201,35 @@ class Trainer:
         Each starts with weights of its own; the last trains for `epochs`, the others for
         less in equal steps, so that they range from nearly random to half trained.
         """
-        pool, images = [], synthetic.expanded()
+        pool = []
         for number in range(settings.count):
             seed = torch_seed(self._seed, "pool", round_index, number)
             self._flat.module.load_state_dict(reinitialised(self._flat.module, seed).state_dict())
             epochs = max(1, round(settings.epochs * (number + 1) / settings.count))
-            short = replace(self.settings, epochs=epochs, schedule="constant", teachers=0)
-            source = generator(self._seed, "pool training", round_index, number)
-            with self._seeded(images.images.device, (round_index, number)):
-                train_on(
-                    self._flat.module,
-                    images.images,
-                    images.labels,
-                    short,
-                    self.augmentation,
-                    source,
-                )
+            short = replace(self.settings, epochs=epochs, schedule="constant")
+            self._train(synthetic, short, "pool training", (round_index, number))
             pool.append(self._flat.read().clone())
         return torch.stack(pool)
 
-    @contextmanager
-    def _seeded(self, device: torch.device, keys: tuple[int, ...]) -> Iterator[None]:
-        """Let layers that drop out, and draw from torch's global generator, draw from the seed."""
+    def _train(
+        self,
+        synthetic: SyntheticSet,
+        settings: TrainingSettings,
+        purpose: str,
+        keys: tuple[int, ...],
+        report: Callable[[int], None] | None = None,
+    ) -> float:
+        """Train the flat model, where it stands, on the expanded images."""
+        images, device = synthetic.expanded(), synthetic.images.device
+        # Layers that drop out draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(torch_seed(self._seed, "dropout", *keys))
-            yield
+            return train_on(
+                self._flat.module,
+                images.images,
+                images.labels,
+                settings,
+                self.augmentation,
+                generator(self._seed, purpose, *keys),
+                report,
+            )

@@ -57,15 +57,17 @@ _BOUNDED = "Certified condensation"
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
 # so a bound wants many; groups need clients with enough samples of a class.
 FEDNUM_DEFAULTS: dict[str, Any] = {"num_clients": 20}
-# Tried on held-out training images of CIFAR-10; at 10 images of a class ten points above the
-# plain form at the same bytes.  On the 8 x 8 digits five points below it in one short run.
+# Tried on held-out training images of CIFAR-10; at 10 images of a class more than ten points above
+# the plain form at fewer bytes.  On the 8 x 8 digits five points below it in one short run.
 COLOUR_DEFAULTS: dict[str, Any] = {
     "tiles": 0,
     "moments": 2,
+    "row_bits": 8,
     "image_optimizer": "adam",
-    "init_method": "smooth",
+    "init_method": "leaves",
     "model_schedule": "cosine",
     "cutmix": 0.5,
+    "model_families": 3,
 }
 COLOURED = ("cifar10", "cifar100", "tiny-imagenet")
 """The data sets by name that `COLOUR_DEFAULTS` are for."""
@@ -97,6 +99,7 @@ CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
         "model_weight_decay": 5e-4,
         "model_schedule": "constant",
         "cutmix": 0.0,
+        "model_families": 1,
         "eval_every": 1,
         "feature_model": "global",
         "augmentation": "none",
@@ -104,6 +107,7 @@ CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
         "min_group": 1,
         "max_samples": 0,
         "moments": 1,
+        "row_bits": 32,
         "ipc": 10,
         "tiles": 1,
         "init_method": "real_sample",
@@ -167,15 +171,6 @@ class CondenseConfig(RunConfig):
         at_least=1,
         at_most=6,
     )
-    teachers: int = declare(
-        0,
-        _MODEL,
-        "Models that are trained on the images first, whose answers the model learns.",
-        at_least=0,
-    )
-    temperature: float = declare(
-        2.0, _MODEL, "What scores are divided by where teachers' answers are learned.", above=0
-    )
     eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -194,7 +189,8 @@ class CondenseConfig(RunConfig):
     model_n: int | None = declare(
         None,
         _STATISTICS,
-        "Feature models a round; absent: 8, with two moments 4, for global 1.",
+        "Feature models a round; absent: 8, with two moments 4, with 8 bits thrice that, for "
+        "global 1.",
         at_least=1,
     )
     trained_n: int = declare(
@@ -249,12 +245,6 @@ class CondenseConfig(RunConfig):
         _MATCHING,
         "Distance of mean logits; auto: none for random_pool, else l2.",
         choices=("auto", *LOGIT_LOSSES),
-    )
-    match_together: int = declare(
-        0,
-        _MATCHING,
-        "Images of a class that match its statistics together; 0: all of them.",
-        at_least=0,
     )
     loss_computation: str = declare(
         "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
@@ -374,8 +364,10 @@ class CondenseConfig(RunConfig):
 
     @property
     def feature_models(self) -> int:
-        """Feature models of a round; with two moments half as many send the same bytes."""
-        return self.model_n or (1 if self.feature_model == "global" else 8 // self.moments)
+        """Feature models of a round: with any moments and bits about as many bytes are sent."""
+        if self.model_n is not None or self.feature_model == "global":
+            return self.model_n or 1
+        return 8 * {32: 1, 12: 2, 8: 3}[self.row_bits] // self.moments
 
     def image_step(self, pixels: int, features: int) -> float:
         """Return the step of the images, for images and embeddings of so many numbers.

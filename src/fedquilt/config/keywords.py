@@ -103,8 +103,6 @@ class Settings(RunSettings, total=False):
     model_schedule: str
     cutmix: float
     model_families: int
-    teachers: int
-    temperature: float
     avg_num: int
     min_group: int
     max_samples: int
@@ -125,7 +123,6 @@ class Settings(RunSettings, total=False):
     image_lr: float | None
     image_momentum: float
     logit_loss_type: str
-    match_together: int
     loss_computation: str
     discrimination: float
     front: str

@@ -24,13 +24,13 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.assemble import Problem
-from fedquilt.common.randomness import torch_seed
+from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.method import augmentation_of, training_of
 from fedquilt.condense.synthetic import SyntheticSet, shrink
-from fedquilt.condense.training import TrainingSettings, learn
+from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
 from fedquilt.method import Progress
@@ -152,8 +152,9 @@ def train(
     # Layers that drop out draw from torch's global generator.
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(torch_seed(config.seed, "dropout", index))
-        report = None if progress is None else lambda done: progress("training", done)
-        learn(flat.module, images, labels, settings, families, config.seed, (index,), report)
+        source = generator(config.seed, "training", index)
+        report = progress_of(progress, "training", settings.epochs)
+        train_on(flat.module, images, labels, settings, families, source, report)
 
 
 def accuracy_of_images(
