@@ -37,13 +37,13 @@ SETTINGS: dict[str, Any] = {
     "min_group": 64,
     "precision": "bf16",
 }
-EPOCHS = {10: 1000, 50: 600}
+EPOCHS = {10: 1000, 50: 800}
 
 
 def condense(seed: int, ipc: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Run one condensation; return its accuracy, what it cost, and what may be claimed."""
     began = time.perf_counter()
-    epochs = EPOCHS.get(ipc, 600)
+    epochs = EPOCHS.get(ipc, 800)
     config = build_config({**SETTINGS, "model_epochs": epochs, "seed": seed, "ipc": ipc, **changes})
     done = run_config(config, lambda config, line: _say(seed, ipc, line, began))
     record = done.result["condensation"]
