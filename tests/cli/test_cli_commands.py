@@ -75,6 +75,18 @@ def test_the_help_of_run_lists_every_option_with_default_and_choices(cli: Cli) -
     assert "default: (" not in " ".join(told.values())
 
 
+def test_the_help_of_condense_says_where_defaults_differ(cli: Cli) -> None:
+    told = {
+        name: " ".join(row.split())
+        for name, row in entries(cli("condense", "--help-all").out).items()
+    }
+    assert "[8; certified 40]" in told["num_rounds"]
+    assert "[20; certified 100]" in told["num_clients"]
+    assert "[convnet-64; certified hog-linear]" in told["model"]
+    assert "[sgd; colour images adam]" in told["image_optimizer"]
+    assert "[off; certified on]" in told["normalise_updates"]
+
+
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_help_of_run_fits_two_screens(
     cli: Cli, columns: int, monkeypatch: pytest.MonkeyPatch

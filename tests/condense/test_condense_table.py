@@ -46,7 +46,7 @@ def test_there_and_back(groups: int, features: int, logits: int, seed: int) -> N
     vector = table.pack()
     assert vector.shape == (groups * (3 + features + logits),)
     assert same(StatisticsTable.unpack(vector, features, logits), table)
-    assert table.num_bytes == 4 * vector.numel()
+    assert table.num_bytes() == 4 * vector.numel()
 
 
 def test_layout_by_hand() -> None:
@@ -59,7 +59,7 @@ def test_layout_by_hand() -> None:
     )
     assert table.pack().tolist() == [0, 7, 32, 0.5, 1.5, -1, 1, 9, 33, 2.5, 3.5, -2]
     assert len(table) == 2
-    assert table.num_bytes == 48
+    assert table.num_bytes() == 48
 
 
 @pytest.mark.parametrize("logits", [0, 3])

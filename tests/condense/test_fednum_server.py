@@ -219,8 +219,22 @@ def test_classes_that_nobody_sent_keep_their_images() -> None:
     assert not torch.equal(made.synthetic.images[2:], before[2:])
 
 
+def test_clients_that_will_send_nothing_are_an_error_before_the_first_round() -> None:
+    with pytest.raises(InvalidValueError, match=r"min_group=40 must be smaller: no client"):
+        server(members(min_group=40))
+    unknown = Silent(9, [], [1], INFO, 2, 5, 8, "cpu")
+    assert server([*members(min_group=40), unknown]).history == []
+
+
+class Silent(FedNumClient):
+    """What it sends is known only when it has."""
+
+    def train(self) -> dict[str, Any]:
+        return super().train()
+
+
 def test_rounds_without_statistics_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    clients = [FedNumClient(cid, [], [1, 4], INFO, 2, 5, 8, "cpu") for cid in range(2)]
+    clients = [Silent(cid, [], [1, 4], INFO, 2, 5, 8, "cpu") for cid in range(2)]
     made = server(clients)
     images, before = made.synthetic.images.clone(), weights(made.global_model)
     with pytest.raises(InvalidValueError, match=r"nobody has sent statistics.*min_group"):
@@ -438,7 +452,7 @@ def test_real_sample_takes_images_of_clients_and_says_so() -> None:
             assert bool((held == image).flatten(1).all(dim=1).any())
         assert not torch.equal(images[0], images[1])
     assert "images of clients leave them" in made.statement.as_text()
-    few = FedNumClient(0, pictures(9, 0), [1], INFO, 2, 5, 8, "cpu")
+    few = FedNumClient(0, pictures(9, 0), [1], INFO, 2, 5, 8, "cpu", min_group=1)
     assert len(server([few], init_method="real_sample", ipc=12).synthetic.images) == 12
 
 
@@ -535,7 +549,7 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
         ({"image_lr": 0.0}, "image_lr=0.0 must be > 0"),
         (
             {"init_method": "real"},
-            "init_method='real' must be one of 'random', 'smooth', 'real_sample'",
+            "init_method='real' must be one of 'random', 'smooth', 'leaves', 'real_sample'",
         ),
         ({"logit_loss_type": "auto"}, "logit_loss_type='auto' must be one of"),
         ({"loss_computation": "loss"}, "loss_computation='loss' must be one of"),

@@ -208,6 +208,7 @@ def test_a_file_of_a_run_does_not_know_images(tmp_path: Path) -> None:
 def test_records_of_before_are_read_as_they_ran() -> None:
     """A record names every option that there was; what it lacks did not exist yet."""
     new = ("tiles", "moments", "image_optimizer", "model_schedule", "cutmix", "split_file")
+    new += ("row_bits", "model_families")
     record = {k: v for k, v in build(dataset="cifar10").as_dict().items() if k not in new}
     there = plain_config({**record, "init_method": "random"})
     assert isinstance(there, CondenseConfig)
@@ -218,11 +219,13 @@ def test_records_of_before_are_read_as_they_ran() -> None:
 def test_colour_has_defaults_of_its_own() -> None:
     colour, grey = build(dataset="cifar10"), build(dataset="mnist")
     assert (colour.moments, colour.image_optimizer, colour.cutmix) == (2, "adam", 0.5)
+    assert (colour.row_bits, colour.init_method, colour.model_families) == (8, "leaves", 3)
     assert (grey.moments, grey.image_optimizer, grey.tiles, grey.cutmix) == (1, "sgd", 1, 0.0)
     mine = build_config({"method": "condense", "dataset": "mnist"}, preset="colour")
     assert isinstance(mine, CondenseConfig)
     assert (mine.moments, mine.num_clients) == (2, 20)
     assert build(dataset="cifar10", mode="certified").moments == 1
+    assert (grey.row_bits, grey.init_method, grey.model_families) == (32, "random", 1)
 
 
 def test_small_images_hold_no_smaller_ones_unless_asked() -> None:

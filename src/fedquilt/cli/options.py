@@ -18,6 +18,7 @@ import typer
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, option_fields
+from fedquilt.config.condense import CERTIFIED_DEFAULTS, COLOUR_DEFAULTS, FEDNUM_DEFAULTS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE
 from fedquilt.config.uses import COMMON, modes_of
 
@@ -109,16 +110,36 @@ def _panel(item: dataclasses.Field[Any], kind: type[RunConfig]) -> str:
 
 def _shown_default(item: dataclasses.Field[Any], kind: type[RunConfig]) -> str:
     """Say what an option is when nobody names it; in the papers' modes it may differ."""
+    if kind is CondenseConfig:
+        return _shown_of_condensation(item)
     document = item.default
-    usual = document
-    if kind is not CondenseConfig:
-        usual = MODE_TABLE[DEFAULT_MODE].defaults.get(item.name, document)
+    usual = MODE_TABLE[DEFAULT_MODE].defaults.get(item.name, document)
     if usual is None or usual is False:
         return ""
     if usual == document:
         return f" \\[{usual}]"
     other = "off" if document is False else document
     return f" \\[{'on' if usual is True else usual}; other modes {other}]"
+
+
+def _shown_of_condensation(item: dataclasses.Field[Any]) -> str:
+    """Say what an option of a condensation is, and what it is where that differs."""
+    usual = FEDNUM_DEFAULTS.get(item.name, item.default)
+    others = {"certified": CERTIFIED_DEFAULTS, "colour images": COLOUR_DEFAULTS}
+    said = [
+        f"{where} {_word(defaults[item.name])}"
+        for where, defaults in others.items()
+        if item.name in defaults and defaults[item.name] != usual
+    ]
+    nothing = usual is None or usual is False
+    first = [] if nothing and not said else [_word(usual)]
+    return f" \\[{'; '.join(first + said)}]" if first else ""
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "absent" if value is None else str(value)
 
 
 def _parameter(

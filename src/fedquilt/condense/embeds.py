@@ -144,6 +144,10 @@ class HalfPrecision(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model.to(torch.bfloat16)
+        for part in self.model.modules():
+            for name, layer in list(part.named_children()):
+                if isinstance(layer, nn.AvgPool2d) and _halves(layer):
+                    setattr(part, name, Halving())
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         """Return features, [N, D]."""
@@ -157,6 +161,22 @@ class HalfPrecision(nn.Module):
         """Return both from one pass."""
         embedded, scores = embed_and_forward(self.model, x.to(torch.bfloat16))
         return embedded.float(), scores.float()
+
+
+class Halving(nn.Module):
+    """Means over 2 x 2 pixels, whose gradient is one pass; a pooling layer's takes several."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [N, C, H // 2, W // 2]; a last row or column without a second is left out."""
+        height, width = (side // 2 for side in x.shape[2:])
+        pairs = x[:, :, : 2 * height, : 2 * width]
+        return pairs.reshape(*x.shape[:2], height, 2, width, 2).mean(dim=(3, 5))
+
+
+def _halves(layer: nn.AvgPool2d) -> bool:
+    sizes = (layer.kernel_size, layer.stride, layer.padding)
+    plain = all(size in (want, (want, want)) for size, want in zip(sizes, (2, 2, 0), strict=True))
+    return plain and not layer.ceil_mode and layer.divisor_override is None
 
 
 def _with_squares(embedded: torch.Tensor) -> torch.Tensor:

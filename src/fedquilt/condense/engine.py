@@ -46,6 +46,8 @@ class RoundModels:
         2: embeddings are followed by their squares.
     half
         Whether feature models compute in bfloat16.
+    row_bits
+        Bits of a number on its way (`fedquilt.condense.rows`).
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RoundModels:
         with_logits: bool = False,
         moments: int = 1,
         half: bool = False,
+        row_bits: int = 32,
         seed: int = 0,
     ) -> None:
         self._flat = FlatModel(copy.deepcopy(model), sample[:2])
@@ -70,6 +73,7 @@ class RoundModels:
         self._moments, self._half = moments, half
         self.classes = classes
         self.with_logits = with_logits
+        self.row_bits = row_bits
         # Weights [models, parameters] of a trained pool; empty until there is one.
         self.pool = torch.zeros(0, 0)
         self.train_pool: Callable[[int], torch.Tensor] | None = None
@@ -128,6 +132,10 @@ class RoundModels:
             return self.pool.numel() * self.pool.element_size() + SEED_BYTES
         return self._features.bytes_down(self._flat.module)
 
+    def table(self, vector: torch.Tensor) -> StatisticsTable:
+        """Read the tables that clients have packed."""
+        return StatisticsTable.unpack(vector, self.num_features, self.num_logits, self.row_bits)
+
     def _embedding(self, module: nn.Module) -> nn.Module:
         model = embedding_model(module, self._layer)
         model = HalfPrecision(model) if self._half else model
@@ -164,12 +172,16 @@ class TableSource:
         """Refuse what is no table of this round's models and classes, with finite means."""
         models = self.round_models
         try:
-            table = StatisticsTable.unpack(vector, models.num_features, models.num_logits)
+            table = models.table(vector)
         except InvalidValueError as error:
             return str(error)
         known = torch.isin(table.classes, torch.tensor(models.classes, device=vector.device))
         counted = (table.counts >= 1) & (table.models >= 0) & (table.models < len(models.models))
-        return None if bool((known & counted).all()) else "rows must be of the round's models"
+        if not bool((known & counted).all()):
+            return "rows must be of the round's models"
+        # Coded numbers can be read as infinite where none of those that travelled is.
+        overflows = torch.isfinite(vector).all() & ~torch.isfinite(table.features).all()
+        return "means must be finite" if bool(overflows) else None
 
 
 class StatisticsEngine(TableSource):
@@ -228,9 +240,10 @@ class StatisticsEngine(TableSource):
         self.bytes_up, self.bytes_down = 0, len(cohort) * self.round_models.bytes_down()
         for clients in self._chunks([int(client) for client in cohort]):
             for client, table in zip(clients, self._tables(clients, round_index), strict=True):
-                self.bytes_up += table.num_bytes
+                bits = self.round_models.row_bits
+                self.bytes_up += table.num_bytes(bits)
                 size = len(self.task.clients[client])
-                yield ClientUpdate(client, table.pack(), size, math.nan)
+                yield ClientUpdate(client, table.pack(bits), size, math.nan)
 
     def _chunks(self, cohort: list[int]) -> Iterator[list[int]]:
         """Divide the cohort, in its order, into chunks of few enough samples."""

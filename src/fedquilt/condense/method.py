@@ -15,7 +15,7 @@ from torch import nn
 from fedquilt.aggregation import Accumulator, Concatenation, RunningMean
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import generator
+from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import GrowingSettings, Released
@@ -348,6 +348,7 @@ def make_round_models(
         with_logits=config.logit_loss != "none",
         moments=config.moments,
         half=config.precision == "bf16",
+        row_bits=config.row_bits,
         seed=config.seed,
     )
 
@@ -375,6 +376,7 @@ def training_of(config: CondenseConfig) -> TrainingSettings:
         weight_decay=config.model_weight_decay,
         schedule=config.model_schedule,
         cutmix=config.cutmix,
+        families=config.model_families,
     )
 
 
@@ -414,11 +416,13 @@ def first_images(
     shape, device = task.inputs.shape[1:], task.inputs.device
     tiles = config.tiles_in(*shape[1:])
     synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, tiles)
-    if config.init_method in ("random", "smooth"):
-        return (synthetic.smoothed() if config.init_method == "smooth" else synthetic), 0
+    begun = begun_without_data(synthetic, config)
+    if begun is not None:
+        return begun, 0
     if task.elsewhere:
         raise InvalidValueError(
-            f"init_method={config.init_method!r} must be 'random' where clients' data are elsewhere"
+            f"init_method={config.init_method!r} must be 'random', 'smooth' or 'leaves' where "
+            "clients' data are elsewhere"
         )
     labels = task.targets.cpu().numpy()
     if config.init_method == "dm":
@@ -440,6 +444,17 @@ def first_images(
     real = task.inputs[torch.from_numpy(chosen).to(device)]
     synthetic.images.copy_(shrink(real, tiles))
     return synthetic, 4 * real.numel()
+
+
+def begun_without_data(synthetic: SyntheticSet, config: CondenseConfig) -> SyntheticSet | None:
+    """Return first images that follow from the seed alone; None: clients are asked for them."""
+    if config.init_method == "random":
+        return synthetic
+    if config.init_method == "smooth":
+        return synthetic.smoothed()
+    if config.init_method == "leaves":
+        return synthetic.drawn(torch_seed(config.seed, "first drawings"))
+    return None
 
 
 @torch.no_grad()

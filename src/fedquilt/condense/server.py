@@ -85,9 +85,7 @@ class CondensingServer:
     def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """Match the images to the tables in `update`; return the weights trained on them."""
         index = self.round_models.round_index
-        table = StatisticsTable.unpack(
-            update, self.round_models.num_features, self.round_models.num_logits
-        )
+        table = self.round_models.table(update)
         self._sent |= set(table.classes.tolist())
         up, down = self._traffic()
         self._report = {

@@ -14,6 +14,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
+from fedquilt.condense.rows import coded_width, decode, encode
 
 BATCH = 512
 
@@ -178,32 +179,35 @@ class StatisticsTable:
     def __len__(self) -> int:
         return len(self.classes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the table in float32, its three numbers a row included."""
-        return 4 * len(self) * (_HEAD + self.features.shape[1] + self.logits.shape[1])
+    def num_bytes(self, bits: int = 32) -> int:
+        """Bytes of the table as `pack` writes it, its three numbers a row included."""
+        numbers = self.features.shape[1] + self.logits.shape[1]
+        return 4 * len(self) * (_HEAD + coded_width(numbers, bits))
 
-    def pack(self) -> torch.Tensor:
+    def pack(self, bits: int = 32) -> torch.Tensor:
         """Return the rows as one vector; the vectors of clients can be laid end to end.
 
-        Class, model and count are whole numbers below 2^24, exact in float32.
+        Class, model and count are whole numbers below 2^24, exact in float32; means have
+        `bits` bits each (`fedquilt.condense.rows`).
         """
         head = torch.stack([self.models, self.classes, self.counts], dim=1)
-        return torch.cat([head.to(self.features), self.features, self.logits], dim=1).flatten()
+        means = encode(torch.cat([self.features, self.logits], dim=1), bits)
+        return torch.cat([head.to(means), means], dim=1).flatten()
 
     @classmethod
-    def unpack(cls, vector: torch.Tensor, features: int, logits: int) -> StatisticsTable:
+    def unpack(
+        cls, vector: torch.Tensor, features: int, logits: int, bits: int = 32
+    ) -> StatisticsTable:
         """Read what `pack` wrote, for one client or many."""
-        width = _HEAD + features + logits
+        width = _HEAD + coded_width(features + logits, bits)
         if vector.numel() % width:
             raise InvalidValueError(
                 f"a table of {vector.numel()} numbers must consist of rows of {width}"
             )
         rows = vector.view(-1, width)
         models, classes, counts = rows[:, :_HEAD].round().to(torch.int64).unbind(dim=1)
-        return cls(
-            models, classes, counts, rows[:, _HEAD : _HEAD + features], rows[:, _HEAD + features :]
-        )
+        means = decode(rows[:, _HEAD:], features + logits, bits)
+        return cls(models, classes, counts, means[:, :features], means[:, features:])
 
     def of_model(self, number: int) -> StatisticsTable:
         """Return the rows of one feature model."""

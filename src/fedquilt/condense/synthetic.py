@@ -16,6 +16,7 @@ from torch.nn import functional
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data.tiles import expand, shrink
+from fedquilt.models.features import draw
 
 __all__ = ["SyntheticSet", "expand", "shrink"]
 
@@ -72,6 +73,19 @@ class SyntheticSet:
         smooth = functional.avg_pool2d(self.images, 3, 1, 1)
         smooth = 0.5 * smooth / smooth.std()
         return SyntheticSet(smooth, self.classes, self.ipc, self.tiles)
+
+    def drawn(self, seed: int) -> SyntheticSet:
+        """Return a start of public drawings: shapes that cover one another, as in photographs.
+
+        Every smaller image is a drawing of its own ("leaves" in
+        `fedquilt.models.features.draw`), with mean 0 and standard deviation 1/2 in each
+        channel.  What matching does not decide then looks like the edges of things.
+        """
+        count = len(self.images) * self.tiles**2
+        drawings = draw("leaves", tuple(self.images.shape[1:]), count, seed)
+        std, mean = torch.std_mean(drawings, dim=(0, 2, 3), keepdim=True)
+        begin = shrink(0.5 * (drawings - mean) / std.clamp(min=1e-6), self.tiles)
+        return SyntheticSet(begin.to(self.images), self.classes, self.ipc, self.tiles)
 
     @property
     def labels(self) -> torch.Tensor:

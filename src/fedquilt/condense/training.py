@@ -33,6 +33,9 @@ class TrainingSettings:
         Share of the batches in which a rectangle of every image is another's, and its
         label in proportion (Yun et al. 2019).
 
+    families
+        How many families of augmentation a batch goes through, one after the other.
+
     The numbers are those of the FedNum and DM references (0.01, 0.9, 5e-4).
     """
 
@@ -43,6 +46,7 @@ class TrainingSettings:
     weight_decay: float = 5e-4
     schedule: str = "step"
     cutmix: float = 0.0
+    families: int = 1
 
     def __post_init__(self) -> None:
         checks.integer("model_epochs", self.epochs, at_least=1)
@@ -50,6 +54,7 @@ class TrainingSettings:
         checks.number("model_lr", self.learning_rate, above=0)
         checks.choice("model_schedule", self.schedule, MODEL_SCHEDULES)
         checks.number("cutmix", self.cutmix, at_least=0, at_most=1)
+        checks.integer("model_families", self.families, at_least=1)
 
     def rate_at(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0."""
@@ -81,6 +86,22 @@ def _span(centre: int, length: float, size: int) -> tuple[int, int]:
     return max(0, round(centre - length / 2)), min(size, round(centre + length / 2))
 
 
+def augmented(
+    images: torch.Tensor, augmentation: Augmentation, families: int, source: np.random.Generator
+) -> torch.Tensor:
+    """Return a batch under so many families, all different, in the order they are drawn.
+
+    Each has parameters of its own for every image (DSA's way of training, which has one).
+    """
+    seen: set[str] = set()
+    while len(seen) < min(families, len(augmentation.families)):
+        transform = augmentation.draw(source, len(images))
+        if transform.family not in seen:
+            seen.add(transform.family)
+            images = transform.apply(images)
+    return images
+
+
 def train_on(
     model: nn.Module,
     images: torch.Tensor,
@@ -92,8 +113,7 @@ def train_on(
 ) -> float:
     """Train in place with the cross-entropy; return the mean loss of all batches.
 
-    Labels are places of the model's outputs, or shares of all of them [N, K].  Augmentation
-    draws one family a batch and parameters for each image (DSA's way of training).
+    Labels are places of the model's outputs, or shares of all of them [N, K].
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(
@@ -109,7 +129,7 @@ def train_on(
             group["lr"] = settings.rate_at(epoch)
         order = torch.from_numpy(source.permutation(len(images))).to(images.device)
         for part in torch.split(order, settings.batch_size):
-            batch = augmentation.draw(source, len(part)).apply(images[part])
+            batch = augmented(images[part], augmentation, settings.families, source)
             other, share = None, 0.0
             if settings.cutmix and source.random() < settings.cutmix:
                 batch, other, share = cut_and_mix(batch, source)

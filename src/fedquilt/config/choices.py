@@ -56,7 +56,9 @@ ON_SHORT = ("refuse", "sit_out")
 # Condensation
 FEATURE_MODELS = ("trained_pool", "random_pool", "global", "perturbed")
 FRONTS = ("hog-linear", "scatter-linear")
-INIT_METHODS = ("random", "smooth", "real_sample", "dm")
+INIT_METHODS = ("random", "smooth", "leaves", "real_sample", "dm")
+ROW_BITS = (32, 12, 8)
+"""How many bits a number of a table of statistics has on its way."""
 IMAGE_OPTIMIZERS = ("sgd", "adam")
 LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
 LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")

@@ -21,6 +21,7 @@ from fedquilt.config.choices import (
     LOGIT_LOSSES,
     LOSS_COMPUTATIONS,
     MODEL_SCHEDULES,
+    ROW_BITS,
 )
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.run import RunConfig, declare, option_fields
@@ -56,15 +57,17 @@ _BOUNDED = "Certified condensation"
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
 # so a bound wants many; groups need clients with enough samples of a class.
 FEDNUM_DEFAULTS: dict[str, Any] = {"num_clients": 20}
-# Tried on held-out training images of CIFAR-10; at 10 images of a class ten points above the
-# plain form at the same bytes.  On the 8 x 8 digits five points below it in one short run.
+# Tried on held-out training images of CIFAR-10; at 10 images of a class more than ten points above
+# the plain form at fewer bytes.  On the 8 x 8 digits five points below it in one short run.
 COLOUR_DEFAULTS: dict[str, Any] = {
     "tiles": 0,
     "moments": 2,
+    "row_bits": 8,
     "image_optimizer": "adam",
-    "init_method": "smooth",
+    "init_method": "leaves",
     "model_schedule": "cosine",
     "cutmix": 0.5,
+    "model_families": 3,
 }
 COLOURED = ("cifar10", "cifar100", "tiny-imagenet")
 """The data sets by name that `COLOUR_DEFAULTS` are for."""
@@ -96,6 +99,7 @@ CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
         "model_weight_decay": 5e-4,
         "model_schedule": "constant",
         "cutmix": 0.0,
+        "model_families": 1,
         "eval_every": 1,
         "feature_model": "global",
         "augmentation": "none",
@@ -103,6 +107,7 @@ CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
         "min_group": 1,
         "max_samples": 0,
         "moments": 1,
+        "row_bits": 32,
         "ipc": 10,
         "tiles": 1,
         "init_method": "real_sample",
@@ -159,6 +164,13 @@ class CondenseConfig(RunConfig):
     cutmix: float = declare(
         0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1
     )
+    model_families: int = declare(
+        1,
+        _MODEL,
+        "Families of augmentation that a batch of that training goes through, others each time.",
+        at_least=1,
+        at_most=6,
+    )
     eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
     avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
@@ -177,7 +189,8 @@ class CondenseConfig(RunConfig):
     model_n: int | None = declare(
         None,
         _STATISTICS,
-        "Feature models a round; absent: 8, with two moments 4, for global 1.",
+        "Feature models a round; absent: 8, with two moments 4, with 8 bits thrice that, for "
+        "global 1.",
         at_least=1,
     )
     trained_n: int = declare(
@@ -188,6 +201,9 @@ class CondenseConfig(RunConfig):
     )
     moments: int = declare(
         1, _STATISTICS, "1: clients send means; 2: means and variances.", at_least=1, at_most=2
+    )
+    row_bits: int = declare(
+        32, _STATISTICS, "Bits of a number that clients send: 32, 12 or 8.", at_least=1
     )
     rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
     augmentation: str = declare(
@@ -206,8 +222,8 @@ class CondenseConfig(RunConfig):
     init_method: str = declare(
         "random",
         _MATCHING,
-        "First images: noise, or smooth noise; for comparison only real_sample, which takes the "
-        "clients' own, and dm, which takes what they condense of them.",
+        "First images: noise, smooth noise, or drawings (leaves); for comparison only real_sample, "
+        "which takes the clients' own, and dm, which takes what they condense of them.",
         choices=INIT_METHODS,
     )
     dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)
@@ -280,6 +296,10 @@ class CondenseConfig(RunConfig):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
             )
+        if self.row_bits not in ROW_BITS:
+            raise InvalidValueError(
+                f"row_bits={self.row_bits} must be one of {', '.join(map(str, ROW_BITS))}"
+            )
         least = min(self.avg_num, self.min_group)
         if 0 < self.max_samples < least:
             raise InvalidValueError(
@@ -344,8 +364,10 @@ class CondenseConfig(RunConfig):
 
     @property
     def feature_models(self) -> int:
-        """Feature models of a round; with two moments half as many send the same bytes."""
-        return self.model_n or (1 if self.feature_model == "global" else 8 // self.moments)
+        """Feature models of a round: with any moments and bits about as many bytes are sent."""
+        if self.model_n is not None or self.feature_model == "global":
+            return self.model_n or 1
+        return 8 * {32: 1, 12: 2, 8: 3}[self.row_bits] // self.moments
 
     def image_step(self, pixels: int, features: int) -> float:
         """Return the step of the images, for images and embeddings of so many numbers.

@@ -102,6 +102,7 @@ class Settings(RunSettings, total=False):
     model_weight_decay: float
     model_schedule: str
     cutmix: float
+    model_families: int
     avg_num: int
     min_group: int
     max_samples: int
@@ -110,6 +111,7 @@ class Settings(RunSettings, total=False):
     trained_n: int
     pool_epochs: int
     moments: int
+    row_bits: int
     rho: float
     augmentation: str
     ipc: int

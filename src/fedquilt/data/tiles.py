@@ -30,7 +30,18 @@ def expand(images: torch.Tensor, tiles: int) -> torch.Tensor:
     cut = images[..., : height * tiles, : width * tiles]
     cut = cut.reshape(count, channels, tiles, height, tiles, width)
     small = cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels, height, width)
-    return functional.interpolate(small, size=sides, mode="bilinear", align_corners=False)
+    rows, columns = (_enlarger(*pair, images) for pair in zip((height, width), sides, strict=True))
+    return rows @ small @ columns.mT
+
+
+def _enlarger(small: int, large: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the matrix [large, small] that enlarges a line bilinearly.
+
+    A product on either side is what `interpolate` computes, in less time for many small
+    images: its kernels take one after the other.
+    """
+    lines = torch.eye(small, dtype=like.dtype, device=like.device)[None]
+    return functional.interpolate(lines, size=large, mode="linear", align_corners=False)[0].T
 
 
 def shrink(images: torch.Tensor, tiles: int) -> torch.Tensor:

@@ -311,6 +311,10 @@ class FedNumClient:
             "counts": {c: torch.from_numpy(groups.counts[at]) for c, at in places.items()},
         }
 
+    def sent_classes(self) -> list[int]:
+        """Return the classes that `train` sends: those with `min_group` samples or more."""
+        return [int(label) for label in np.unique(self._groups().classes)]
+
     def get_images(self, label: int) -> torch.Tensor:
         """Return the images of a class as they are, which `init_method="real_sample"` wants."""
         return self._images[torch.from_numpy(np.flatnonzero(self._labels == label))]

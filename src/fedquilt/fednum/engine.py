@@ -19,6 +19,7 @@ from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
     POOLS,
     Condensation,
+    begun_without_data,
     groups_per_step,
     init_notes,
     make_round_models,
@@ -87,9 +88,10 @@ class ClientEngine(TableSource):
         for place in map(int, cohort):
             client = self._clients[place]
             table = joined([self._ask(client, round_index, number) for number in models])
-            self.bytes_up += table.num_bytes
+            bits = self.round_models.row_bits
+            self.bytes_up += table.num_bytes(bits)
             size = int(table.counts.sum())
-            yield ClientUpdate(place, table.pack().to(self._device), size, math.nan)
+            yield ClientUpdate(place, table.pack(bits).to(self._device), size, math.nan)
 
     def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
         round_models = self.round_models
@@ -128,6 +130,24 @@ def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
     return Cohort(places, places)
 
 
+def check_contributes(clients: Sequence[Client]) -> None:
+    """Raise, before anything is computed, where it is known that nobody will send anything.
+
+    What clients with a `train` of their own send is known only when they have.
+    """
+    known = [c for c in clients if isinstance(c, FedNumClient) and _groups_as_ours(c)]
+    if len(known) == len(clients) and not any(client.sent_classes() for client in known):
+        least = min(client.min_group for client in known)
+        raise InvalidValueError(
+            f"min_group={least} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+
+
+def _groups_as_ours(client: FedNumClient) -> bool:
+    return type(client).train is FedNumClient.train
+
+
 def make_fednum(
     config: CondenseConfig,
     model: nn.Module,
@@ -137,6 +157,7 @@ def make_fednum(
     num_classes: int,
 ) -> Condensation:
     """Build the method; `sample` has the shape and the device of the images."""
+    check_contributes(clients)
     augmentation = Augmentation(config.augmentation)
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
@@ -189,12 +210,11 @@ def first_images_of(
         own = copy.deepcopy(model).to(device)
         moves = moves_of_clients(config, own, sample[:1])
         return first, condensed_by_clients(config, own, held_by, moves, first)
-    if config.init_method == "smooth":
-        return first.smoothed(), 0
+    begun = begun_without_data(first, config)
+    if begun is not None:
+        return begun, 0
     sent = 0
     for label, images in zip(first.classes, first.by_class(), strict=True):
-        if config.init_method == "random":
-            break
         held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
         if len(held):
             chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
@@ -217,7 +237,7 @@ def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tens
 def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
     """Say what leaves the clients."""
     ours = [c for c in clients if isinstance(c, FedNumClient)]
-    known = [c for c in ours if type(c).train is FedNumClient.train]
+    known = [c for c in ours if _groups_as_ours(c)]
     notes: list[str] = []
     if known:
         least = min(min(client.min_group, client.avg_num) for client in known)
