@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import random
 import sys
 from collections import deque
@@ -287,10 +288,15 @@ def _mapping(name: str, mapping: dict[Any, Any]) -> _Part:
             if key not in _SET_BY_TRAIN and mapping.get(key, _ABSENT) is not saved.get(key, _ABSENT)
         ]
 
+    names = list(saved)
+
     def restore() -> None:
-        same = len(mapping) == len(saved) and all(
-            ours == theirs and mapping[ours] is saved[theirs]
-            for ours, theirs in zip(mapping, saved, strict=True)
+        if not names and not mapping:  # most are empty, and this runs for every client
+            return
+        same = (
+            len(mapping) == len(names)
+            and all(map(operator.is_, mapping.values(), saved.values()))
+            and list(mapping) == names
         )
         if not same:
             mapping.clear()

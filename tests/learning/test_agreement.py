@@ -1,0 +1,63 @@
+"""Every mode and the built-in models, cohort by cohort: the engines train what sequential does.
+
+`benchmarks/agreement.py` has all models, and the engines that start processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fedquilt.config.modes import MODES
+from fedquilt.learning import ClientUpdate
+from fedquilt.models.registry import MODELS
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "agreement.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("agreement", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["agreement"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+agreement = load()
+IN_PROCESS = ("batched", "stacked")
+
+
+def test_every_built_in_model_has_its_row() -> None:
+    assert set(agreement.SHAPES) == set(MODELS)
+
+
+@pytest.mark.parametrize("mode", [*MODES, agreement.AMPLIFIED])
+def test_engines_agree_in_every_mode(mode: str) -> None:
+    cells = agreement.compare("digits", mode, IN_PROCESS)
+    assert set(cells) == set(IN_PROCESS)
+    assert all(0 < value <= agreement.LIMIT for value in cells.values()), cells
+
+
+@pytest.mark.parametrize("model", ["mlp", "linear", "hog-linear"])
+def test_engines_agree_on_small_models(model: str) -> None:
+    cells = agreement.compare(model, "fedavg", IN_PROCESS)
+    assert all(value <= agreement.LIMIT for value in cells.values()), cells
+
+
+def test_a_difference_is_seen() -> None:
+    """In an update, a loss, the number of samples, and who it is of."""
+
+    def update(client: int = 0, value: float = 1.0, samples: int = 3, loss: float = 0.5) -> list:
+        return [ClientUpdate(client, torch.tensor([value, 2.0]), samples, loss)]
+
+    assert agreement.difference(update(), update()) == 0
+    assert 1e-3 < agreement.difference(update(value=1.01), update()) < 1e-2
+    for other in (update(client=1), update(samples=2), update(loss=0.6)):
+        assert agreement.difference(other, update()) == float("inf")
