@@ -321,8 +321,8 @@ class CondenseConfig(RunConfig):
             )
         if self.row_bits != 32:
             raise InvalidValueError(
-                f"row_bits={self.row_bits} must be 32 with mode='certified': what travels is clipped "
-                "and noised as it is"
+                f"row_bits={self.row_bits} must be 32 with mode='certified': what travels is "
+                "clipped and noised as it is"
             )
         if self.rounds_of_means > self.num_rounds:
             raise InvalidValueError(
