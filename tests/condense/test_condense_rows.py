@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from condense_samples import condense, small
+from condense_samples import certified, condense, small
 
 from fedquilt.assemble import build_method, build_problem
 from fedquilt.condense.method import Condensation
@@ -71,6 +71,8 @@ def test_plain_rows_are_as_they_were_and_other_bits_are_refused() -> None:
             wrong()
     with pytest.raises(InvalidValueError, match="row_bits=16 must be one of 32, 12, 8"):
         small(row_bits=16)
+    with pytest.raises(InvalidValueError, match="row_bits=8 must be 32 with mode='certified'"):
+        certified(row_bits=8)
 
 
 def test_tables_of_clients_are_laid_end_to_end_and_cost_what_they_send() -> None:

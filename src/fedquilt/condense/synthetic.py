@@ -79,7 +79,8 @@ class SyntheticSet:
 
         Every smaller image is a drawing of its own ("leaves" in
         `fedquilt.models.features.draw`), with mean 0 and standard deviation 1/2 in each
-        channel.  What matching does not decide then looks like the edges of things.
+        channel before it is made smaller.  What matching does not decide then looks like the
+        edges of things.
         """
         count = len(self.images) * self.tiles**2
         drawings = draw("leaves", tuple(self.images.shape[1:]), count, seed)

@@ -319,6 +319,11 @@ class CondenseConfig(RunConfig):
                 "mode='certified': its bound is about class means and residuals, and its images "
                 "are whole ones"
             )
+        if self.row_bits != 32:
+            raise InvalidValueError(
+                f"row_bits={self.row_bits} must be 32 with mode='certified': what travels is "
+                "clipped and noised as it is"
+            )
         if self.rounds_of_means > self.num_rounds:
             raise InvalidValueError(
                 f"mean_rounds={self.mean_rounds} must be <= num_rounds={self.num_rounds}"
