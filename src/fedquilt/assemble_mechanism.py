@@ -129,7 +129,7 @@ def make_quap_mechanism(parts: MechanismParts) -> Mechanism:
         make_allocator(config),
         FixedClipper(config.clip_norm) if fixed else make_clipper(config),
         make_coverage(flat, patterns),
-        noise_source(config.noise_seed),
+        noise_source(config.noise_seed, flat.vector.device),
         num_clients=parts.selector.availability.num_clients,
         warmup_rounds=config.warmup_rounds,
         max_agg_norm=config.max_agg_norm,

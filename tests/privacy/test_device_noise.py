@@ -19,7 +19,13 @@ import torch
 from fedquilt.privacy import device_noise
 from fedquilt.privacy.clip import LongNorm
 from fedquilt.privacy.device_noise import DeviceNoise, expand
-from fedquilt.privacy.noise import BandedNoise, SecretNoise, SeededNoise, noise_source
+from fedquilt.privacy.noise import (
+    BandedNoise,
+    SecretNoise,
+    SeededNoise,
+    noise_source,
+    normal_where,
+)
 
 is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not is_interpreted, reason="runs in the interpreter's process")
@@ -35,7 +41,7 @@ def test_the_kernel_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:]
-    assert "5 passed" in ended.stdout
+    assert "6 passed" in ended.stdout
 
 
 def chacha20(key: bytes, size: int) -> bytes:
@@ -90,6 +96,24 @@ def test_where_noise_is_drawn() -> None:
     # A vector on the CPU gets its noise from the operating system itself.
     ((_, noise),) = BandedNoise(source).draw_pieces(0, 1000, CPU)
     assert 0.9 < float(noise.std()) < 1.1
+
+
+def test_noise_of_one_vector_is_drawn_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[torch.device] = []
+
+    def noted(key: bytes, size: int, device: Any) -> torch.Tensor:
+        places.append(device)
+        return torch.ones(size, dtype=torch.float64)
+
+    monkeypatch.setattr(device_noise, "expand", noted)
+    assert normal_where(CUDA, 4, DeviceNoise()).tolist() == [1.0] * 4
+    assert places == [CUDA]
+    assert len(normal_where(CPU, 4, DeviceNoise())) == 4
+    assert torch.equal(
+        normal_where(CPU, 4, SeededNoise(1).stream(2)),
+        torch.from_numpy(SeededNoise(1).stream(2).normal(4)),
+    )
+    assert places == [CUDA]
 
 
 def test_a_norm_is_added_up_where_the_pieces_are() -> None:

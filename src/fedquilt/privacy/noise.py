@@ -134,6 +134,13 @@ def noise_source(seed: int | None, device: torch.device | None = None) -> NoiseS
     return SecretNoise()
 
 
+def normal_where(device: torch.device, size: int, stream: NoiseStream) -> torch.Tensor:
+    """Return standard normal numbers of a stream on a device; drawn there by one that can."""
+    if device.type != "cpu" and isinstance(stream, DeviceStream):
+        return stream.normal_on(device, size)
+    return torch.from_numpy(stream.normal(size)).to(device)
+
+
 def toeplitz_coefficients(bands: int) -> NDArray[np.float64]:
     """Return c_0 .. c_(b-1) of the truncated square root of the prefix-sum matrix."""
     steps = np.arange(1, bands, dtype=np.float64)

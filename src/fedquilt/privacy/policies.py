@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.noise import NoiseStream, SecretNoise
+from fedquilt.privacy.noise import NoiseStream, SecretNoise, normal_where
 
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
@@ -144,8 +144,8 @@ def add_noise(data: Vector, noise_std: float, noise: NoiseStream) -> Vector:
     noise, become float64.
     """
     if isinstance(data, torch.Tensor):
-        drawn = torch.from_numpy(noise.normal(data.numel()).reshape(tuple(data.shape)))
-        noised = data.to(torch.float64) + noise_std * drawn.to(data.device)
+        drawn = normal_where(data.device, data.numel(), noise).view(data.shape)
+        noised = data.to(torch.float64) + noise_std * drawn
         return noised.to(data.dtype) if data.is_floating_point() else noised
     array = np.asarray(data)
     kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
