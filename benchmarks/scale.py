@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 COHORT, ROUNDS, SKIPPED = 100, 23, 3
-LIMIT_MS, LIMIT_MB, LIMIT_MODELS = 50, 20, 4.1
+LIMIT_MS, LIMIT_MB, LIMIT_MODELS = 50, 20, 4.25
 MODES = ("fedavg", "certified", "certified, paid before")
 
 

@@ -118,6 +118,8 @@ class FlatModel:
         # Their own memory: a forward pass may point a parameter at another one.
         self._homes = [parameter.data for parameter in self.parameters]
         self._state: ModuleState | None = None
+        self.stepped: tuple[nn.Linear, ...] = ()
+        """The layers that step while the gradient passes (`learning/stepped.py`)."""
 
     def remember(self) -> ModuleState:
         """Save the module's whole state, for `restore`."""

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from fedquilt.learning.engine import (
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.metrics import Accuracy, measure
 from fedquilt.learning.objective import CROSS_ENTROPY, outputs_of
+from fedquilt.learning.stepped import find_stepped, stepping
 
 NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, which say nothing of a client's data."""
@@ -92,7 +94,8 @@ def train_client(
     steps = settings.optimizer.begin(parameters, anchors, learning_rate, settings.fedprox_mu)
     plain = settings.optimizer.is_plain and anchors is None
     in_backward = plain and flat.vector.numel() > LARGE
-    with seeded_layers(device, seed), own_draws(draws):
+    stepped = flat.stepped if in_backward else ()
+    with seeded_layers(device, seed), own_draws(draws), stepping(stepped, learning_rate):
         for step, batch in enumerate(_batches(index, settings, seed, flat)):
             if draws is not None:
                 draws.begin(bits_of(seed, step))
@@ -117,7 +120,8 @@ def step_in_backward(
     """
 
     def move(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # its layer has stepped
+            return
         with torch.no_grad():
             parameter.add_(parameter.grad, alpha=-learning_rate)
         parameter.grad = None
@@ -164,6 +168,21 @@ def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
     flat.restore()
     flat.write(before)
     return draws if draws.shapes and not again.count else None
+
+
+def find_steps(flat: FlatModel, public: Task, settings: LocalSettings) -> None:
+    """Look for the layers of a large model that can step while its gradient passes."""
+    plain = settings.optimizer.is_plain and not settings.fedprox_mu
+    if not plain or flat.vector.numel() <= LARGE:
+        return
+    before = flat.read().clone()
+    flat.restore()
+    flat.module.train()
+    with seeded_layers(public.device, 0):
+        trial = partial(_trial_number, flat.module, public)
+        flat.stepped = tuple(find_stepped(flat.module, flat.parameters, trial))
+    flat.restore()
+    flat.write(before)
 
 
 def _trial_number(module: nn.Module, public: Task) -> torch.Tensor:
@@ -316,6 +335,7 @@ class SequentialEngine:
             self._flat = FlatModel(model, public.inputs)
         self._flat.remember()
         self._draws = find_draws(self._flat, public)
+        find_steps(self._flat, public, settings)
         refuse_hidden_state(self._flat, public, settings, self._draws, self._loss_of)
 
     def train(

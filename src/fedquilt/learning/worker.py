@@ -27,7 +27,13 @@ from fedquilt.common.errors import StorageError
 from fedquilt.learning.cpu_training import CpuTraining
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import NEVER_SILENT, default_loss_of, find_draws, train_client
+from fedquilt.learning.local import (
+    NEVER_SILENT,
+    default_loss_of,
+    find_draws,
+    find_steps,
+    train_client,
+)
 from fedquilt.learning.plan import NoPlanError
 
 # Numbers of malloc.h, and how much a worker keeps.
@@ -152,6 +158,7 @@ class _Trainer:
         self._flat = FlatModel(model, public.inputs)
         self._flat.remember()
         self._draws = find_draws(self._flat, public)
+        find_steps(self._flat, public, settings)
         self._slots = slots
         self._by_hand: CpuTraining | None = None
         with contextlib.suppress(NoPlanError):  # the engine has said why
