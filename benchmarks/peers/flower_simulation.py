@@ -76,8 +76,9 @@ class Gated(FedAvg):
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         """Average, and say how long the round took."""
         averaged = super().aggregate_fit(server_round, results, failures)
-        if failures:
-            print(failures[0], file=sys.stderr)
+        if failures:  # a round that somebody did not train is no figure
+            print(f"{len(failures)} clients failed: {failures[0]!r}", file=sys.stderr, flush=True)
+            os._exit(1)
         self.latest = averaged[0]
         self._gate.done()
         return averaged

@@ -54,8 +54,9 @@ def bench(
         _say("")
         print(f"\n{table(work, rows)}", flush=True)
         told["works"].append(as_json(work, rows))  # type: ignore[attr-defined]
+        if out is not None:  # after each, so that one that is stopped leaves the others
+            storage.write_file(Path(out), json.dumps(told, indent=1).encode() + b"\n")
     if out is not None:
-        storage.write_file(Path(out), json.dumps(told, indent=1).encode() + b"\n")
         print(f"\nfigures: {out}")
 
 

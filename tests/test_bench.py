@@ -1,0 +1,68 @@
+"""`fedquilt bench`: everybody does the same work, and who fails does not take the others along."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from command_line import Said
+from fedquilt.bench import as_json, make_work, measure, table
+from fedquilt.bench.work import Work
+from fedquilt.common.errors import WorkerError
+
+
+class FakeWay:
+    """Takes a second a round; fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.closed = fails, False
+
+    def round(self, index: int) -> float:
+        if self.fails == "round" and index == 1:
+            raise WorkerError("it ended")
+        return 1.0
+
+    def accuracy(self) -> float:
+        if self.fails == "accuracy":
+            raise WorkerError("it has no model")
+        return 0.5
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(scope="module")
+def work() -> Work:
+    return make_work("small", rounds=2, clients_a_round=2, dataset="digits", num_clients=4)
+
+
+def test_who_fails_is_noted_and_the_others_have_their_figures(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {name: FakeWay(name) for name in ("well", "round", "accuracy")}
+    makers = {name: lambda way=way: way for name, way in ways.items()}
+    module = importlib.import_module("fedquilt.bench.measure")  # the function has its name
+    monkeypatch.setattr(module, "_makers", lambda *given: makers)
+    well, ended, last = measure(work)
+    assert (well.seconds, well.accuracy, well.note) == ([1.0, 1.0], 0.5, "")
+    assert (ended.seconds, ended.accuracy, ended.note) == ([], None, "ended: it ended")
+    assert (last.accuracy, last.note) == (None, "no accuracy: it has no model")
+    assert all(way.closed for way in ways.values())
+    assert "it has no model" in table(work, [well, ended, last])
+    assert [row["accuracy"] for row in as_json(work, [well, last])["rows"]] == [0.5, None]
+
+
+def test_the_command_writes_the_figures_of_engines(cli: Callable[..., Said], here: Path) -> None:
+    out = here / "bench.json"
+    options = ["--dataset", "digits", "--works", "small", "--rounds", "1"]
+    ways = ["--only", "engine sequential", "--only", "engine batched"]
+    said = cli("bench", *options, *ways, "--clients-per-round", 2, "--out", out)
+    assert said.code == 0, said.err
+    (told,) = json.loads(out.read_text())["works"]
+    assert [row["way"] for row in told["rows"]] == ["engine sequential", "engine batched"]
+    one, other = (row["accuracy"] for row in told["rows"])
+    assert one == pytest.approx(other, abs=0.01)
