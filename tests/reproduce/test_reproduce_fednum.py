@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fedquilt.config.condense import CONDENSE_PRESETS
-from fedquilt.reproduce import PAPERS, Wanted, fednum, reproduce
+from fedquilt.errors import DataError
+from fedquilt.reproduce import PAPERS, Wanted, fednum, kept_cells, reproduce
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 from fedquilt.sweep.worker import run_point
 
@@ -56,6 +57,24 @@ def test_the_baselines_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(kept["beside"]) == set(fednum.BASELINES)
     assert kept["bytes_up"] > kept["bytes_down"] > 0
     assert kept["claimed_epsilon"] == "inf"
+
+
+def test_a_kept_file_is_checked(tmp_path: Path) -> None:
+    cell = fednum.cells("small", ["default"])[0]
+    path = DOCS / "reproduction" / "fednum" / "small" / f"{cell.name}.json"
+    record = json.loads(path.read_text())
+    copy = tmp_path / path.name
+
+    def found(**changes: Any) -> bool:
+        copy.write_text(json.dumps({**record, **changes}))
+        return cell.name in kept_cells(tmp_path, [cell])
+
+    assert found()
+    without = {name: row for name, row in record["beside"].items() if name != "dm"}
+    assert not found(beside=without), "a baseline that is wanted now is computed"
+    for changes in ({"bytes_up": "many"}, {"beside": {"dm": {"accuracy": 1.0}}}, {"seconds": "x"}):
+        with pytest.raises(DataError, match=path.name):
+            found(**changes)
 
 
 @pytest.mark.usefixtures("here")

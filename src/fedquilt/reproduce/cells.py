@@ -17,7 +17,19 @@ import numpy as np
 
 from fedquilt._version import __version__
 from fedquilt.common.errors import DataError
-from fedquilt.common.shapes import ANY_NUMBER, COUNT, TEXT, Listed, Table, check
+from fedquilt.common.shapes import (
+    ANY_NUMBER,
+    ANY_TEXT,
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Listed,
+    Mapped,
+    Plain,
+    Table,
+    check,
+)
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
 from fedquilt.config import plain_config
@@ -29,15 +41,26 @@ HOW = ("device", "devices", "engine", "precision", "data_dir", "no_download", "o
 """Options of where and how fast a run computes."""
 
 _CURVE_POINTS = 41
+_ROW = {"accuracy": ANY_NUMBER, "rounds": COUNT}
+_BYTES = {"bytes_up": COUNT, "bytes_down": COUNT}
+_TRUTH = Plain("true or false", frozenset({bool}))
 _KEPT = Table(
     {
         "cell": TEXT,
         "config": Table({}),
-        "accuracy": ANY_NUMBER,
-        "rounds": COUNT,
         "curve": Table({"rounds": Listed(COUNT), "accuracy": Listed(ANY_NUMBER)}),
-    }
+        **_ROW,
+    },
+    {
+        "how": Mapped(ANY_TEXT),
+        "seconds": ANY_NUMBER,
+        "noise_to_signal": ANY_NUMBER,
+        "groups": Mapped(Listed(NUMBER)),
+        "tiers": Mapped(Table({"clients": POSITIVE, "accuracy": ANY_NUMBER})),
+        "beside": Mapped(Table({**_ROW, **_BYTES, "raw": _TRUTH})),
+    },
 )
+_KEPT_CONDENSATION = Table({**_KEPT.needed, **_BYTES}, _KEPT.known)
 
 
 @dataclass(frozen=True)
@@ -94,8 +117,10 @@ def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
         path = kept_path(folder, cell)
         if path.is_file():
             record = read_json(path, DataError, NOTE_BYTES)
-            check(record, _KEPT, path, DataError)
-            if _completed(record["config"]) == json.loads(json.dumps(cell.config())):
+            condenses = cell.settings.get("method") == "condense"
+            check(record, _KEPT_CONDENSATION if condenses else _KEPT, path, DataError)
+            same = _completed(record["config"]) == json.loads(json.dumps(cell.config()))
+            if same and set(cell.baselines) <= set(record.get("beside", ())):
                 found[cell.name] = Kept(record)
     return found
 
