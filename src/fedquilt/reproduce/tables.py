@@ -51,8 +51,13 @@ def spread(values: Sequence[float | None]) -> str:
 
 
 def mean(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
-    """Return mean and deviation of the accuracies over the cells that are kept."""
-    return spread(accuracies(cells, kept))
+    """Return mean and deviation of the accuracies over the cells that are kept.
+
+    Where they are not all, how many is said.
+    """
+    values = accuracies(cells, kept)
+    few = 1 < len(values) < len(cells)
+    return spread(values) + (f" ({len(values)} of {len(cells)} seeds)" if few else "")
 
 
 def named(used: str, stands_for: str) -> str:
