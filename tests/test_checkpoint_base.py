@@ -234,3 +234,13 @@ def test_a_stopped_run_goes_on_from_a_base(
     resume_run(half)
     assert_is_whole(half, whole)
     assert not list(half.glob(BASES))
+
+
+@pytest.mark.usefixtures("short")
+def test_an_array_that_a_run_keeps_no_more_is_not_looked_for(folder: RunFolder) -> None:
+    state = clients(20)
+    folder.save_checkpoint(1, MODEL, state)
+    del state["last"]
+    folder.save_checkpoint(2, MODEL, state)
+    assert loaded(folder) == (2, bits(state))
+    assert len(list(folder.path.glob(BASES))) == 1

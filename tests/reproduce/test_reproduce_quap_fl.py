@@ -106,6 +106,17 @@ def test_a_kept_cell_counts_only_for_its_configuration() -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_finished_run_of_other_defaults_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, whole = small_cell(), Cell.config
+    run_cells(Path("kept"), [cell], Path("work"), {})
+    # As if a newer fedquilt meant something else by what the cell leaves unsaid.
+    monkeypatch.setattr(Cell, "config", lambda self: {**whole(self), "lr_decay": 0.5})
+    assert kept_cells(Path("kept"), [cell]) == {}
+    run_cells(Path("kept"), [cell], Path("work"), {})
+    assert len(list(Path("work").rglob("result.json"))) == 2
+
+
+@pytest.mark.usefixtures("here")
 def test_a_cell_that_cannot_run_says_why() -> None:
     with pytest.raises(DataError, match=r"1 cells could not run: one: .*nowhere"):
         run_cells(Path("kept"), [small_cell()], Path("work"), {"data_dir": "nowhere"})

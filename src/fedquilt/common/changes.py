@@ -58,7 +58,8 @@ class LongArrays:
             dense = {key for key in self._base if key in changed and changed[key] is None}
             self._dense |= dense
             changed = {key: where for key, where in changed.items() if key not in dense}
-        self._is_new = any(where is None for where in changed.values())
+        gone = bool(changed) and not self._base.keys() <= state.keys()
+        self._is_new = gone or any(where is None for where in changed.values())
         if self._is_new:
             self._token = secrets.token_hex(8)
             self._base = {key: state[key].copy() for key in changed}

@@ -168,9 +168,12 @@ def run_cells(
         Point(number, {**cell.settings, **how}, cell.seed, cell.baselines)
         for number, cell in enumerate(cells)
     )
-    # Other cells, or other options, are another sweep.
+    # Other cells, or other options, are another sweep; so are the same under other defaults.
     named = json.dumps(
-        [[cell.name, p.settings, p.baselines] for cell, p in zip(cells, points, strict=True)]
+        [
+            [cell.name, cell.config(), p.settings, p.baselines]
+            for cell, p in zip(cells, points, strict=True)
+        ]
     )
     place = work / hashlib.sha256(named.encode()).hexdigest()[:12]
     wanted = [cell for cell in cells if only is None or cell.name in only]
