@@ -115,3 +115,12 @@ def test_other_pools_stay_as_they_are(other: dict[str, Any]) -> None:
     model = nn.Sequential(nn.AvgPool2d(2, **other), nn.AvgPool2d(3))
     kept = HalfPrecision(model).modules()
     assert not any(isinstance(layer, Halving) for layer in kept)
+
+
+def test_a_pool_of_ones_own_stays() -> None:
+    class Doubled(nn.AvgPool2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    x = torch.ones(1, 1, 4, 4)
+    assert torch.equal(HalfPrecision(nn.Sequential(Doubled(2)))(x), torch.full((1, 1, 2, 2), 2.0))

@@ -146,7 +146,7 @@ class HalfPrecision(nn.Module):
         self.model = model.to(torch.bfloat16)
         for part in self.model.modules():
             for name, layer in list(part.named_children()):
-                if isinstance(layer, nn.AvgPool2d) and _halves(layer):
+                if type(layer) is nn.AvgPool2d and _halves(layer):
                     setattr(part, name, Halving())
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
