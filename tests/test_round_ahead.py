@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fedquilt
+from fedquilt.aggregation import ServerOptimizer
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.engine import ClientUpdate
 from fedquilt.privacy.certified import Certified
@@ -105,6 +106,28 @@ def test_every_charge_is_on_disk_before_what_follows_from_its_release(
     late, now = ["train", *booked, "reserve"], ["train", "reserve"]
     expected = now + late + late + booked + now + late + late + booked + now + booked
     assert events[: len(expected)] == expected
+
+
+def test_a_server_of_ones_own_gets_a_release_after_its_charge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = noted(monkeypatch)
+
+    class Showing(fedquilt.WholeModel):
+        """Its server does something that cannot be undone with every release."""
+
+        def __init__(self, parts: Any) -> None:
+            super().__init__(parts)
+            self.server = Shown("sgd", 1.0)
+
+    class Shown(ServerOptimizer):
+        def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+            events.append("shown")
+            return super().step(weights, update)
+
+    run(tmp_path, True, events, method=Showing, mode="certified", epsilon=5.0)
+    steps = [event for event in events if event in ("settle", "shown")]
+    assert steps == ["settle", "shown"] * 7
 
 
 def test_an_error_in_a_round_leaves_the_round_before_it_booked(

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.aggregation import ServerOptimizer
 from fedquilt.assemble import (
     BuildEngine,
     BuildMethod,
@@ -238,10 +239,12 @@ class Experiment:
         """Tell whether a round is charged, kept and shown while the next one trains.
 
         Where that trains on a device, the host has the time; not where the model is evaluated,
-        which takes the device.
+        which takes the device, nor where a server of somebody's own uses the release: it may
+        show it, so the charge has to be on disk before.
         """
         starts_early = getattr(self.method.engine, "starts_early", False)
-        return starts_early and not self._evaluates(index + 1)
+        is_ours = type(self.method.server) is ServerOptimizer
+        return starts_early and is_ours and not self._evaluates(index + 1)
 
     def _catch_up(self) -> None:
         """Book the round before, if that was put off; the next one may be training."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from fedquilt.common.norms import note_length, noted_length
@@ -32,3 +36,18 @@ def test_a_note_is_void_once_anything_is_written() -> None:
     assert noted_length(first) is None
     assert norm(first) == math.sqrt(52.0)
     assert noted_length(first.clone()) is None
+
+
+@pytest.mark.parametrize(
+    "made", [copy.copy, copy.deepcopy, lambda vector: pickle.loads(pickle.dumps(vector))]
+)
+def test_a_note_does_not_go_with_a_copy(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    vector = torch.ones(4)
+    for _ in range(5):
+        vector.mul_(1.0)
+    note_length(vector, 2.0)
+    copied = made(vector)
+    while copied._version < vector._version:  # a copy counts its changes anew
+        copied.mul_(10.0)
+    assert noted_length(copied) is None
+    assert norm(copied) > 2.0

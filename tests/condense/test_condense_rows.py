@@ -113,3 +113,21 @@ def test_coded_rows_from_elsewhere_that_read_as_infinite_are_refused() -> None:
     vector[3:7] = 3e38
     assert bool(torch.isfinite(vector).all())
     assert method.objection(vector) == "means must be finite"
+
+
+def test_coded_logits_that_read_as_infinite_are_refused() -> None:
+    config, problem = build_problem(small(row_bits=8, logit_loss_type="l2"))
+    method = build_method(config, problem)
+    assert isinstance(method, Condensation)
+    models = method.source.round_models  # type: ignore[attr-defined]
+    models.open(problem.flat.read(), 0)
+    assert models.num_logits > 3
+    whole = torch.zeros(1, dtype=torch.int64)
+    features, logits = torch.zeros(1, models.num_features), torch.zeros(1, models.num_logits)
+    vector = StatisticsTable(whole, whole, whole + 9, features, logits).pack(8)
+    blocks = -(-(models.num_features + models.num_logits) // BLOCK)
+    vector[3 + blocks : 3 + 2 * blocks] = 3e38  # a step that only a code above zero shows
+    assert method.objection(vector) is None
+    vector[-1] = 255.0
+    assert bool(torch.isfinite(vector).all())
+    assert method.objection(vector) == "means must be finite"

@@ -180,8 +180,10 @@ class TableSource:
         if not bool((known & counted).all()):
             return "rows must be of the round's models"
         # Coded numbers can be read as infinite where none of those that travelled is.
-        overflows = torch.isfinite(vector).all() & ~torch.isfinite(table.features).all()
-        return "means must be finite" if bool(overflows) else None
+        means = (table.features, table.logits)
+        finite = all(bool(torch.isfinite(part).all()) for part in means)
+        overflows = not finite and bool(torch.isfinite(vector).all())
+        return "means must be finite" if overflows else None
 
 
 class StatisticsEngine(TableSource):
