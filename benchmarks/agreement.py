@@ -58,6 +58,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "convnet-32": (3, 32, 32),
     "resnet18": (3, 32, 32),
     "resnet18-batchnorm": (3, 32, 32),
+    "lenet": (1, 28, 28),
     "lstm": (80,),
     "hog-linear": (1, 28, 28),
     "scatter-linear": (1, 28, 28),
