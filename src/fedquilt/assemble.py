@@ -417,12 +417,9 @@ def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Probl
 
     Its folder then says which one, and whoever resumes it trains with the same.
     """
-    own = problem.own
-    brought = own.method or own.engine or own.remote
-    trains = config.method in WHOLE_METHODS and not isinstance(config, CondenseConfig)
-    settled = config.engine != "auto" or config.devices is not None
-    if settled or brought or not trains or problem.task.elsewhere:
+    if not _is_open(config, problem):
         return config, problem
+    own = problem.own
     cohort = config.cohort_limit(len(problem.task.clients))
     settings = MethodParts(
         config,
@@ -437,6 +434,25 @@ def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Probl
     _LOG.info("%s", said)
     problem = dataclasses.replace(problem, engine_choice=said)
     return config.replace(engine=choice.engine), problem
+
+
+def engine_of_before(config: RunConfig, problem: Problem) -> RunConfig:
+    """Return the configuration of a resumed run with the engine that it began with.
+
+    A folder that says `auto` was made before `auto` was settled at the start: on a CPU it was
+    `sequential` then, whose rounding a run with seeded noise must meet again.
+    """
+    was_sequential = _is_open(config, problem) and problem.task.device.type == "cpu"
+    return config.replace(engine="sequential") if was_sequential else config
+
+
+def _is_open(config: RunConfig, problem: Problem) -> bool:
+    """Whether it is still to be decided which engine trains the clients of a run."""
+    own = problem.own
+    brought = own.method or own.engine or own.remote
+    trains = config.method in WHOLE_METHODS and not isinstance(config, CondenseConfig)
+    settled = config.engine != "auto" or config.devices is not None
+    return not (settled or brought or not trains or problem.task.elsewhere)
 
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:

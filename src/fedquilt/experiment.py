@@ -29,6 +29,7 @@ from fedquilt.assemble import (
     build_federation,
     build_method,
     build_problem,
+    engine_of_before,
     named_clients,
     problem_from,
     settle_engine,
@@ -732,8 +733,10 @@ def _run(
             stack.callback(folder.close)
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
-        # A folder of an older fedquilt may say `auto`: it goes on with what that was.
-        config, problem = (config, problem) if resumed else settle_engine(config, problem)
+        if resumed:
+            config = engine_of_before(config, problem)
+        else:
+            config, problem = settle_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)

@@ -16,7 +16,7 @@ from fedquilt.learning.local import SequentialEngine
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_LARGE", 10)
+    monkeypatch.setattr(local, "LARGE", 10)
     monkeypatch.setattr(stepped, "WIDE", 20)
 
 
@@ -76,7 +76,7 @@ def test_the_update_is_that_of_steps_after_the_backward_pass(
     names = {layer: name for name, layer in engine._flat.module.named_modules()}
     assert [names[layer] for layer in engine._flat.stepped] == KINDS[kind]
     found = list(engine.train(start, range(3), 0, 0.1))
-    monkeypatch.setattr(local, "_LARGE", 10**6)
+    monkeypatch.setattr(local, "LARGE", 10**6)
     wanted = list(SequentialEngine(model, task, HOW).train(start, range(3), 0, 0.1))
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.delta - theirs.delta).norm() <= 1e-5 * theirs.delta.norm()

@@ -127,7 +127,8 @@ def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a kept configuration with the options that came later, at what they mean unsaid."""
-    later = {key: value for key, value in plain_config().as_dict().items() if key not in HOW}
+    kind = {key: config[key] for key in ("method", "dataset") if key in config}
+    later = {key: value for key, value in plain_config(kind).as_dict().items() if key not in HOW}
     return {**json.loads(json.dumps(later)), **config}
 
 
