@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fedquilt.learning import FlatModel, LocalSettings, Task, local, stepped
 from fedquilt.learning.local import SequentialEngine
@@ -21,7 +22,8 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """Wide layers used once, twice, tied, outside themselves, without a bias, and on sequences."""
+    """Wide layers used once, twice, tied, outside themselves, without a bias, on sequences, in
+    chunks of a batch, and again in the backward pass."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -34,12 +36,20 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "chunks":  # the two samples of the trial are one
+            return torch.cat([self.passed(part) for part in x.split(3)])
+        return self.passed(x)
+
+    def passed(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "sequence":
             x = x[:, None].expand(-1, 4, -1)
         x = self.first(x).relu()
         if self.kind == "outside before":
             x = functional.linear(x, self.second.weight).relu()
-        x = self.second(x).relu()
+        if self.kind == "recomputed":
+            x = checkpoint(self.second, x, use_reentrant=False).relu()
+        else:
+            x = self.second(x).relu()
         if self.kind == "twice":
             x = self.second(x).relu()
         if self.kind == "outside after":
@@ -59,6 +69,8 @@ KINDS = {
     "once": ["first", "second", "third", "last"],
     "no bias": ["first", "second", "third", "last"],
     "sequence": ["first", "second", "third", "last"],
+    "chunks": ["first", "second", "third", "last"],
+    "recomputed": ["first", "second", "third", "last"],
     "twice": ["first", "third", "last"],
     "tied": ["first", "last"],
     "outside after": ["first", "second", "third", "last"],

@@ -35,9 +35,10 @@ class _SteppedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         learning_rate: float,
+        done: Callable[[], None],
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.learning_rate = learning_rate
+        ctx.learning_rate, ctx.done = learning_rate, done
         return functional.linear(inputs, weight, bias)
 
     @staticmethod
@@ -52,7 +53,8 @@ class _SteppedLinear(torch.autograd.Function):
         # It shares the weight's version: whoever has saved the weight too is told that it moved.
         moving = weight.detach()
         moving.addmm_(rows.mT, inputs.reshape(-1, inputs.shape[-1]), alpha=-ctx.learning_rate)
-        return passed, None, bias, None
+        ctx.done()
+        return passed, None, bias, None, None
 
 
 def find_stepped(
@@ -60,8 +62,8 @@ def find_stepped(
 ) -> list[nn.Linear]:
     """Return the wide linear layers that a forward pass calls once, and whose weight is theirs.
 
-    A second use would need the weight as it was.  None at all where the backward pass says so,
-    of a weight that is used outside its layer.
+    A second use needs the weight as it was, and a gradient (`stepping`).  None at all where the
+    backward pass says so, of a weight that is used outside its layer.
     """
     trained = {id(parameter) for parameter in parameters}
     owners = Counter(id(p) for part in module.modules() for p in part._parameters.values())
@@ -94,17 +96,33 @@ def find_stepped(
     return once
 
 
+def _in_backward() -> bool:
+    """Whether a backward pass runs a part of the model again (`torch.utils.checkpoint`)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _count(calls: Counter[int], part: nn.Module, inputs: Any) -> None:
     calls[id(part)] += 1
 
 
 @contextmanager
 def stepping(layers: Sequence[nn.Linear], learning_rate: float) -> Iterator[None]:
-    """Let these layers take their steps in the backward pass, within."""
+    """Let these layers take their steps in the backward pass, within.
+
+    A batch may call a layer more often than the trial did (a model that works in chunks).  Only
+    the first call since its last step moves the weight: its way back is the last, when the others
+    have read the weight as it was, and autograd adds up their gradients and applies them after.
+    """
+    waiting: set[int] = set()
 
     def forward(layer: nn.Linear, inputs: torch.Tensor) -> Any:
         weight, bias = layer.weight, layer.bias
-        return _SteppedLinear.apply(inputs, weight, bias, learning_rate)  # type: ignore[no-untyped-call]
+        again = id(layer) in waiting and not _in_backward()
+        if again or not torch.is_grad_enabled():
+            return functional.linear(inputs, weight, bias)
+        waiting.add(id(layer))
+        done = partial(waiting.discard, id(layer))
+        return _SteppedLinear.apply(inputs, weight, bias, learning_rate, done)  # type: ignore[no-untyped-call]
 
     for layer in layers:
         vars(layer)["forward"] = partial(forward, layer)
