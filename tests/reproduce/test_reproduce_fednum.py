@@ -12,6 +12,7 @@ import pytest
 from fedquilt.config.condense import CONDENSE_PRESETS
 from fedquilt.errors import DataError
 from fedquilt.reproduce import PAPERS, Wanted, fednum, kept_cells, reproduce
+from fedquilt.reproduce.cells import _completed
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 from fedquilt.sweep.worker import run_point
 
@@ -96,3 +97,11 @@ def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
 def test_the_page_shows_what_is_kept(scale: str) -> None:
     text = PAPERS["fednum"].markdown(scale, DOCS / "reproduction" / "fednum" / scale, "")
     assert text in (DOCS / "reproduction.md").read_text()
+
+
+def test_an_older_run_did_not_have_what_a_data_set_makes_of_later_options() -> None:
+    cell = next(cell for cell in fednum.cells("full") if cell.name == "default-cifar10-seed0")
+    now = cell.config()
+    assert (now["row_bits"], now["model_families"]) == (8, 3)
+    before = {key: now[key] for key in now if key not in ("row_bits", "model_families")}
+    assert _completed(before) == {**now, "row_bits": 32, "model_families": 1}

@@ -126,8 +126,11 @@ def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept configuration with the options that came later, at what they mean unsaid."""
-    kind = {key: config[key] for key in ("method", "dataset") if key in config}
+    """Return a kept configuration with the options that came later, as it ran without them.
+
+    What a data set's own defaults make of them is newer than the run.
+    """
+    kind = {key: config[key] for key in ("method",) if key in config}
     later = {key: value for key, value in plain_config(kind).as_dict().items() if key not in HOW}
     return {**json.loads(json.dumps(later)), **config}
 
