@@ -238,3 +238,28 @@ def test_a_client_that_cannot_be_trained_by_hand_is_an_error_or_nan() -> None:
     got = trained(make_engine("auto", model, task, how(silent=True)), model, [0, 1])
     assert got[0].delta.isnan().all()
     assert got[1].delta.isfinite().all()
+
+
+def test_small_networks_take_one_thread_and_give_the_others_back() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 5))
+    inputs, targets = torch.randn(20, 1, 8, 8), torch.arange(20) % 5
+    task = Task(inputs, targets, [np.arange(12), np.arange(12, 20)])
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    try:
+        torch.set_num_threads(2)
+        engine = BatchedEngine(model, task, LocalSettings(1, 4, 0.0, 1))
+        training = engine._by_hand
+        assert training is not None
+        step = training._program.step
+
+        def noting(*given: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return step(*given)
+
+        training._program.step = noting  # type: ignore[method-assign]
+        list(engine.train(FlatModel(model).read().clone(), [0, 1], 0, 0.1))
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

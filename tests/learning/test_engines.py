@@ -296,6 +296,24 @@ def crowd() -> Iterator[tuple[ProcessEngine, torch.Tensor, list[int]]]:
     engine.close()
 
 
+@pytest.mark.processes
+def test_the_cores_are_the_workers_while_they_train() -> None:
+    """A second thread of this process would take one of them; afterwards it is there again."""
+    model, task = seeded(DigitsModel), make_task()
+    before = torch.get_num_threads()
+    engine = ProcessEngine(model, task, settings(), workers=2)
+    try:
+        torch.set_num_threads(2)
+        updates = engine.train(start_of(model), [0, 1, 2], 0, 0.1)
+        next(updates)
+        assert torch.get_num_threads() == 1
+        assert len(list(updates)) == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        engine.close()
+        torch.set_num_threads(before)
+
+
 def test_processes_train_batchnorm() -> None:
     model, task = seeded(normalised), make_task()
     start = start_of(model)

@@ -6,6 +6,7 @@ sequential engine up to rounding; what a client computes depends on its own samp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_i
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_batches, train_client
 from fedquilt.learning.objective import IGNORED
-from fedquilt.learning.plan import Dropout, NoPlanError, Plan, make_plan
+from fedquilt.learning.plan import Conv, Dropout, NoPlanError, Plan, make_plan
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,22 @@ _TRIAL_SEED = 0
 _DRAWN = 2**20
 # Batches above this stand for "all samples": memory for them is not kept.
 _WIDEST = 1024
+# Multiplications of a layer after another in a step, forward: a millisecond on one core.
+_FEW_PRODUCTS = 2**25
+
+
+@contextlib.contextmanager
+def _one_thread(is_small: bool) -> Iterator[None]:
+    """Compute on one thread where a step is so short that a second one only costs time."""
+    threads = torch.get_num_threads()
+    if not is_small or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class CpuTraining:
@@ -63,6 +80,9 @@ class CpuTraining:
         if settings.fedprox_mu:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
         self._eye = torch.eye(self.plan.classes)
+        weights = sum(tensor.numel() for tensor in self._program.weights.values())
+        has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
+        self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
         self._try()
 
     def update_of(
@@ -97,8 +117,9 @@ class CpuTraining:
         if len(index) and not 0 <= int(labels.min()) <= int(labels.max()) < self.plan.classes:
             return update, self._by_autograd(start, index, learning_rate, seed, update)
         inputs = task.inputs.flatten(1)
-        loss = self._train(start, inputs, task.targets, index, learning_rate, seed)
-        return self._subtract(start, update), loss
+        with _one_thread(self._is_small):
+            loss = self._train(start, inputs, task.targets, index, learning_rate, seed)
+            return self._subtract(start, update), loss
 
     def _train(
         self,

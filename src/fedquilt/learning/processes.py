@@ -119,6 +119,9 @@ class ProcessEngine:
             raise NotReadyError("engine='processes' trains one round at a time: finish the last")
         clients = [int(client) for client in cohort]
         self._training = True
+        # The workers have the cores: a second thread here would wait for work on one of them.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             start_fork_server(self._context)
             self._start.copy_(start.detach())
@@ -129,6 +132,7 @@ class ProcessEngine:
             end_workers(self._workers, os.getpid())
             raise
         finally:
+            torch.set_num_threads(threads)
             self._training = False
 
     def _train_all(
