@@ -66,3 +66,20 @@ def test_the_command_writes_the_figures_of_engines(cli: Callable[..., Said], her
     assert [row["way"] for row in told["rows"]] == ["engine sequential", "engine batched"]
     one, other = (row["accuracy"] for row in told["rows"])
     assert one == pytest.approx(other, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rounds", "0"), "rounds=0 must be"),
+        (("--rounds", "-3"), "rounds=-3 must be"),
+        (("--clients-per-round", "0"), "clients_per_round=0 must be"),
+        (("--peers", "nowhere"), "peers='nowhere' must be a folder"),
+    ],
+)
+def test_a_wrong_value_is_said_before_anything_runs(
+    cli: Callable[..., Said], options: tuple[str, ...], said: str
+) -> None:
+    done = cli("bench", "--works", "small", "--dataset", "digits", *options)
+    assert done.code == 2
+    assert said in done.err

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.assemble import build_problem
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
@@ -99,6 +100,10 @@ def make_work(
     if name not in WORKS:
         raise InvalidValueError(f"work={name!r} must be one of {', '.join(map(repr, WORKS))}")
     kind = WORKS[name]
+    if rounds is not None:
+        checks.integer("rounds", rounds, at_least=1)
+    if clients_a_round is not None:
+        checks.integer("clients_per_round", clients_a_round, at_least=1)
     config = RunConfig(
         dataset=dataset,
         model=kind.model,

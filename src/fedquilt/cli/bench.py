@@ -37,7 +37,12 @@ def bench(
     from fedquilt.bench import as_json, floors, make_work, measure, table
     from fedquilt.bench.tables import machine
     from fedquilt.common import storage
+    from fedquilt.common.errors import InvalidValueError
 
+    if peers is not None and not Path(peers).is_dir():
+        raise InvalidValueError(
+            f"peers={peers!r} must be a folder that benchmarks/peers/install.py made"
+        )
     told = {"machine": machine(), "floors": floors(), "works": []}
     print(_line(told["machine"] | told["floors"]))  # type: ignore[operator]
     for name in works.split(","):
