@@ -6,7 +6,7 @@ Every run is what `fedquilt condense` runs, with the default settings for colour
 of `SETTINGS` and `EPOCHS`; a ConvNet of width 128 is trained from scratch on the images.
 A line for each run as it ends, then means and standard deviations over seeds.  The test set
 is looked at by these accuracies only.  `--together` runs so many at a time, each a process.
-On one H200 six runs are estimated at six minutes; on a CPU they take days.
+On one H200 the three runs with 50 images take five minutes, three together; on a CPU days.
 `KEY=VALUE ...` at the end changes settings, for a trial: `num_rounds=1 model_n=2`.
 """
 
