@@ -266,6 +266,8 @@ class CpuProgram:
         self._x = torch.zeros(width, columns)
         if first.joined:
             self._x[:, self._features] = 1.0
+        dense = [m for m in self._layers if isinstance(m.layer, Dense) and m.joined]
+        self._fillings = [m.weights.weight[:, m.layer.inputs + 1 :] for m in dense]
         self._frames: dict[int, Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
@@ -295,9 +297,8 @@ class CpuProgram:
 
     def reset(self) -> None:
         """Make zero what fills matrices up: a client whose numbers are NaN leaves NaN there."""
-        for made in self._layers:
-            if made.joined and isinstance(made.layer, Dense):
-                made.weights.weight[:, made.layer.inputs + 1 :].zero_()
+        for filling in self._fillings:
+            filling.zero_()
 
     def step(
         self,
@@ -306,6 +307,7 @@ class CpuProgram:
         batch: torch.Tensor,
         onehot: torch.Tensor,
         scores: torch.Tensor,
+        turned: torch.Tensor,
         update: Update,
         masks: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -313,17 +315,19 @@ class CpuProgram:
 
         `frame` is that of the batch's size; `scores` receives those before the step.  They and
         `onehot` are [classes, samples]: a softmax over few classes is fast for many samples.
+        `turned` is the transposed view of `scores`.
         """
         torch.index_select(inputs, 0, batch, out=frame.gathered)
         x = self._image(frame.x) if self.starts_with_image else frame.x
-        for dropout, mask in zip(frame.dropouts, masks, strict=True):
-            dropout.draw(mask)
+        if masks:
+            for dropout, mask in zip(frame.dropouts, masks, strict=True):
+                dropout.draw(mask)
         if frame.last is not None:
-            frame.last.write_to(scores.t())
+            frame.last.write_to(turned)
         for step in frame.steps:
             x = step.forward(x)
         if frame.last is None:
-            scores.copy_(x.t())
+            turned.copy_(x)
         torch.softmax(scores, 0, out=frame.by_class).sub_(onehot)
         d: torch.Tensor | None = frame.d
         for step in frame.backward:

@@ -10,18 +10,19 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.learning.cpu_program import CpuProgram, check_layers
+from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers
 from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_batches, train_client
+from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, train_client
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dropout, NoPlanError, Plan, make_plan
 
@@ -79,7 +80,9 @@ class CpuTraining:
         self._anchors: dict[str, torch.Tensor] = {}
         if settings.fedprox_mu:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
-        self._eye = torch.eye(self.plan.classes)
+        self._tensors = [self._program.weights[segment.name] for segment in flat.segments]
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self._by_class = torch.arange(self.plan.classes)[:, None]
         weights = sum(tensor.numel() for tensor in self._program.weights.values())
         has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
         self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
@@ -114,73 +117,78 @@ class CpuTraining:
         update = torch.empty_like(start) if out is None else out
         task = self._task
         labels = task.targets[index]
-        if len(index) and not 0 <= int(labels.min()) <= int(labels.max()) < self.plan.classes:
-            return update, self._by_autograd(start, index, learning_rate, seed, update)
+        if len(index):
+            least, largest = torch.aminmax(labels)
+            if not 0 <= int(least) <= int(largest) < self.plan.classes:
+                return update, self._by_autograd(start, index, learning_rate, seed, update)
         inputs = task.inputs.flatten(1)
         with _one_thread(self._is_small):
-            loss = self._train(start, inputs, task.targets, index, learning_rate, seed)
-            return self._subtract(start, update), loss
+            begin = self._parts(start)
+            loss = self._train(begin, inputs, labels, index, learning_rate, seed)
+            for tensor, part, into in zip(self._tensors, begin, self._parts(update), strict=True):
+                torch.sub(tensor, part, out=into)
+            return update, loss
+
+    def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of a vector as the flat model lays tensors out, in the tensors' shapes."""
+        parts = torch.split(vector, self._sizes)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
 
     def _train(
         self,
-        start: torch.Tensor,
+        begin: list[torch.Tensor],
         inputs: torch.Tensor,
-        targets: torch.Tensor,
+        labels: torch.Tensor,
         index: torch.Tensor,
         learning_rate: float,
         seed: int,
     ) -> float:
-        """Train from `start`, leave the weights in the program, return the mean loss."""
+        """Train from the tensors `begin`, leave the weights in the program, return the mean loss.
+
+        `labels` are those of the client's samples, `index` their places in `inputs`.
+        """
         program, settings = self._program, self._settings
         program.reset()
-        self._write(program.weights, start)
-        rule = None
+        for tensor, part in zip(self._tensors, begin, strict=True):
+            tensor.copy_(part)
+        rule = gradients = None
         if not self._fused:
-            names = self._flat.names
-            parameters = [program.weights[name] for name in names]
-            gradients = [program.gradients[name] for name in names]
-            self._write(self._anchors, start)
-            anchors = [self._anchors[name] for name in names] if self._anchors else None
-            mu = settings.fedprox_mu
-            rule = settings.optimizer.begin(parameters, anchors, learning_rate, mu)
+            rule, gradients = self._begin_rule(learning_rate)
         shuffle = torch.Generator().manual_seed(seed)
         count, most = len(index), settings.batch_size
         epochs = settings.epochs if count else 0
-        sizes = [min(most, count - first) for first in range(0, count, most)]
-        masks = self._masks(seed, epochs * len(sizes))
-        frames = {
-            size: (program.frame(size), _update(1.0 / size, None if rule else learning_rate))
-            for size in set(sizes)
-        }
+        steps = -(-count // most)
+        masks = self._masks(seed, epochs * steps)
+        frames = [self._frame(most, rule, learning_rate)] * (steps - 1)
+        if count:
+            frames.append(self._frame(count - (steps - 1) * most, rule, learning_rate))
         loss_sum = 0.0
         for _ in range(epochs):
-            batches = epoch_batches(index, most, shuffle, 1)
-            labels = _blocks(targets[torch.cat(batches)].long(), most)
-            onehots = [self._eye[part].transpose(1, 2).contiguous() for part in labels]
-            scores = [torch.empty_like(part) for part in onehots]
-            places = zip(_each(onehots), _each(scores), strict=True)
-            for size, batch, (onehot, place) in zip(sizes, batches, places, strict=True):
-                frame, update = frames[size]
-                program.step(frame, inputs, batch, onehot, place, update, next(masks))
+            order = epoch_order(count, shuffle)
+            batches = torch.split(index[order], most)
+            epoch = _Epoch(labels[order], most, self._by_class)
+            for (frame, update), batch, places in zip(frames, batches, epoch.each, strict=True):
+                program.step(frame, inputs, batch, *places, update, next(masks))
                 if rule is not None:
                     rule.step(gradients)
-            for part, true in zip(scores, labels, strict=True):
-                loss_sum += float(functional.cross_entropy(part, true, reduction="sum"))
+            loss_sum += epoch.loss()
         return loss_sum / (epochs * count) if epochs else math.nan
 
-    def _write(self, tensors: dict[str, torch.Tensor], start: torch.Tensor) -> None:
-        for segment in self._flat.segments if tensors else ():
-            tensor = tensors[segment.name]
-            tensor.copy_(start[segment.start : segment.stop].view(tensor.shape))
+    def _begin_rule(self, learning_rate: float) -> tuple[Any, list[torch.Tensor]]:
+        """Return the optimizer of a client that begins at the program's weights."""
+        program, mu, names = self._program, self._settings.fedprox_mu, self._flat.names
+        parameters = [program.weights[name] for name in names]
+        for name, anchor in self._anchors.items():
+            anchor.copy_(program.weights[name])
+        anchors = [self._anchors[name] for name in names] if self._anchors else None
+        rule = self._settings.optimizer.begin(parameters, anchors, learning_rate, mu)
+        return rule, [program.gradients[name] for name in names]
 
-    def _subtract(self, start: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Return weights minus `start` in `update`, as the flat model lays them out."""
-        for segment in self._flat.segments:
-            part = slice(segment.start, segment.stop)
-            tensor = self._program.weights[segment.name]
-            shape = tensor.shape
-            torch.sub(tensor, start[part].view(shape), out=update[part].view(shape))
-        return update
+    def _frame(self, size: int, rule: Any, learning_rate: float) -> tuple[Frame, Update]:
+        """Return the layers for batches of a size, and where their gradients go."""
+        if rule is not None:  # it asks for the gradient itself
+            return self._program.frame(size), Update(0.0, 1.0 / size)
+        return self._program.frame(size), Update(1.0, -learning_rate * (1.0 / size))
 
     def _masks(self, seed: int, steps: int) -> Iterator[list[torch.Tensor]]:
         """Yield the dropout masks of each step, one row for a full batch each."""
@@ -225,8 +233,10 @@ class CpuTraining:
         inputs = public_inputs(like.inputs, count)
         targets = (torch.arange(count) % self.plan.classes).to(like.targets.dtype)
         index, start = torch.arange(count), flat.read().clone()
-        self._train(start, inputs.flatten(1), targets, index, _TRIAL_RATE, _TRIAL_SEED)
-        update = self._subtract(start, torch.empty_like(start))
+        begin = self._parts(start)
+        self._train(begin, inputs.flatten(1), targets, index, _TRIAL_RATE, _TRIAL_SEED)
+        moved = [(t - part).flatten() for t, part in zip(self._tensors, begin, strict=True)]
+        update = torch.cat(moved)
         like.objective.begin()
         with torch.enable_grad():
             train_client(
@@ -239,6 +249,36 @@ class CpuTraining:
         far = float((update - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not far <= _AGREES:
             raise NoPlanError(f"its steps by hand are {far:.3g} away from autograd's")
+
+
+class _Epoch:
+    """What the batches of one epoch need beside their samples, made for all of them at once.
+
+    Labels and scores are [steps, classes, samples]; a last, shorter batch leaves places free,
+    which count nowhere.
+    """
+
+    def __init__(self, labels: torch.Tensor, most: int, by_class: torch.Tensor) -> None:
+        count, classes = len(labels), len(by_class)
+        steps = -(-count // most)
+        self._true = torch.full((steps * most,), classes)
+        self._true[:count] = labels
+        self._true = self._true.view(steps, most)
+        onehot = (self._true[:, None] == by_class).to(torch.float32)
+        self._scores = torch.empty_like(onehot)
+        blocks = (onehot, self._scores, self._scores.transpose(1, 2))
+        self.each = list(zip(*(block.unbind() for block in blocks), strict=True))
+        last = count - (steps - 1) * most
+        if last < most:
+            true, scores, turned = self.each[-1]
+            self.each[-1] = true[:, :last], scores[:, :last], turned[:last]
+
+    def loss(self) -> float:
+        """Return the sum of the samples' losses, of the scores before each step."""
+        free = self._scores.shape[1]  # the class of places where no sample is
+        return float(
+            functional.cross_entropy(self._scores, self._true, ignore_index=free, reduction="sum")
+        )
 
 
 def cpu_plan(flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
@@ -265,24 +305,6 @@ def hand_training(
         return None
     finally:
         flat.restore()  # following the forward pass may have left something behind
-
-
-def _blocks(labels: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return labels as [batches, size], and those of a last, shorter batch as [1, samples]."""
-    whole = len(labels) // size * size
-    parts = [labels[:whole].view(-1, size), labels[None, whole:]]
-    return [part for part in parts if part.numel()]
-
-
-def _each(blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield what belongs to each batch."""
-    for block in blocks:
-        yield from block.unbind()
-
-
-def _update(share: float, learning_rate: float | None) -> Update:
-    """Return plain SGD with a rate; without one the gradient itself is asked for."""
-    return Update(0.0, share) if learning_rate is None else Update(1.0, -learning_rate * share)
 
 
 def _numbers(layer: Dropout) -> int:

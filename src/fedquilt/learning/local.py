@@ -50,6 +50,11 @@ def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
     return torch_seed(settings.seed, "local", round_index, client)
 
 
+def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
+    """Return the order in which an epoch takes a client's samples."""
+    return torch.randperm(count, generator=shuffle)
+
+
 def epoch_batches(
     index: torch.Tensor, batch_size: int, shuffle: torch.Generator, smallest: int
 ) -> tuple[torch.Tensor, ...]:
@@ -57,7 +62,7 @@ def epoch_batches(
 
     A last batch below `smallest` is left out: BatchNorm cannot train on one sample.
     """
-    order = torch.randperm(len(index), generator=shuffle)
+    order = epoch_order(len(index), shuffle)
     batches = torch.split(index[order.to(index.device)], batch_size)
     return batches if len(batches[-1]) >= smallest else batches[:-1]
 
