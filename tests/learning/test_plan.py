@@ -169,7 +169,7 @@ def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["vector", "unpooled", "token_mean"])
+@pytest.mark.parametrize("name", ["vector", "unpooled", "token_bag"])
 def test_fedprox_pulls_as_in_the_sequential_engine(name: str) -> None:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
