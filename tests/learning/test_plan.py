@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import nn
 
 from fedquilt.learning import ClassMask, LocalSettings, Task, planned
 from fedquilt.learning.batched import BatchedEngine
+from fedquilt.learning.cpu_program import check_layers
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import SequentialEngine, epoch_batches
 from fedquilt.learning.optimizers import ClientOptimizer
@@ -66,6 +68,31 @@ def unpooled_cnn() -> nn.Module:
     )
 
 
+class TokenMean(nn.Module):
+    """A mean over tokens, with a row for padding, and what may follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(11, 6, padding_idx=2)
+        self.norm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(self.norm(self.rows(x).mean(1)).relu())
+        return scores
+
+
+def token_rows() -> nn.Module:
+    """A row for each token, through a rectifier and a dropout."""
+    rows = nn.Embedding(40, 4, padding_idx=-1)  # more than a block of rows
+    return nn.Sequential(rows, nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(24, 5))
+
+
+def token_bag() -> nn.Module:
+    """A mean over those tokens that are not padding."""
+    return nn.Sequential(nn.EmbeddingBag(9, 5, padding_idx=0), nn.Dropout(0.2), nn.Linear(5, 5))
+
+
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="runs in the interpreter's process")
 
 
@@ -86,7 +113,11 @@ NETWORKS = {
     "normed": (normed_cnn, (2, 8, 8)),
     "unpooled": (unpooled_cnn, (1, 6, 6)),
     "vector": (lambda: nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5)), (7,)),
+    "token_rows": (token_rows, (6,)),
+    "token_mean": (TokenMean, (6,)),
+    "token_bag": (token_bag, (6,)),
 }
+VOCABULARIES = {"token_rows": 40, "token_mean": 11, "token_bag": 9}
 SIZES = [3, 7, 0, 1, 9]
 
 
@@ -100,10 +131,15 @@ def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(program, "_SUM_SPLIT", 2)
 
 
-def make_task(shape: tuple[int, ...], sizes: list[int] = SIZES, seed: int = 0) -> Task:
+def make_task(
+    shape: tuple[int, ...], sizes: list[int] = SIZES, seed: int = 0, tokens: int = 0
+) -> Task:
+    """Samples of a shape, or of so many tokens."""
     random = np.random.default_rng(seed)
     count = sum(sizes)
     inputs = torch.from_numpy(random.standard_normal((count, *shape), dtype=np.float32))
+    if tokens:
+        inputs = torch.from_numpy(random.integers(0, tokens, (count, *shape)))
     targets = torch.from_numpy(random.integers(0, 5, count))
     parts = np.split(np.arange(count), np.cumsum(sizes)[:-1])
     return Task(inputs, targets, parts)
@@ -123,7 +159,7 @@ def updates(engine: Any, model: nn.Module, cohort: list[int]) -> dict[int, torch
 def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
-    model, task = make(), make_task(shape)
+    model, task = make(), make_task(shape, tokens=VOCABULARIES.get(name, 0))
     engine = BatchedEngine(model, task, how())
     assert engine._planned is not None
     wanted = updates(SequentialEngine(model, task, how()), model, [4, 1, 2, 0, 3])
@@ -133,11 +169,12 @@ def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["vector", "unpooled"])
+@pytest.mark.parametrize("name", ["vector", "unpooled", "token_bag"])
 def test_fedprox_pulls_as_in_the_sequential_engine(name: str) -> None:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
-    model, task, settings = make(), make_task(shape), how(fedprox_mu=0.7, epochs=2)
+    task = make_task(shape, tokens=VOCABULARIES.get(name, 0))
+    model, settings = make(), how(fedprox_mu=0.7, epochs=2)
     engine = BatchedEngine(model, task, settings)
     assert engine._planned is not None
     wanted = updates(SequentialEngine(model, task, settings), model, [4, 1, 0])
@@ -167,14 +204,14 @@ def test_hidden_classes_are_left_alone(value: float) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["padded", "normed"])
+@pytest.mark.parametrize("name", ["padded", "normed", "token_rows"])
 def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
     make, shape = NETWORKS[name]
-    model = make()
-    alone = updates(BatchedEngine(model, make_task(shape), how()), model, [1])[1]
+    model, tokens = make(), VOCABULARIES.get(name, 0)
     # Another world: the others hold other numbers of other samples.
     sizes = [5, 7, 2, 10, 0]
-    task, other = make_task(shape), make_task(shape, sizes, seed=1)
+    task, other = make_task(shape, tokens=tokens), make_task(shape, sizes, 1, tokens)
+    alone = updates(BatchedEngine(model, task, how()), model, [1])[1]
     inputs, targets = other.inputs.clone(), other.targets.clone()
     inputs[other.clients[1]], targets[other.clients[1]] = (
         task.inputs[task.clients[1]],
@@ -210,6 +247,59 @@ def test_ignored_labels_do_not_count() -> None:
     got = updates(engine, model, [0, 1])
     for client in (0, 1):
         assert torch.allclose(got[client], wanted[client], rtol=1e-4, atol=1e-6)
+
+
+@interpreted
+def test_a_token_that_names_no_row_spoils_its_client_alone() -> None:
+    torch.manual_seed(0)
+    model, task = token_bag(), make_task((6,), [5, 4, 3, 2, 4], tokens=9)
+    engine = BatchedEngine(model, task, how())
+    assert engine._planned is not None
+    before = updates(engine, model, [0, 1, 2, 3, 4])
+    for client, token in ((0, 2**40), (1, -1), (3, 9)):
+        task.inputs[task.clients[client][0], 3] = token
+    after = updates(engine, model, [0, 1, 2, 3, 4])
+    for client, update in after.items():
+        if client in (2, 4):
+            assert torch.equal(update, before[client])
+        else:  # the whole of the layers behind the rows
+            assert update[9 * 5 :].isnan().all()
+
+
+@interpreted
+def test_rows_that_no_token_names_and_the_one_of_padding_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    model, task = token_bag(), make_task((6,), [4, 9], tokens=9)
+    task.inputs[task.clients[0]] %= 4
+    moved = updates(BatchedEngine(model, task, how()), model, [0, 1])[0][: 9 * 5].view(9, 5)
+    assert (moved != 0).any(1).tolist() == [False, True, True, True, *[False] * 5]
+
+
+@interpreted
+def test_an_embedding_in_half_precision() -> None:
+    """By itself: the interpreter has no products of bfloat16, of which dense layers are made."""
+    from fedquilt.learning.program import Program
+
+    torch.manual_seed(0)
+    model, task = token_rows(), make_task((6,), tokens=40)
+    plan = make_plan(model, task.inputs)
+    program = Program(plan, task.inputs, task.targets, 2, 4, torch.bfloat16)
+    program.load({name: tensor.detach()[None] for name, tensor in model.named_parameters()})
+    first, table = program._saved[0], model[0].weight.detach()  # type: ignore[index]
+    first.x.copy_(task.inputs[:8].view(2, 4, 6))
+    first.d.normal_()
+    program._embed(first, 2)
+    assert torch.equal(first.out, table[first.x].relu().to(torch.bfloat16))
+    program._sizes[0, 0] = 4  # the other client has no samples
+    program._rate.fill_(0.5)
+    program._embed_back(first, None, 2)
+    gradient = torch.zeros(40, 4).index_add(0, first.x[0].flatten(), first.d[0].float().view(24, 4))
+    gradient[39] = 0.0  # of padding
+    moved = program.weight("0.weight", 2)
+    assert torch.allclose(moved[0], table - 0.5 * gradient, rtol=1e-5, atol=1e-6)
+    assert torch.equal(moved[1], table)
+    # The interpreter cuts bits off where a GPU rounds.
+    assert torch.allclose(program._used["0.weight"].float(), moved, rtol=2**-7, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +358,48 @@ class Hooked(nn.Linear):
 def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], reason: str) -> None:
     with pytest.raises(NoPlanError, match=reason):
         make_plan(model.train(), torch.zeros(2, *shape))
+
+
+class Pooled(nn.Module):
+    """Something done to the rows of an embedding."""
+
+    def __init__(self, pool: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 5, **how)
+        self.out = nn.Linear(5, 5)
+        self.pool = pool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(self.pool(self.rows(x)))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Pooled(lambda x: x.mean(1), max_norm=1.0), "max_norm"),
+        (Pooled(lambda x: x.mean(1), sparse=True), "sparse"),
+        (Pooled(lambda x: x.mean(1), scale_grad_by_freq=True), "frequency"),
+        (Pooled(lambda x: x.mean(2)), "mean is not a mean or sum over the tokens"),
+        (Pooled(lambda x: x.mean(1, keepdim=True)), "mean is not a mean or sum over the tokens"),
+        (Pooled(lambda x: x.relu().sum(1)), "sum_1 is not a mean or sum over the tokens"),
+        (Pooled(lambda x: x.amax(1)), "amax"),
+        (nn.Sequential(nn.EmbeddingBag(7, 5, mode="max"), nn.Linear(5, 5)), "max of a bag"),
+        (nn.Sequential(nn.Embedding(7, 5), nn.GroupNorm(1, 5), nn.Linear(5, 5)), "tokens"),
+        (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5)), "one vector a sample"),
+        (nn.Sequential(nn.Linear(5, 5)), "whole numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_tokens_have_no_plan_for_says_why(model: nn.Module, reason: str) -> None:
+    with pytest.raises(NoPlanError, match=reason):
+        make_plan(model.train(), torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_an_embedding_is_not_written_for_a_cpu() -> None:
+    plan = make_plan(TokenMean(), torch.zeros(2, 6, dtype=torch.int64))
+    with pytest.raises(NoPlanError, match="Embedding is not written"):
+        check_layers(plan)
 
 
 @interpreted

@@ -6,7 +6,7 @@ reason is said: it runs as it is, through `torch.func.vmap`.
 
 In a plan activations have their channels last, [batch, height, width, channels], so the
 rows of a weight matrix are ordered by (row, column, channel) of the window or image it
-reads: `Weights` carries tensors there and back.
+reads: `Weights` carries tensors there and back.  Tokens stay whole numbers, [batch, tokens].
 """
 
 from __future__ import annotations
@@ -114,7 +114,30 @@ class Pool:
         return high // self.size, wide // self.size, channels
 
 
-Layer = Conv | Dense | Dropout | Norm | Pool
+@dataclass(frozen=True)
+class Embedding:
+    """relu(rows of a table, one a token of the sample; or their mean or sum)."""
+
+    weight: str
+    num: int
+    """How many rows the table has."""
+    dim: int
+    tokens: int
+    padding: int | None
+    """The row that gets no gradient."""
+    skips_padding: bool = False
+    """Whether tokens that name it do not count, in a bag of tokens."""
+    pool: str | None = None
+    """`mean` or `sum` over the tokens."""
+    relu: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample that comes out."""
+        return (self.tokens, self.dim) if self.pool is None else (self.dim,)
+
+
+Layer = Conv | Dense | Dropout | Norm | Pool | Embedding
 
 
 @dataclass(frozen=True)
@@ -147,6 +170,12 @@ class Plan:
     def num_draws(self) -> int:
         """How many random draws a step makes."""
         return sum(isinstance(layer, Dropout) for layer in self.layers)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens its inputs are of; None: they are not tokens."""
+        first = self.layers[0]
+        return first.num if isinstance(first, Embedding) else None
 
     def lay_out(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return samples with their channels last."""
@@ -195,7 +224,7 @@ def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
     if _generator_states() != before:
         # What was drawn while it was followed would stand in the plan as if it never changed.
         raise NoPlanError("its forward pass draws from the generators of Python or NumPy")
-    maker = _Maker(traced, tuple(sample.shape[1:]))
+    maker = _Maker(traced, tuple(sample.shape[1:]), not sample.is_floating_point())
     for node in traced.graph.nodes:
         maker.add(node)
     return maker.plan()
@@ -208,7 +237,7 @@ def _generator_states() -> str:
 class _Maker:
     """Follows the nodes of a traced network, one after the other."""
 
-    def __init__(self, traced: fx.GraphModule, shape: tuple[int, ...]) -> None:
+    def __init__(self, traced: fx.GraphModule, shape: tuple[int, ...], whole: bool) -> None:
         self._modules = dict(traced.named_modules())
         self._layers: list[Layer] = []
         self._weights: list[Weights] = []
@@ -218,12 +247,15 @@ class _Maker:
             raise NoPlanError(f"its inputs have the shape {shape}")
         self._input_shape = self._shape = shape if len(shape) == 1 else (*shape[1:], shape[0])
         self._image = self._shape
+        self._whole = whole
         self._closed = False
 
     def plan(self) -> Plan:
         last = self._layers[-1] if self._layers else None
         if not isinstance(last, Dense) or last.relu:
             raise NoPlanError("it does not end in a linear layer")
+        if self._whole and not isinstance(self._layers[0], Embedding):
+            raise NoPlanError("its inputs are whole numbers, which no embedding reads")
         layers, weights = tuple(self._layers), tuple(self._weights)
         return Plan(layers, weights, self._input_shape, self._closed)
 
@@ -263,6 +295,8 @@ class _Maker:
             self._linear(name, module)
         elif kind is nn.Conv2d:
             self._conv(name, module)
+        elif kind in (nn.Embedding, nn.EmbeddingBag):
+            self._embedding(name, module)
         elif kind is nn.ReLU:
             self._relu()
         elif kind is nn.MaxPool2d:
@@ -318,6 +352,8 @@ class _Maker:
                 self._dropout(float(get(0, "p", 0.5)), f is functional.dropout2d)
         elif f in (functional.log_softmax, torch.log_softmax):
             self._log_softmax(get(0, "dim", None))
+        elif f in (torch.mean, torch.sum):
+            self._over_tokens(node, "mean" if f is torch.mean else "sum")
         else:
             raise NoPlanError(f"{node.name} is not a standard layer")
 
@@ -329,6 +365,8 @@ class _Maker:
         elif node.target == "flatten":
             start = a[0] if a else k.get("start_dim", 0)
             self._flatten(start, a[1] if len(a) > 1 else k.get("end_dim", -1))
+        elif node.target in ("mean", "sum"):
+            self._over_tokens(node, node.target)
         else:
             raise NoPlanError(f"{node.name} (.{node.target}) is not a standard layer")
 
@@ -382,8 +420,42 @@ class _Maker:
         if any(weights.name == f"{name}.weight" for weights in self._weights):
             raise NoPlanError(f"{name} is used twice")
         self._weights.append(Weights(f"{name}.weight", there, back))
-        if module.bias is not None:
+        if getattr(module, "bias", None) is not None:
             self._weights.append(Weights(f"{name}.bias", lambda b: b, lambda b: b))
+
+    def _embedding(self, name: str, module: Any) -> None:
+        if self._layers or not self._whole or len(self._shape) != 1:
+            raise NoPlanError(f"{name} reads something else than the tokens of a sample")
+        if module.max_norm is not None:
+            raise NoPlanError(f"{name} shortens its rows (max_norm)")
+        if module.sparse or module.scale_grad_by_freq:
+            raise NoPlanError(f"{name} has sparse gradients, or ones scaled by frequency")
+        bag = type(module) is nn.EmbeddingBag
+        if bag and module.mode not in ("mean", "sum"):
+            raise NoPlanError(f"{name} takes the {module.mode} of a bag")
+        num, padding = module.num_embeddings, module.padding_idx
+        padding = None if padding is None else padding % num
+        self._own(name, module, lambda w: w, lambda w: w)
+        layer = Embedding(f"{name}.weight", num, module.embedding_dim, self._shape[0], padding)
+        if bag:
+            layer = replace(layer, pool=module.mode, skips_padding=padding is not None)
+        self._append(layer)
+        # No channels stand first in torch: flattened, they are in the same order there.
+        self._image = (math.prod(layer.shape),)
+
+    def _over_tokens(self, node: fx.Node, pool: str) -> None:
+        """A mean or sum over the tokens, taken where their rows are read."""
+        given = dict(zip(("dim", "keepdim"), node.args[1:], strict=False)) | node.kwargs
+        dim: Any = given.get("dim")
+        plain = (dim,) if isinstance(dim, int) else tuple(dim or ())
+        over = plain in ((1,), (-2,)) and not given.get("keepdim", False)
+        last = self._layers[-1] if self._layers else None
+        rows = last if isinstance(last, Embedding) and not last.relu else None
+        whole = rows is not None and len(self._shape) == 2 and self._shape == rows.shape
+        if rows is None or not whole or not over or not set(given) <= {"dim", "keepdim"}:
+            raise NoPlanError(f"{node.name} is not a mean or sum over the tokens of an embedding")
+        self._layers[-1] = replace(rows, pool=pool)
+        self._shape = self._image = self._layers[-1].shape
 
     def _append(self, layer: Layer) -> None:
         self._layers.append(layer)
@@ -391,11 +463,13 @@ class _Maker:
 
     def _relu(self) -> None:
         last = self._layers[-1] if self._layers else None
-        if not isinstance(last, Conv | Dense | Norm) or last.relu or self._shape != last.shape:
+        known = last if isinstance(last, Conv | Dense | Norm | Embedding) else None
+        if known is None or known.relu or self._shape != known.shape:
             raise NoPlanError(
-                "a rectifier follows something else than a dense layer, convolution or norm"
+                "a rectifier follows something else than a dense layer, convolution, norm or "
+                "embedding"
             )
-        self._layers[-1] = replace(last, relu=True)
+        self._layers[-1] = replace(known, relu=True)
 
     def _pool(self, size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any) -> None:
         last = self._layers[-1] if self._layers else None
@@ -433,6 +507,8 @@ class _Maker:
         last = self._layers[-1] if self._layers else None
         if last is None or isinstance(last, Dropout) or self._shape != last.shape:
             raise NoPlanError(f"{name} does not follow a dense layer, convolution or pool")
+        if len(self._shape) == 2:
+            raise NoPlanError(f"{name} normalises over the tokens of a sample")
         channels = self._shape[-1]
         if channels % groups:
             raise NoPlanError(f"{name} has groups of different sizes")

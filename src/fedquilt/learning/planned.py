@@ -23,6 +23,7 @@ from fedquilt.learning.stack import clients_that_fit
 if TYPE_CHECKING:
     from fedquilt.learning.program import Program
 
+_TOKENS = (torch.int32, torch.int64)  # what `nn.Embedding` takes
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 # How far two steps by hand may be from autograd's, relative to their length.  Another network
 # would be more than its whole length away; rounding to TF32 or bfloat16 flips some rectifiers.
@@ -112,7 +113,8 @@ class PlannedTraining:
         return Running(group.clients, updates, figures)
 
     def _laid_out(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.plan.lay_out(inputs).to(self._type).contiguous()
+        laid_out = self.plan.lay_out(inputs)
+        return (laid_out if self.plan.vocabulary else laid_out.to(self._type)).contiguous()
 
     def _make_program(self, inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> Program:
         from fedquilt.learning.program import Program
@@ -124,6 +126,7 @@ class PlannedTraining:
             targets,
             rows,
             self._width,
+            self._type,
             prox=self._prox,
             mask_value=None if mask is None else mask.value,
         )
@@ -148,7 +151,7 @@ class PlannedTraining:
     def _try(self, draws: ClientDraws | None) -> None:
         """Refuse a plan whose rows mix, or that does not compute what the network does."""
         like, width = self._task.public(), self._width
-        inputs = public_inputs(like.inputs, 4 * width)
+        inputs = _trial_inputs(self.plan, like.inputs, 4 * width)
         targets = torch.arange(len(inputs), device=inputs.device) % self.plan.classes
         targets = targets.to(like.targets.dtype)
         start = self._flat.read().clone()
@@ -202,6 +205,16 @@ class PlannedTraining:
         return update
 
 
+def _trial_inputs(plan: Plan, like: torch.Tensor, count: int) -> torch.Tensor:
+    """Return made-up samples; tokens of the whole vocabulary, another at every place."""
+    if not plan.vocabulary:
+        inputs: torch.Tensor = public_inputs(like, count)
+        return inputs
+    drawn = torch.Generator().manual_seed(0)
+    tokens = torch.randint(plan.vocabulary, (count, *like.shape[1:]), generator=drawn)
+    return tokens.to(like)
+
+
 def _trial_tables(width: int, draws: int) -> Tables:
     """Return two steps of clients with full, part and no batches in the second."""
     sizes = np.full((_TRIAL_STEPS, _TRIAL_CLIENTS), width)
@@ -220,7 +233,7 @@ def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | Non
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _has_classes(task):
-        return "its inputs are not one tensor, or its targets not one class a sample"
+        return "its inputs are not one tensor of numbers or tokens, or its targets not one class"
     if not settings.optimizer.is_plain or settings.batch_size > _WIDEST:
         return f"other steps than plain SGD and batches above {_WIDEST} have no plan"
     if flat.buffer_names or flat.vector.dtype != torch.float32 or flat.is_lossy:
@@ -231,7 +244,9 @@ def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | Non
 def _has_classes(task: Task) -> bool:
     """Whether the loss is the cross-entropy of one class a sample."""
     tensors = isinstance(task.inputs, torch.Tensor) and isinstance(task.targets, torch.Tensor)
-    if not tensors or not task.inputs.is_floating_point():
+    if not tensors:
+        return False
+    if not task.inputs.is_floating_point() and task.inputs.dtype not in _TOKENS:
         return False
     is_label = task.targets.dim() == 1 and not task.targets.is_floating_point()
     objective = task.objective

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt.learning import kernels, norm_kernels
+from fedquilt.learning import embed_kernels, kernels, norm_kernels
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import (
     Conv,
     Dense,
     Dropout,
+    Embedding,
     Layer,
     Norm,
     Plan,
@@ -71,10 +72,12 @@ class Program:
     plan : Plan
         The network.
     inputs, targets : tensor
-        All samples, channels last and contiguous; the type of `inputs` is that of the
-        activations: float32 (products in TF32) or bfloat16.
+        All samples, channels last and contiguous.
     rows, width : int
         The most clients, and the batch size.
+    dtype : torch.dtype
+        Of the activations, and of `inputs` that are not tokens: float32 (products in TF32) or
+        bfloat16.
     precision : str
         Of products of float32.
     prox : float
@@ -90,6 +93,7 @@ class Program:
         targets: torch.Tensor,
         rows: int,
         width: int,
+        dtype: torch.dtype = torch.float32,
         precision: str = "tf32",
         prox: float = 0.0,
         mask_value: float | None = None,
@@ -98,8 +102,8 @@ class Program:
         self._prox, self._mask_value = prox, mask_value
         self.rows, self.width = rows, width
         self._inputs, self._targets = inputs, targets
-        self._device, self._type = inputs.device, inputs.dtype
-        self._low = inputs.dtype != torch.float32
+        self._device, self._type = inputs.device, dtype
+        self._low = dtype != torch.float32
         self._precision = precision
         self._graphs: dict[int, Any] = {}
         self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -134,7 +138,8 @@ class Program:
         layers = self.plan.layers
         paddings = [layer.padding if isinstance(layer, Conv) else 0 for layer in layers] + [0]
         self._input_border = paddings[0]
-        x = self._x = self._empty(_bordered(self.plan.input_shape, paddings[0]))
+        image = _bordered(self.plan.input_shape, paddings[0])
+        x = self._x = self._empty(image, self._inputs.dtype)
         self._y = torch.zeros(self.rows, self.width, dtype=self._targets.dtype, device=self._device)
         saved: list[_Saved] = []
         relu = False
@@ -542,6 +547,28 @@ class Program:
             layer.largest, mask, BLOCK=1024,
         )  # fmt: skip
 
+    def _embed(self, kept: _Saved, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Embedding)
+        sizes = _table_sizes(layer, self.width)
+        block = min(1024, _power(sizes[0] * layer.dim))
+        embed_kernels.embedding_kernel[(_cdiv(sizes[0] * layer.dim, block), count)](
+            kept.x, self._used[layer.weight], kept.out, *sizes, layer.relu, BLOCK=block,
+        )  # fmt: skip
+
+    def _embed_back(self, kept: _Saved, before: _Saved | None, count: int) -> None:
+        layer = kept.layer
+        assert isinstance(layer, Embedding)
+        sizes = _table_sizes(layer, self.width)
+        table, columns = min(32, max(16, _power(layer.num))), min(64, max(16, _power(layer.dim)))
+        grid = (_cdiv(layer.num, table), _cdiv(layer.dim, columns), count)
+        embed_kernels.embedding_update_kernel[grid](
+            self._step, self._sizes, self._rate, kept.x, kept.d,
+            self._weights[layer.weight], self._used[layer.weight], self._anchors[layer.weight],
+            self._pull, self.rows, *sizes, self._low, bool(self._prox),
+            BV=table, BN=columns, BM=max(16, min(64, _power(sizes[0]))), num_warps=4,
+        )  # fmt: skip
+
     def _drop(self, kept: _Saved, count: int) -> None:
         self._dropped(kept, kept.x, kept.out, False, count)
 
@@ -575,6 +602,7 @@ _FORWARD: dict[type, Callable[..., None]] = {
     Dropout: Program._drop,
     Norm: Program._norm,
     Pool: Program._pool,
+    Embedding: Program._embed,
 }
 _BACKWARD: dict[type, Callable[..., None]] = {
     Conv: Program._conv_back,
@@ -582,6 +610,7 @@ _BACKWARD: dict[type, Callable[..., None]] = {
     Dropout: Program._drop_back,
     Norm: Program._norm_back,
     Pool: Program._pool_back,
+    Embedding: Program._embed_back,
 }
 
 
@@ -592,6 +621,14 @@ def _is_rectified(layer: Layer, before: bool) -> bool:
     if isinstance(layer, Pool):
         return before and layer.largest
     return layer.relu
+
+
+def _table_sizes(layer: Embedding, width: int) -> tuple[int, int, int, int, int, bool, bool]:
+    """Samples, tokens of each, rows and columns of the table, padding, whether mean and bag."""
+    samples, tokens = (width * layer.tokens, 1) if layer.pool is None else (width, layer.tokens)
+    padding = -1 if layer.padding is None else layer.padding
+    mean, skips = layer.pool == "mean", layer.skips_padding
+    return samples, tokens, layer.num, layer.dim, padding, mean, skips
 
 
 def _norm_block(layer: Norm) -> int:
