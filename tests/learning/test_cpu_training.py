@@ -108,6 +108,48 @@ def test_a_client_computes_the_same_bits_whoever_was_trained_before() -> None:
         assert torch.equal(trained(engine, model, cohort)[1].delta, alone)
 
 
+def test_clients_that_train_together_compute_the_bits_of_one_alone() -> None:
+    """Other sizes, other values and NaN beside it: nothing of them reaches a client."""
+    torch.manual_seed(0)
+    sizes = [9, 13, 4, 0, 31, 8, 22, 9, 1]
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), sizes)
+    engine = by_hand(model, task, how(epochs=2))
+    training = engine._by_hand
+    assert training is not None
+    assert training.together > 1
+    alone = {c: trained(engine, model, [c])[c] for c in range(len(sizes))}
+    task.inputs[task.clients[4][:3]] = float("nan")
+    task.inputs[task.clients[6]] *= 1e30
+    for cohort in ([0, 1, 2, 3, 4, 5, 6, 7, 8], [8, 6, 4, 2, 0], [7, 5, 4, 3, 1]):
+        got = trained(engine, model, cohort)
+        assert list(got) == cohort
+        for client in set(cohort) - {4, 6}:
+            assert torch.equal(got[client].delta, alone[client].delta), client
+            assert got[client].loss == pytest.approx(alone[client].loss, abs=0, nan_ok=True)
+
+
+def test_where_company_changes_bits_clients_train_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another library of products may round batches of them in another way."""
+    torch.manual_seed(0)
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [9, 13, 4, 8])
+    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1, 2, 3])
+    product = torch.baddbmm
+
+    def rounding(into: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        made = product(into, *given, **named)
+        return made.mul_(1 + 1e-6) if len(into) > 1 else made
+
+    monkeypatch.setattr(torch, "baddbmm", rounding)
+    with caplog.at_level(logging.INFO):
+        engine = by_hand(model, task, how())
+    assert "train one by one" in caplog.text
+    got = trained(engine, model, [0, 1, 2, 3])
+    for client, update in wanted.items():
+        assert (got[client].delta - update.delta).norm() <= 1e-5 * update.delta.norm()
+
+
 @pytest.mark.parametrize("rule", ["plain", "momentum"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_client_of_nan_leaves_nothing_behind(name: str, rule: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,12 +98,17 @@ def measure(
     return rows
 
 
+# Threads of the way before may still wait for work on a core, each library for as long as it likes.
+_PAUSE = 0.05
+
+
 def _take_turns(
     work: Work, ways: dict[str, Way], rows: dict[str, Measured], say: Callable[[str], None]
 ) -> None:
     for index in range(len(work.cohorts)):
         say(f"{work.name}: round {index + 1} of {len(work.cohorts)}")
         for name, way in list(ways.items()):
+            time.sleep(_PAUSE)
             try:
                 seconds = way.round(index)
             except FedquiltError as error:

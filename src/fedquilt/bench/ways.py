@@ -55,9 +55,20 @@ class EngineWay:
             name, self.note = choice.engine, f"{choice.engine}: {choice.reason}"
         self._engine = make_engine(name, work.model, work.task, work.settings)
         self._weights = self._flat.read().clone()
+        self._threads = torch.get_num_threads()
 
     def round(self, index: int) -> float:
         """Do a round, return its seconds."""
+        # How many threads an engine leaves behind is its own business, not that of the next way.
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._timed(index)
+        finally:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(before)
+
+    def _timed(self, index: int) -> float:
         began = time.perf_counter()
         work, total, count = self._work, torch.zeros_like(self._weights), 0
         updates = self._engine.train(self._weights, work.cohorts[index], index, work.learning_rate)

@@ -132,9 +132,12 @@ class BatchedEngine:
         """
         clients = [int(client) for client in cohort]
         if self._by_hand is not None:
-            by_hand = self._by_hand
+            by_hand, window = self._by_hand, self._by_hand.window
+            parts = (clients[at : at + window] for at in range(0, len(clients), window))
             return (
-                by_hand.update_of(start, client, round_index, learning_rate) for client in clients
+                update
+                for part in parts
+                for update in by_hand.updates_of(start, part, round_index, learning_rate)
             )
         most = self.settings.group_rows or len(clients)
         rows = max(1, min(self.max_clients_per_group, most))

@@ -14,6 +14,10 @@ softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
 
 Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
 them has its columns in that order, too (`Tensors` carries weights there and back).
+
+A small network's step is so short that the calls count as much as what they compute.  Where all
+layers are dense, several clients take it together: every tensor has a first axis of *lanes*, one
+client each, and a product becomes a batch of products, which touch nobody else's numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +37,18 @@ _aten = torch.ops.aten
 
 
 class Tensors:
-    """The weights of one layer, or their gradients: `named` has them in torch's shapes."""
+    """The weights of one layer, or their gradients: `named` has them in torch's shapes.
 
-    def __init__(self, layer: Conv | Dense, image: tuple[int, ...] | None, joined: bool) -> None:
+    With `lanes` all of them have one more axis in front.
+    """
+
+    def __init__(
+        self,
+        layer: Conv | Dense,
+        image: tuple[int, ...] | None,
+        joined: bool,
+        lanes: tuple[int, ...],
+    ) -> None:
         self.bias: torch.Tensor | None = None
         if isinstance(layer, Conv):
             if cpu_winograd.suits(layer):
@@ -49,14 +62,14 @@ class Tensors:
             columns = layer.inputs
             if joined:
                 columns = -(-(layer.inputs + 1) // _ALIGN) * _ALIGN
-            self.weight = torch.zeros(layer.outputs, columns)
-            named = self.weight[:, : layer.inputs]
+            self.weight = torch.zeros(*lanes, layer.outputs, columns)
+            named = self.weight[..., : layer.inputs]
             if image is not None:
                 named = named.view(layer.outputs, *image).permute(0, 3, 1, 2)
         self.named = {layer.weight: named}
         if layer.bias is not None:
             joint = joined and isinstance(layer, Dense)
-            self.bias = self.weight[:, layer.inputs] if joint else torch.zeros(layer.outputs)
+            self.bias = self.weight[..., layer.inputs] if joint else torch.zeros(layer.outputs)
             self.named[layer.bias] = self.bias
 
 
@@ -73,20 +86,24 @@ class _Step(Protocol):
 class _DenseStep:
     """relu(x W^T + b); `x` is [n, columns of the weights] where the bias is one of them."""
 
-    def __init__(self, made: _Layer, size: int) -> None:
+    def __init__(self, made: _Layer, places: Places) -> None:
         layer = made.layer
         assert isinstance(layer, Dense)
-        self._weight, self._into = made.weights.weight, made.into.weight
-        self._turned: torch.Tensor = self._weight.t()
-        self._plain = self._weight[:, : layer.inputs]
+        has_lanes = places.lanes is not None
+        self._product = torch.bmm if has_lanes else torch.mm
+        self._add_product = torch.baddbmm if has_lanes else torch.addmm
+        self._into = places.of_clients(made.into.weight)
+        weight = places.of_clients(made.weights.weight)
+        self._turned: torch.Tensor = weight.mT
+        self._plain = weight[..., : layer.inputs]
         self._bias = None if made.joined else made.weights.bias
         self._bias_into = None if made.joined else made.into.bias
         self._relu, self._first = layer.relu, made.first
-        self._out: torch.Tensor = made.out[:size]
-        self._scores = self._out[:, : layer.outputs]
-        self._gradient = made.gradient[:size]
+        self._out: torch.Tensor = places.of_samples(made.out)
+        self._scores = self._out[..., : layer.outputs]
+        self._gradient = places.of_samples(made.gradient)
         self._sum = torch.empty(layer.outputs)
-        self._image, self._size = made.image, size
+        self._image, self._size = made.image, places.size
         self._d: torch.Tensor | None = None
 
     def write_to(self, scores: torch.Tensor) -> None:
@@ -98,7 +115,7 @@ class _DenseStep:
             x = x.permute(0, 2, 3, 1).reshape(self._size, -1)
         self._x = x
         if self._bias is None:
-            torch.mm(x, self._turned, out=self._scores)
+            self._product(x, self._turned, out=self._scores)
         else:
             torch.addmm(self._bias, x, self._turned, out=self._scores)
         if self._relu:
@@ -110,11 +127,11 @@ class _DenseStep:
             _aten.threshold_backward.grad_input(d, self._scores, 0, grad_input=d)
         before = None
         if not self._first:
-            before = torch.mm(d, self._plain, out=self._gradient)
+            before = self._product(d, self._plain, out=self._gradient)
         if d is not self._d:  # nearly always the same memory
-            self._d, self._d_turned = d, d.t()
-        into = self._into
-        torch.addmm(into, self._d_turned, self._x, beta=update.keep, alpha=update.scale, out=into)
+            self._d, self._d_turned = d, d.mT
+        into, keep, scale = self._into, update.keep, update.scale
+        self._add_product(into, self._d_turned, self._x, beta=keep, alpha=scale, out=into)
         if self._bias_into is not None:
             update.put(self._bias_into, torch.sum(d, 0, out=self._sum))
         if before is None or self._image is None:
@@ -125,7 +142,7 @@ class _DenseStep:
 class _ConvStep:
     """pool(relu(convolution))."""
 
-    def __init__(self, made: _Layer, size: int) -> None:
+    def __init__(self, made: _Layer, places: Places) -> None:
         layer = made.layer
         assert isinstance(layer, Conv)
         self._weight, self._bias = made.weights.weight, made.weights.bias
@@ -134,7 +151,7 @@ class _ConvStep:
         self._padding = [layer.padding, layer.padding]
         self._channels = layer.outputs
         if layer.pool:
-            self._gradient = made.gradient[:size].permute(0, 3, 1, 2)
+            self._gradient = places.of_samples(made.gradient).permute(0, 3, 1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._x = x
@@ -168,8 +185,8 @@ class _ConvStep:
 class _DropoutStep:
     """Multiply by a mask that is drawn before the step."""
 
-    def __init__(self, made: _Layer, size: int) -> None:
-        layer = made.layer
+    def __init__(self, made: _Layer, places: Places) -> None:
+        layer, size = made.layer, places.size
         assert isinstance(layer, Dropout)
         self._first = made.first
         self._features = layer.shape[0]
@@ -249,10 +266,16 @@ class CpuProgram:
         The size of a full batch.
     with_gradients : bool
         Keep the gradients beside the weights, for rules other than plain SGD.
+    lanes : int, optional
+        How many clients may take a step together; only for networks of dense layers.  Weights,
+        inputs and scores then have an axis of lanes in front.
     """
 
-    def __init__(self, plan: Plan, width: int, with_gradients: bool) -> None:
+    def __init__(
+        self, plan: Plan, width: int, with_gradients: bool, lanes: int | None = None
+    ) -> None:
         self._layers = _made(plan)
+        self._lanes = () if lanes is None else (lanes,)
         self.width, self._classes = width, plan.classes
         self.starts_with_image = isinstance(plan.layers[0], Conv)
         self._input_shape = plan.input_shape
@@ -262,23 +285,26 @@ class CpuProgram:
             self._give_memory(number, made, with_gradients)
         self._features = torch.Size(plan.input_shape).numel()
         first = self._layers[0]
-        columns = first.weights.weight.shape[1] if first.joined else self._features
-        self._x = torch.zeros(width, columns)
+        columns = first.weights.weight.shape[-1] if first.joined else self._features
+        self._x = torch.zeros(*self._lanes, width, columns)
         if first.joined:
-            self._x[:, self._features] = 1.0
-        dense = [m for m in self._layers if isinstance(m.layer, Dense) and m.joined]
-        self._fillings = [m.weights.weight[:, m.layer.inputs + 1 :] for m in dense]
-        self._frames: dict[int, Frame] = {}
+            self._x[..., self._features] = 1.0
+        self._fillings = [
+            made.weights.weight[..., made.layer.inputs + 1 :]
+            for made in self._layers
+            if made.joined and isinstance(made.layer, Dense)
+        ]
+        self._frames: dict[Places, Frame] = {}
 
     def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
         layer, width = made.layer, self.width
         if isinstance(layer, Dropout):
             return
-        made.weights = Tensors(layer, made.image, made.joined)
+        made.weights = Tensors(layer, made.image, made.joined, self._lanes)
         made.into = made.weights
         self.weights |= made.weights.named
         if with_gradients:
-            made.into = Tensors(layer, made.image, made.joined)
+            made.into = Tensors(layer, made.image, made.joined, self._lanes)
             self.gradients |= made.into.named
         if isinstance(layer, Conv):
             if cpu_winograd.suits(layer):
@@ -286,14 +312,14 @@ class CpuProgram:
             elif layer.pool:
                 made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
             return
-        made.gradient = torch.empty(width, layer.inputs)
+        made.gradient = torch.empty(*self._lanes, width, layer.inputs)
         # The next dense layer may read a column of ones beside the values.
         after = next((m for m in self._layers[number + 1 :] if isinstance(m.layer, Dense)), None)
         columns = layer.outputs
         if after is not None and after.joined:
             columns = -(-(layer.outputs + 1) // _ALIGN) * _ALIGN
-        made.out = torch.zeros(width, columns)
-        made.out[:, layer.outputs : layer.outputs + 1] = 1.0
+        made.out = torch.zeros(*self._lanes, width, columns)
+        made.out[..., layer.outputs : layer.outputs + 1] = 1.0
 
     def reset(self) -> None:
         """Make zero what fills matrices up: a client whose numbers are NaN leaves NaN there."""
@@ -315,7 +341,8 @@ class CpuProgram:
 
         `frame` is that of the batch's size; `scores` receives those before the step.  They and
         `onehot` are [classes, samples]: a softmax over few classes is fast for many samples.
-        `turned` is the transposed view of `scores`.
+        `turned` is the transposed view of `scores`.  In a frame of several lanes `batch` has
+        the samples of all of them.
         """
         torch.index_select(inputs, 0, batch, out=frame.gathered)
         x = self._image(frame.x) if self.starts_with_image else frame.x
@@ -328,7 +355,7 @@ class CpuProgram:
             x = step.forward(x)
         if frame.last is None:
             turned.copy_(x)
-        torch.softmax(scores, 0, out=frame.by_class).sub_(onehot)
+        torch.softmax(scores, -2, out=frame.by_class).sub_(onehot)
         d: torch.Tensor | None = frame.d
         for step in frame.backward:
             if d is not None:
@@ -342,16 +369,39 @@ class CpuProgram:
         strides = (high * wide * channels, 1, wide * channels, channels)
         return image.as_strided((size, channels, high, wide), strides)
 
-    def frame(self, size: int) -> Frame:
-        """Return the layers for batches of a size."""
-        known = self._frames.get(size)
+    def frame(self, size: int, first: int = 0, lanes: int = 1) -> Frame:
+        """Return the layers for batches of a size, of `lanes` clients from the lane `first` on."""
+        taken = (first, first + lanes) if self._lanes else None
+        places = Places(size, taken)
+        known = self._frames.get(places)
         if known is not None:
             return known
-        steps = [_STEPS[type(made.layer)](made, size) for made in self._layers]
-        x = self._x[:size]
-        by_class = torch.empty(self._classes, size)
-        frame = self._frames[size] = Frame(steps, x, x[:, : self._features], by_class)
+        if lanes > 1 and (taken is None or size != self.width):
+            raise ValueError(f"lanes={lanes} must be 1 for batches of {size}, not {self.width}")
+        steps = [_STEPS[type(made.layer)](made, places) for made in self._layers]
+        x = places.of_samples(self._x)
+        by_class = torch.empty(*x.shape[: len(self._lanes)], self._classes, size)
+        gathered = (x if taken is None else x.flatten(0, 1))[:, : self._features]
+        frame = self._frames[places] = Frame(steps, x, gathered, by_class)
         return frame
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which part of the memory a batch takes: so many samples, of the lanes [first, end)."""
+
+    size: int
+    lanes: tuple[int, int] | None
+
+    def of_clients(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the lanes."""
+        return tensor if self.lanes is None else tensor[slice(*self.lanes)]
+
+    def of_samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the lanes and samples."""
+        return (
+            tensor[: self.size] if self.lanes is None else self.of_clients(tensor)[:, : self.size]
+        )
 
 
 @dataclass(eq=False)
@@ -364,20 +414,20 @@ class Frame:
     by_class: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.d = self.by_class.t()
+        self.d = self.by_class.mT
         self.backward = self.steps[::-1]
         self.dropouts = [step for step in self.steps if isinstance(step, _DropoutStep)]
         last = self.steps[-1]
         self.last = last if isinstance(last, _DenseStep) else None
 
 
-def _convolution(made: _Layer, size: int) -> _Step:
+def _convolution(made: _Layer, places: Places) -> _Step:
     if made.tiles is None:
-        return _ConvStep(made, size)
+        return _ConvStep(made, places)
     layer, weights, into = made.layer, made.weights, made.into
     assert isinstance(layer, Conv)
     tensors = (weights.weight, weights.bias, into.weight, into.bias)
-    return cpu_winograd.WinogradStep(layer, made.tiles, *tensors, made.first, size)
+    return cpu_winograd.WinogradStep(layer, made.tiles, *tensors, made.first, places.size)
 
 
 _STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}

@@ -1,7 +1,11 @@
-"""Training of one client after the other on a CPU, with gradients by hand (`cpu_program`).
+"""Training of clients on a CPU, with gradients by hand (`cpu_program`).
 
 The same batches and the same dropout as `local.train_client`, so updates agree with the
 sequential engine up to rounding; what a client computes depends on its own samples and seed.
+
+Clients train one after the other.  Small networks of dense layers train a few at a time, in
+lanes: as many steps as all of them have full batches for are taken together, the rest of each
+alone.  A lane's numbers are the same bits in any company, which is tried before it is relied on.
 """
 
 from __future__ import annotations
@@ -9,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +28,7 @@ from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_i
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, train_client
 from fedquilt.learning.objective import IGNORED
-from fedquilt.learning.plan import Conv, Dropout, NoPlanError, Plan, make_plan
+from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ _DRAWN = 2**20
 _WIDEST = 1024
 # Multiplications of a layer after another in a step, forward: a millisecond on one core.
 _FEW_PRODUCTS = 2**25
+# Clients that take a step together: with more of them their weights leave a core's cache.
+_LANES, _LANE_BYTES = 6, 5 * 2**18
 
 
 @contextlib.contextmanager
@@ -53,6 +59,21 @@ def _one_thread(is_small: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+class Given(NamedTuple):
+    """A client to train: the places of its samples, its seed, and where its update goes."""
+
+    samples: torch.Tensor
+    seed: int
+    out: torch.Tensor
+
+
+class _Member(NamedTuple):
+    """A client of those that train together."""
+
+    given: Given
+    labels: torch.Tensor
 
 
 class CpuTraining:
@@ -76,103 +97,162 @@ class CpuTraining:
         self._flat, self._task, self._settings, self._draws = flat, task, settings, draws
         self.plan: Plan = cpu_plan(flat, task, settings)
         self._fused = settings.optimizer.is_plain and not settings.fedprox_mu
-        self._program = CpuProgram(self.plan, settings.batch_size, not self._fused)
+        weights = sum(segment.stop - segment.start for segment in flat.segments)
+        has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
+        self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
+        is_dense = all(isinstance(layer, Dense) for layer in self.plan.layers)
+        most = min(_LANES, _LANE_BYTES // (4 * weights))
+        lanes = most if most > 1 and is_dense and self._fused else None
+        self.together = lanes or 1
+        self._program = CpuProgram(self.plan, settings.batch_size, not self._fused, lanes)
         self._anchors: dict[str, torch.Tensor] = {}
         if settings.fedprox_mu:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
-        self._tensors = [self._program.weights[segment.name] for segment in flat.segments]
-        self._sizes = [tensor.numel() for tensor in self._tensors]
+        tensors = [self._program.weights[segment.name] for segment in flat.segments]
+        self._lanes = [[t[lane] for t in tensors] for lane in range(lanes)] if lanes else [tensors]
+        self._first_lanes = [
+            [t[:many] for t in tensors] if lanes else tensors for many in range(self.together + 1)
+        ]
+        self._sizes = [tensor.numel() for tensor in self._lanes[0]]
         self._by_class = torch.arange(self.plan.classes)[:, None]
-        weights = sum(tensor.numel() for tensor in self._program.weights.values())
-        has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
-        self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
-        self._try()
+        with _one_thread(self._is_small):
+            self._try()
+
+    @property
+    def window(self) -> int:
+        """Of how many clients those that train together are best chosen."""
+        return 4 * self.together if self.together > 1 else 1
 
     def update_of(
         self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
     ) -> ClientUpdate:
         """Return what a client of the task sends in a round."""
-        index, seed = self._task.index(client), client_seed(self._settings, round_index, client)
-        try:
-            delta, loss = self.train(start, index, learning_rate, seed)
-        except Exception as error:
-            if not self._settings.silent or isinstance(error, NEVER_SILENT):
-                raise
-            delta, loss = torch.full_like(start, math.nan), math.nan
-        return ClientUpdate(client, delta, len(index), loss)
+        return self.updates_of(start, [client], round_index, learning_rate)[0]
+
+    def updates_of(
+        self, start: torch.Tensor, clients: Sequence[int], round_index: int, learning_rate: float
+    ) -> list[ClientUpdate]:
+        """Return what clients of the task send in a round."""
+        task, settings = self._task, self._settings
+        given = [
+            Given(task.index(c), client_seed(settings, round_index, c), torch.empty_like(start))
+            for c in clients
+        ]
+        losses = self.train(start, given, learning_rate)
+        updates = []
+        for client, (samples, _, delta), loss in zip(clients, given, losses, strict=True):
+            if isinstance(loss, Exception):
+                if not settings.silent or isinstance(loss, NEVER_SILENT):
+                    raise loss
+                delta.fill_(math.nan)
+                loss = math.nan
+            updates.append(ClientUpdate(client, delta, len(samples), loss))
+        return updates
 
     @torch.no_grad()
     def train(
-        self,
-        start: torch.Tensor,
-        index: torch.Tensor,
-        learning_rate: float,
-        seed: int,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, float]:
-        """Return a client's update, in `out` where it is given, and its mean loss.
+        self, start: torch.Tensor, given: Sequence[Given], learning_rate: float
+    ) -> list[float | Exception]:
+        """Put the clients' updates where they go; return their mean losses.
 
-        Without samples the loss is NaN and the update zero.
+        Without samples the loss is NaN and the update zero.  Who cannot be trained has the error
+        in the place of the loss.
         """
-        update = torch.empty_like(start) if out is None else out
-        task = self._task
-        labels = task.targets[index]
-        if len(index):
-            least, largest = torch.aminmax(labels)
-            if not 0 <= int(least) <= int(largest) < self.plan.classes:
-                return update, self._by_autograd(start, index, learning_rate, seed, update)
-        inputs = task.inputs.flatten(1)
+        losses: list[float | Exception] = [math.nan] * len(given)
+        members: dict[int, _Member] = {}
+        for place, client in enumerate(given):
+            try:
+                labels = self._task.targets[client.samples]
+                if not len(labels):
+                    client.out.zero_()
+                elif self._are_classes(labels):
+                    members[place] = _Member(client, labels)
+                else:
+                    losses[place] = self._by_autograd(start, client, learning_rate)
+            except Exception as error:
+                losses[place] = error
+        inputs, begin = self._task.inputs.flatten(1), self._parts(start)
+        # Those of a size have the most steps to take together.
+        order = sorted(members, key=lambda place: len(members[place].labels))
         with _one_thread(self._is_small):
-            begin = self._parts(start)
-            loss = self._train(begin, inputs, labels, index, learning_rate, seed)
-            for tensor, part, into in zip(self._tensors, begin, self._parts(update), strict=True):
-                torch.sub(tensor, part, out=into)
-            return update, loss
+            for first in range(0, len(order), self.together):
+                places = order[first : first + self.together]
+                group = [members[place] for place in places]
+                for place, loss in zip(
+                    places, self._train(begin, inputs, group, learning_rate), strict=True
+                ):
+                    losses[place] = loss
+                for lane, member in zip(self._lanes, group, strict=False):
+                    for tensor, part, into in zip(
+                        lane, begin, self._parts(member.given.out), strict=True
+                    ):
+                        torch.sub(tensor, part, out=into)
+        return losses
+
+    def _are_classes(self, labels: torch.Tensor) -> bool:
+        least, largest = torch.aminmax(labels)
+        return int(least) >= 0 and int(largest) < self.plan.classes
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a vector as the flat model lays tensors out, in the tensors' shapes."""
-        parts = torch.split(vector, self._sizes)
-        return [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors, strict=True)]
+        parts = zip(torch.split(vector, self._sizes), self._lanes[0], strict=True)
+        return [part.view(tensor.shape) for part, tensor in parts]
 
     def _train(
         self,
         begin: list[torch.Tensor],
         inputs: torch.Tensor,
-        labels: torch.Tensor,
-        index: torch.Tensor,
+        group: Sequence[_Member],
         learning_rate: float,
-        seed: int,
-    ) -> float:
-        """Train from the tensors `begin`, leave the weights in the program, return the mean loss.
+    ) -> list[float]:
+        """Train clients, at most `together`, from the tensors `begin`; return their mean losses.
 
-        `labels` are those of the client's samples, `index` their places in `inputs`.
+        Their weights are in the program's lanes afterwards.
         """
-        program, settings = self._program, self._settings
+        program, most = self._program, self._settings.batch_size
         program.reset()
-        for tensor, part in zip(self._tensors, begin, strict=True):
+        for tensor, part in zip(self._first_lanes[len(group)], begin, strict=True):
             tensor.copy_(part)
-        rule = gradients = None
-        if not self._fused:
-            rule, gradients = self._begin_rule(learning_rate)
-        shuffle = torch.Generator().manual_seed(seed)
-        count, most = len(index), settings.batch_size
-        epochs = settings.epochs if count else 0
-        steps = -(-count // most)
-        masks = self._masks(seed, epochs * steps)
-        frames = [self._frame(most, rule, learning_rate)] * (steps - 1)
-        if count:
-            frames.append(self._frame(count - (steps - 1) * most, rule, learning_rate))
-        loss_sum = 0.0
-        for _ in range(epochs):
-            order = epoch_order(count, shuffle)
-            batches = torch.split(index[order], most)
-            epoch = _Epoch(labels[order], most, self._by_class)
-            for (frame, update), batch, places in zip(frames, batches, epoch.each, strict=True):
-                program.step(frame, inputs, batch, *places, update, next(masks))
-                if rule is not None:
-                    rule.step(gradients)
-            loss_sum += epoch.loss()
-        return loss_sum / (epochs * count) if epochs else math.nan
+        rule = None if self._fused else self._begin_rule(learning_rate)
+        shuffles = [torch.Generator().manual_seed(member.given.seed) for member in group]
+        counts = [len(member.labels) for member in group]
+        full = min(counts) // most
+        joint = self._frame(most, rule, learning_rate, lanes=len(group)) if full else None
+        masks = self._masks(group[0].given.seed, self._settings.epochs * -(-counts[0] // most))
+        losses = [0.0] * len(group)
+        for _ in range(self._settings.epochs):
+            orders = [epoch_order(*one) for one in zip(counts, shuffles, strict=True)]
+            drawn = list(zip(group, orders, strict=True))
+            taken = [member.given.samples[order] for member, order in drawn]
+            labels = [member.labels[order] for member, order in drawn]
+            epoch = _Epoch(labels, most, self._by_class, has_lanes=len(self._lanes) > 1)
+            for batch, places in zip(_joint(taken, full, most), epoch.first(full), strict=True):
+                self._step(joint, inputs, batch, places, next(masks), rule)
+            for lane, samples in enumerate(taken):
+                for step, batch in enumerate(torch.split(samples[full * most :], most), full):
+                    if len(batch):
+                        frame = self._frame(len(batch), rule, learning_rate, lane)
+                        places = epoch.place(step, lane, len(batch))
+                        self._step(frame, inputs, batch, places, next(masks), rule)
+            losses = [a + b for a, b in zip(losses, epoch.losses(), strict=True)]
+        return [
+            loss / (self._settings.epochs * count)
+            for loss, count in zip(losses, counts, strict=True)
+        ]
+
+    def _step(
+        self,
+        frame: tuple[Frame, Update] | None,
+        inputs: torch.Tensor,
+        batch: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        masks: list[torch.Tensor],
+        rule: tuple[Any, list[torch.Tensor]] | None,
+    ) -> None:
+        assert frame is not None
+        self._program.step(frame[0], inputs, batch, *places, frame[1], masks)
+        if rule is not None:
+            rule[0].step(rule[1])
 
     def _begin_rule(self, learning_rate: float) -> tuple[Any, list[torch.Tensor]]:
         """Return the optimizer of a client that begins at the program's weights."""
@@ -184,11 +264,14 @@ class CpuTraining:
         rule = self._settings.optimizer.begin(parameters, anchors, learning_rate, mu)
         return rule, [program.gradients[name] for name in names]
 
-    def _frame(self, size: int, rule: Any, learning_rate: float) -> tuple[Frame, Update]:
+    def _frame(
+        self, size: int, rule: object, learning_rate: float, lane: int = 0, lanes: int = 1
+    ) -> tuple[Frame, Update]:
         """Return the layers for batches of a size, and where their gradients go."""
+        frame = self._program.frame(size, lane, lanes)
         if rule is not None:  # it asks for the gradient itself
-            return self._program.frame(size), Update(0.0, 1.0 / size)
-        return self._program.frame(size), Update(1.0, -learning_rate * (1.0 / size))
+            return frame, Update(0.0, 1.0 / size)
+        return frame, Update(1.0, -learning_rate * (1.0 / size))
 
     def _masks(self, seed: int, steps: int) -> Iterator[list[torch.Tensor]]:
         """Yield the dropout masks of each step, one row for a full batch each."""
@@ -207,22 +290,15 @@ class CpuTraining:
             for step in range(len(numbers)):
                 yield [mask[step] for mask in drawn]
 
-    def _by_autograd(
-        self,
-        start: torch.Tensor,
-        index: torch.Tensor,
-        learning_rate: float,
-        seed: int,
-        update: torch.Tensor,
-    ) -> float:
+    def _by_autograd(self, start: torch.Tensor, client: Given, learning_rate: float) -> float:
         task, flat = self._task, self._flat
         task.objective.begin()
         with torch.enable_grad():
             loss = train_client(
-                *(flat, start, task.inputs, task.targets, index, learning_rate),
-                *(self._settings, seed, task.objective, self._draws),
+                *(flat, start, task.inputs, task.targets, client.samples, learning_rate),
+                *(self._settings, client.seed, task.objective, self._draws),
             )
-        torch.sub(flat.read(), start, out=update)
+        torch.sub(flat.read(), start, out=client.out)
         return loss
 
     @torch.no_grad()
@@ -234,8 +310,10 @@ class CpuTraining:
         targets = (torch.arange(count) % self.plan.classes).to(like.targets.dtype)
         index, start = torch.arange(count), flat.read().clone()
         begin = self._parts(start)
-        self._train(begin, inputs.flatten(1), targets, index, _TRIAL_RATE, _TRIAL_SEED)
-        moved = [(t - part).flatten() for t, part in zip(self._tensors, begin, strict=True)]
+        member = _Member(Given(index, _TRIAL_SEED, start), targets)
+        self._train(begin, inputs.flatten(1), [member], _TRIAL_RATE)
+        alone = [tensor.clone() for tensor in self._lanes[0]]
+        moved = [(t - part).flatten() for t, part in zip(alone, begin, strict=True)]
         update = torch.cat(moved)
         like.objective.begin()
         with torch.enable_grad():
@@ -249,36 +327,80 @@ class CpuTraining:
         far = float((update - wanted).norm() / wanted.norm().clamp(min=1e-12))
         if not far <= _AGREES:
             raise NoPlanError(f"its steps by hand are {far:.3g} away from autograd's")
+        self._try_together(begin, inputs.flatten(1), member, alone)
+
+    def _try_together(
+        self,
+        begin: list[torch.Tensor],
+        inputs: torch.Tensor,
+        member: _Member,
+        alone: list[torch.Tensor],
+    ) -> None:
+        """Let clients train one by one where company changes a bit of what one computes."""
+        for many in range(2, self.together + 1):
+            self._train(begin, inputs, [member] * many, _TRIAL_RATE)
+            for lane in self._lanes[:many]:
+                if not all(map(torch.equal, lane, alone)):
+                    _log.info("clients train one by one: %d together round differently", many)
+                    self.together = 1
+                    return
 
 
 class _Epoch:
-    """What the batches of one epoch need beside their samples, made for all of them at once.
+    """What the batches of an epoch need beside their samples, made for all of them at once.
 
-    Labels and scores are [steps, classes, samples]; a last, shorter batch leaves places free,
-    which count nowhere.
+    Labels and scores are [steps, clients, classes, samples], without the second axis where the
+    program has no lanes.  Batches that a client lacks, and places that a shorter one leaves
+    free, count nowhere.
     """
 
-    def __init__(self, labels: torch.Tensor, most: int, by_class: torch.Tensor) -> None:
-        count, classes = len(labels), len(by_class)
-        steps = -(-count // most)
-        self._true = torch.full((steps * most,), classes)
-        self._true[:count] = labels
-        self._true = self._true.view(steps, most)
-        onehot = (self._true[:, None] == by_class).to(torch.float32)
-        self._scores = torch.empty_like(onehot)
-        blocks = (onehot, self._scores, self._scores.transpose(1, 2))
-        self.each = list(zip(*(block.unbind() for block in blocks), strict=True))
-        last = count - (steps - 1) * most
-        if last < most:
-            true, scores, turned = self.each[-1]
-            self.each[-1] = true[:, :last], scores[:, :last], turned[:last]
+    def __init__(
+        self, labels: list[torch.Tensor], most: int, by_class: torch.Tensor, has_lanes: bool
+    ) -> None:
+        self._free = len(by_class)  # the class of places where no sample is
+        self._steps = [-(-len(part) // most) for part in labels]
+        self._has_lanes = has_lanes
+        steps = max(self._steps)
+        true = torch.full((len(labels), steps * most), self._free)
+        for row, part in zip(true.unbind(), labels, strict=True):
+            row[: len(part)] = part
+        self._true = true.view(-1, steps, most).transpose(0, 1).contiguous()
+        self._onehot = (self._true[:, :, None] == by_class).to(torch.float32)
+        self._scores = torch.empty_like(self._onehot)
 
-    def loss(self) -> float:
-        """Return the sum of the samples' losses, of the scores before each step."""
-        free = self._scores.shape[1]  # the class of places where no sample is
-        return float(
-            functional.cross_entropy(self._scores, self._true, ignore_index=free, reduction="sum")
-        )
+    def first(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield labels, scores and scores turned of the first steps, for all clients."""
+        blocks = [block[:steps] for block in (self._onehot, self._scores, self._scores.mT)]
+        if not self._has_lanes:
+            blocks = [block[:, 0] for block in blocks]
+        return zip(*(block.unbind() for block in blocks), strict=True)
+
+    def place(
+        self, step: int, lane: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return those of one step of a client, with `size` samples."""
+        where = slice(lane, lane + 1) if self._has_lanes else 0
+        scores = self._scores[step, where, ..., :size]
+        return self._onehot[step, where, ..., :size], scores, scores.mT
+
+    def losses(self) -> list[float]:
+        """Return the sum of each client's losses, of the scores before each step."""
+        scores, true = self._scores.flatten(0, 1), self._true.flatten(0, 1)
+        each = functional.cross_entropy(scores, true, ignore_index=self._free, reduction="none")
+        by_client = each.view(self._true.shape).transpose(0, 1).contiguous()
+        # Only a client's own steps: how many others take must not change the order of a sum.
+        pairs = zip(by_client, self._steps, strict=True)
+        return [float(part[:steps].sum()) for part, steps in pairs]
+
+
+def _joint(samples: list[torch.Tensor], steps: int, most: int) -> Sequence[torch.Tensor]:
+    """Return the first batches of clients, each with the samples of all of them."""
+    if not steps:
+        return ()
+    if len(samples) == 1:
+        return torch.split(samples[0][: steps * most], most)
+    parts = [part[: steps * most].view(steps, most) for part in samples]
+    return torch.stack(parts, 1).view(steps, -1).unbind()
 
 
 def cpu_plan(flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:

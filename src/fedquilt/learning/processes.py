@@ -37,11 +37,11 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.learning.cpu_training import hand_training
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import client_seed, find_draws, refuse_hidden_state
+from fedquilt.learning.local import find_draws, refuse_hidden_state
 from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, shared, work
 
 # One job in training and one waiting, so that a worker need not wait for the next.
-_SLOTS = 2
+_JOBS = 2
 _PATIENCE_SECONDS = 5.0
 _SAME_SIGNAL_SECONDS = 0.5
 _IMPORTABLE = (
@@ -58,6 +58,9 @@ class ProcessEngine:
     error, Ctrl-C or a caller that stops early, ends them too; the next round
     starts new ones.  Updates wait in this process for their turn in the
     cohort's order, so it may hold all of a cohort's updates at once.
+
+    While a round trains, torch has one thread in this process; with a small network, of which
+    workers train several clients at a time, until `close`.
 
     Parameters
     ----------
@@ -87,7 +90,9 @@ class ProcessEngine:
         flat.remember()
         draws = find_draws(flat, public)
         refuse_hidden_state(flat, public, settings, draws)
-        self.by_hand = hand_training(flat, task, settings, draws) is not None
+        training = hand_training(flat, task, settings, draws)
+        self.by_hand = training is not None
+        self._together = 1 if training is None else training.together
         self._context = worker_context()
         self._setting = Setting(
             pickled=SharedTensor.copy_of(self._context, pickled),
@@ -97,7 +102,8 @@ class ProcessEngine:
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, end_workers, self._workers, os.getpid())
+        self._threads: list[int] = []
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._threads, os.getpid())
         self._training = False
 
     @property
@@ -120,10 +126,9 @@ class ProcessEngine:
         clients = [int(client) for client in cohort]
         self._training = True
         # The workers have the cores: a second thread here would wait for work on one of them.
-        threads = torch.get_num_threads()
+        self._threads.append(torch.get_num_threads())
         torch.set_num_threads(1)
         try:
-            start_fork_server(self._context)
             self._start.copy_(start.detach())
             self._hire(min(self._limit, len(clients)))
             yield from self._train_all(clients, round_index, learning_rate)
@@ -132,23 +137,26 @@ class ProcessEngine:
             end_workers(self._workers, os.getpid())
             raise
         finally:
-            torch.set_num_threads(threads)
+            # A thread goes on waiting for milliseconds, which are much of a small network's next
+            # round, and what is computed between rounds for one hardly needs a second.
+            if self._together == 1:
+                torch.set_num_threads(self._threads[0])
+            del self._threads[1 if self._together > 1 else 0 :]
             self._training = False
 
     def _train_all(
         self, clients: list[int], round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
-        sizes = [len(self.task.clients[client]) for client in clients]
-        waiting = deque(sorted(range(len(clients)), key=lambda place: -sizes[place]))
+        waiting = self._jobs(clients)
         finished: dict[int, ClientUpdate] = {}
 
         def hand_out() -> None:
-            for worker in self._workers:
-                while waiting and worker.free:
-                    client = clients[waiting[0]]
-                    seed = client_seed(self.settings, round_index, client)
-                    samples = np.asarray(self.task.clients[client], dtype=np.int64)
-                    worker.send(waiting.popleft(), client, samples, seed, learning_rate)
+            while waiting and self._workers:
+                worker = min(self._workers, key=lambda worker: worker.load)
+                if worker.jobs == _JOBS:
+                    return
+                given = [self._given(place, clients[place]) for place in waiting.popleft()]
+                worker.send(given, round_index, learning_rate)
 
         for place in range(len(clients)):
             if waiting:  # nobody shall be idle while updates are used here
@@ -159,22 +167,44 @@ class ProcessEngine:
                 hand_out()
             yield finished.pop(place)
 
+    def _jobs(self, clients: list[int]) -> deque[list[int]]:
+        """Return the places of clients that train together, the largest clients first.
+
+        As many as may train together, but for the last job of every worker: those share the
+        rest, so that all end at about the same time.
+        """
+        if not clients:
+            return deque()
+        sizes = [len(self.task.clients[client]) for client in clients]
+        places = sorted(range(len(clients)), key=lambda place: -sizes[place])
+        workers, most = len(self._workers), self._together
+        turns = -(-len(places) // (workers * most))
+        first = (turns - 1) * workers * most
+        share = -(-(len(places) - first) // workers)
+        return deque(
+            [places[at : at + most] for at in range(0, first, most)]
+            + [places[at : at + share] for at in range(first, len(places), share)]
+        )
+
+    def _given(self, place: int, client: int) -> _Given:
+        return _Given(place, client, np.asarray(self.task.clients[client], dtype=np.int64))
+
     def _collect(self, finished: dict[int, ClientUpdate], timeout: float | None) -> None:
         """Take in what the workers have sent; wait for something if `timeout` is None."""
-        busy = [worker for worker in self._workers if worker.jobs]
+        busy = [worker for worker in self._workers if worker.given]
         if not busy and timeout is None:
             raise NotReadyError("engine='processes' was closed in the middle of a round")
         ready = wait([worker.connection for worker in busy], timeout)
         for worker in busy:
-            result = worker.receive() if worker.connection in ready else None
-            if result is not None:
-                place, update = result
-                finished[place] = update
+            if worker.connection in ready:
+                finished |= worker.receive()
 
     def _hire(self, count: int) -> None:
         """Start workers until there are `count`."""
+        if len(self._workers) < count:
+            start_fork_server(self._context)
         for number in range(len(self._workers), count):
-            shape = (_SLOTS, len(self._start))
+            shape = (_JOBS * self._together, len(self._start))
             slots = SharedTensor(self._context, shape, self._start.dtype)
             here, there = self._context.Pipe()
             process = _process(self._context, number, there, self._setting, slots)
@@ -188,11 +218,11 @@ class ProcessEngine:
 
 
 class _Given(NamedTuple):
-    """A job that a worker has: the client, its size and its place in the cohort."""
+    """What a worker trains: a client, its place in the cohort and its samples."""
 
     place: int
     client: int
-    size: int
+    samples: NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -203,7 +233,10 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     slots: torch.Tensor
-    jobs: dict[int, _Given] = field(default_factory=dict)
+    jobs: int = 0
+    load: int = 0
+    given: dict[int, _Given] = field(default_factory=dict)
+    """The clients in hand, by slot; they and their samples make the `load`."""
     ready: bool = False
 
     @property
@@ -214,23 +247,22 @@ class _Worker:
     def name(self) -> str:
         return f"worker process {self.number} (pid {self.pid})"
 
-    @property
-    def free(self) -> bool:
-        return len(self.jobs) < _SLOTS
-
-    def send(
-        self, place: int, client: int, samples: NDArray[np.int64], seed: int, learning_rate: float
-    ) -> None:
-        """Give the worker a client to train."""
-        slot = next(slot for slot in range(_SLOTS) if slot not in self.jobs)
-        self.jobs[slot] = _Given(place, client, len(samples))
+    def send(self, given: list[_Given], round_index: int, learning_rate: float) -> None:
+        """Give the worker clients to train."""
+        free = [slot for slot in range(len(self.slots)) if slot not in self.given]
+        slots = tuple(free[: len(given)])
+        self.given |= zip(slots, given, strict=True)
+        self.jobs += 1
+        self.load += sum(1 + len(client.samples) for client in given)
+        clients = tuple(client.client for client in given)
+        samples = tuple(client.samples for client in given)
         try:
-            self.connection.send(Job(slot, samples, seed, learning_rate))
+            self.connection.send(Job(slots, clients, samples, round_index, learning_rate))
         except OSError:
             raise self._death() from None
 
-    def receive(self) -> tuple[int, ClientUpdate] | None:
-        """Return a finished client and its place in the cohort, if that is the message."""
+    def receive(self) -> dict[int, ClientUpdate]:
+        """Return the finished clients by their places in the cohort, if that is the message."""
         try:
             message: Ready | Done | Failed = self.connection.recv()
         except (EOFError, OSError):
@@ -239,16 +271,21 @@ class _Worker:
             raise self._failure(message)
         self.ready = True
         if isinstance(message, Ready):
-            return None
-        job = self.jobs.pop(message.slot)
-        delta = self.slots[message.slot].clone()
-        return job.place, ClientUpdate(job.client, delta, job.size, message.loss)
+            return {}
+        self.jobs -= 1
+        updates = {}
+        for slot, loss in zip(message.slots, message.losses, strict=True):
+            place, client, samples = self.given.pop(slot)
+            self.load -= 1 + len(samples)
+            delta = self.slots[slot].clone()
+            updates[place] = ClientUpdate(client, delta, len(samples), loss)
+        return updates
 
     def _failure(self, message: Failed) -> WorkerError:
         if message.slot is None:
             text = f"{self.name} could not set up the model: {message.error}; {_IMPORTABLE}"
         else:
-            client = self.jobs[message.slot].client
+            client = self.given[message.slot].client
             text = f"training client {client} failed in {self.name}: {message.error}"
         error = WorkerError(text)
         error.add_note(f"In the worker:\n{message.trace}")
@@ -265,8 +302,15 @@ class _Worker:
         if not self.ready:
             hint = f"; {_IMPORTABLE}" if code == 1 else ""
             return WorkerError(f"{self.name} {how} before it was ready{hint}")
-        clients = ", ".join(str(job.client) for job in self.jobs.values())
+        clients = ", ".join(str(given.client) for given in self.given.values())
         return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
+
+
+def _end(workers: list[Any], threads: list[int], owner: int) -> None:
+    """End the workers and give back what this process had before they came."""
+    end_workers(workers, owner)
+    if threads:
+        torch.set_num_threads(threads[0])
 
 
 def end_workers(workers: list[Any], owner: int) -> None:

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -24,11 +25,12 @@ from numpy.typing import NDArray
 
 from fedquilt.common import trees
 from fedquilt.common.errors import StorageError
-from fedquilt.learning.cpu_training import CpuTraining
+from fedquilt.learning.cpu_training import CpuTraining, Given
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import (
     NEVER_SILENT,
+    client_seed,
     default_loss_of,
     find_draws,
     find_steps,
@@ -92,11 +94,12 @@ class Setting:
 
 
 class Job(NamedTuple):
-    """One client to train, and the slot that takes its update."""
+    """Clients to train, and the slots that take their updates."""
 
-    slot: int
-    samples: NDArray[np.int64]
-    seed: int
+    slots: tuple[int, ...]
+    clients: tuple[int, ...]
+    samples: tuple[NDArray[np.int64], ...]
+    round_index: int
     learning_rate: float
 
 
@@ -105,14 +108,14 @@ class Ready(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The update of a job lies in its slot."""
+    """The updates of a job lie in these slots."""
 
-    slot: int
-    loss: float
+    slots: tuple[int, ...]
+    losses: list[float]
 
 
 class Failed(NamedTuple):
-    """Setting up (slot None) or a job raised an error."""
+    """Setting up (slot None) or a client of a job raised an error."""
 
     slot: int | None
     error: str
@@ -165,34 +168,53 @@ class _Trainer:
             self._by_hand = CpuTraining(self._flat, self._task, settings, self._draws)
 
     def run(self, job: Job) -> Done | Failed:
-        """Train one client; an error becomes an answer."""
-        try:
-            loss = self._train(job)
-        except Exception as error:
-            if not self._settings.silent or isinstance(error, NEVER_SILENT):
-                return failure(job.slot, error)
-            self._slots[job.slot].fill_(math.nan)
-            return Done(job.slot, math.nan)
-        return Done(job.slot, loss)
+        """Train clients; an error becomes an answer."""
+        given = [
+            Given(
+                torch.from_numpy(samples),
+                client_seed(self._settings, job.round_index, client),
+                self._slots[slot],
+            )
+            for slot, client, samples in zip(job.slots, job.clients, job.samples, strict=True)
+        ]
+        losses = []
+        for slot, client, loss in zip(
+            job.slots, given, self._train(given, job.learning_rate), strict=True
+        ):
+            if isinstance(loss, Exception):
+                if not self._settings.silent or isinstance(loss, NEVER_SILENT):
+                    return failure(slot, loss)
+                client.out.fill_(math.nan)
+                loss = math.nan
+            losses.append(loss)
+        return Done(job.slots, losses)
 
-    def _train(self, job: Job) -> float:
-        """Leave the update of a client in its slot; return its loss."""
-        samples, out = torch.from_numpy(job.samples), self._slots[job.slot]
+    def _train(self, given: list[Given], learning_rate: float) -> Sequence[float | Exception]:
+        """Leave the updates in their slots; return the losses, or what went wrong."""
         if self._by_hand is not None:
-            return self._by_hand.train(self._start, samples, job.learning_rate, job.seed, out)[1]
+            return self._by_hand.train(self._start, given, learning_rate)
+        losses: list[float | Exception] = []
+        for client in given:
+            try:
+                losses.append(self._train_one(client, learning_rate))
+            except Exception as error:
+                losses.append(error)
+        return losses
+
+    def _train_one(self, client: Given, learning_rate: float) -> float:
         loss = train_client(
             self._flat,
             self._start,
             self._task.inputs,
             self._task.targets,
-            samples,
-            job.learning_rate,
+            client.samples,
+            learning_rate,
             self._settings,
-            job.seed,
+            client.seed,
             self._loss_of(0, 0),
             self._draws,
         )
-        torch.sub(self._flat.read(), self._start, out=out)
+        torch.sub(self._flat.read(), self._start, out=client.out)
         return loss
 
 
@@ -224,4 +246,5 @@ def _keep_memory() -> None:
 
 def failure(slot: int | None, error: Exception) -> Failed:
     """Return an error as a message."""
-    return Failed(slot, f"{type(error).__name__}: {error}", traceback.format_exc())
+    trace = "".join(traceback.format_exception(error))
+    return Failed(slot, f"{type(error).__name__}: {error}", trace)
