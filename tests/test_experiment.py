@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import fedquilt
-from fedquilt import assemble, experiment
+from fedquilt import assemble, training_loop
 from fedquilt.assemble import build_problem
 from fedquilt.config import MODES
 from fedquilt.data import ImageDataset, load_dataset
@@ -460,7 +460,7 @@ def test_engines_are_closed_whatever_happens(
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
     start(tmp_path, engine="sequential")
     assert closed == ["closed"]
-    monkeypatch.setattr(experiment.Experiment, "measure", lambda *given: 1 / 0)
+    monkeypatch.setattr(training_loop.Experiment, "measure", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(tmp_path, engine="sequential")
     assert closed == ["closed", "closed"]

@@ -36,6 +36,8 @@ ORDER: tuple[set[str], ...] = (
     {"record_html"},
     {"assemble", "record", "checkpoint_state"},
     {"assemble_account", "outlook"},
+    {"training_loop"},
+    {"opening"},
     {"experiment"},
     {"report"},
     {"quapfl", "fednum", "audit", "flower", "views", "bench"},

@@ -34,7 +34,6 @@ from fedquilt.config import (
     plain_config,
 )
 from fedquilt.config.documents import settings_from_hyperparameters
-from fedquilt.experiment import Experiment, limit_notes
 from fedquilt.learning import ClientUpdate, FlatModel, evaluate
 from fedquilt.observe.progress import Progress
 from fedquilt.outlook import expectations
@@ -46,6 +45,7 @@ from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement
 from fedquilt.record import build_history, build_result, published
+from fedquilt.training_loop import Experiment, limit_notes
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 

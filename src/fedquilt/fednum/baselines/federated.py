@@ -21,7 +21,6 @@ from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.experiment import Experiment
 from fedquilt.fednum.baselines.common import (
     BaselineResult,
     augmentation,
@@ -37,6 +36,7 @@ from fedquilt.fednum.baselines.common import (
 )
 from fedquilt.learning import FlatModel, evaluate
 from fedquilt.method import Progress
+from fedquilt.training_loop import Experiment
 
 COHORT = 10
 LOCAL_EPOCHS = 1
