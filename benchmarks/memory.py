@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 import fedquilt
-import fedquilt.assemble
 import fedquilt.experiment
 import fedquilt.opening
 import fedquilt.round

@@ -10,17 +10,8 @@ from typing import Any, Unpack, cast
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import (
-    BuildEngine,
-    BuildMethod,
-    Own,
-    Problem,
-    build_problem,
-    named_clients,
-    problem_from,
-    tests_of,
-)
 from fedquilt.assemble_mechanism import Build
+from fedquilt.assemble_problem import build_problem, named_clients, problem_from, tests_of
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
@@ -34,6 +25,7 @@ from fedquilt.observe.progress import Expectations, Progress
 from fedquilt.observe.tracked import tracked as _tracked
 from fedquilt.opening import open_and_train
 from fedquilt.privacy.certified import Certified
+from fedquilt.problem import BuildEngine, BuildMethod, Own, Problem
 from fedquilt.record import CUSTOM, RunResult, load
 from fedquilt.run_folder import RunFolder
 from fedquilt.training_loop import Watching

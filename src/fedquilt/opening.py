@@ -12,13 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fedquilt.assemble import (
-    Problem,
-    build_federation,
-    build_method,
-    engine_of_before,
-    settle_engine,
-)
+from fedquilt.assemble import build_federation, build_method, engine_of_before, settle_engine
 from fedquilt.assemble_account import (
     check_identity,
     check_same_clients,
@@ -34,6 +28,7 @@ from fedquilt.config import RunConfig
 from fedquilt.method import Method
 from fedquilt.outlook import expectations
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
+from fedquilt.problem import Problem
 from fedquilt.record import RunResult, load
 from fedquilt.round import Federation
 from fedquilt.run_folder import RunFolder, run_stem

@@ -12,7 +12,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedquilt.assemble import Own, Problem, problem_from
+from fedquilt.assemble_problem import problem_from
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
@@ -24,6 +24,7 @@ from fedquilt.flower.engine import FlowerEngine
 from fedquilt.flower.node import CUSTOM, MakeModel, frozen_digest, new_model
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.learning import Objective, Task
+from fedquilt.problem import Own, Problem
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 from fedquilt.training_loop import Watching

@@ -19,7 +19,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedquilt.assemble import Problem, build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, plain_config
@@ -32,6 +32,7 @@ from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.node import Node
 from fedquilt.flower.server import NodesFile, served_problem, without_data
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.problem import Problem
 from fedquilt.record import RunResult, load
 from fedquilt.run_folder import RunFolder
 from fedquilt.training_loop import Watching

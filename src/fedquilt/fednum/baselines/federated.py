@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.assemble import Problem, build_federation, build_selector
+from fedquilt.assemble import build_federation
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, perturbed
 from fedquilt.condense.method import training_of
@@ -36,6 +36,7 @@ from fedquilt.fednum.baselines.common import (
 )
 from fedquilt.learning import FlatModel, evaluate
 from fedquilt.method import Progress
+from fedquilt.problem import Problem, build_selector
 from fedquilt.training_loop import Experiment
 
 COHORT = 10
