@@ -29,6 +29,7 @@ ORDER: tuple[set[str], ...] = (
     {"config", "observe"},
     LEAVES,
     {"run_formats"},
+    {"checkpoint_files"},
     {"method", "run_folder"},
     {"slices", "condense"},
     {"round"},
