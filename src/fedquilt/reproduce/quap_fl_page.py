@@ -21,7 +21,16 @@ from fedquilt.report.style import (
 from fedquilt.reproduce import quap_fl
 from fedquilt.reproduce.cells import Cell, Kept
 from fedquilt.reproduce.quap_fl import MODES, SIZES, TABLE_1_MB, TABLE_2, TABLE_3
-from fedquilt.reproduce.tables import NONE_KEPT, accuracies, computing, is_kept, mean, named, table
+from fedquilt.reproduce.tables import (
+    NONE_KEPT,
+    accuracies,
+    is_kept,
+    listed,
+    mean,
+    named,
+    preface,
+    table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +82,6 @@ def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figu
 
 
 def _head(scale: str, kept: Mapping[str, Kept]) -> str:
-    total = len(quap_fl.cells(scale))
     size = SIZES[scale]
     what = (
         "The embedded digits in the place of MNIST, so no figure can be compared in size with the "
@@ -81,13 +89,13 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
         if scale == "small"
         else "The paper's data sets, settings and rounds."
     )
-    return (
-        f"{what} {len(kept)} of {total} cells, {computing(kept)}; Table 2 over seeds "
-        f"{', '.join(map(str, size.seeds))}, the rest over {', '.join(map(str, size.more_seeds))}. "
+    seeds = f"Table 2 over {listed(size.seeds)}, the rest over {listed(size.more_seeds)}"
+    measured = (
         "Accuracy in percent after the last round, mean and deviation over the seeds. Where there "
         "is one seed, differences of a few points say nothing: Table 2 shows how far seeds lie "
-        "apart.\n"
+        "apart."
     )
+    return preface(what, kept, quap_fl.cells(scale), seeds, measured)
 
 
 def _table1(sent: Mapping[str, int]) -> str:
