@@ -825,7 +825,7 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
-    from fedquilt.experiment import Experiment
+    from fedquilt.training_loop import Experiment
 
     def go_on(experiment: object) -> None:
         raise WentOnError

@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt import experiment
+from fedquilt import experiment, opening
 from fedquilt.config import RunConfig
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.certified import Certified
@@ -111,7 +111,7 @@ def run_or_resume(parent: Path, ledger: Path, rounds: int, number: int) -> None:
 
 def _note_releases(log: Path) -> None:
     """Write down each release between its settlement and its use."""
-    build = experiment.build_federation
+    build = opening.build_federation
 
     def build_noting(*given: Any, **named: Any) -> Federation:
         federation = build(*given, **named)
@@ -127,7 +127,7 @@ def _note_releases(log: Path) -> None:
         federation.method.server.step = note_and_step  # type: ignore[method-assign]
         return federation
 
-    experiment.build_federation = build_noting
+    opening.build_federation = build_noting
 
 
 def given_away(federation: Federation) -> dict[int, float]:

@@ -34,9 +34,10 @@ import torch
 from torch import nn
 
 import fedquilt
-import fedquilt.assemble
 import fedquilt.experiment
+import fedquilt.opening
 import fedquilt.round
+import fedquilt.training_loop
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.aggregation.accumulators import RunningMean
 from fedquilt.learning.local import SequentialEngine
@@ -51,8 +52,8 @@ COHORT = 10
 # Where a phase is: the class or module, the function, the phase's name.
 PHASES = (
     (fedquilt.experiment, "problem_from", "start"),
-    (fedquilt.experiment, "build_method", "trial of the model"),
-    (fedquilt.experiment, "open_account", "ledger"),
+    (fedquilt.opening, "build_method", "trial of the model"),
+    (fedquilt.opening, "open_account", "ledger"),
     (SequentialEngine, "train_one", "local training"),
     (NoPrivacy, "receive", "receive, clip"),
     (Certified, "receive", "receive, clip"),
@@ -64,8 +65,8 @@ PHASES = (
     (RunAccount, "settle", "settle"),
     (ServerOptimizer, "step", "server step"),
     (RunFolder, "save_checkpoint", "checkpoint"),
-    (fedquilt.experiment.Experiment, "measure", "evaluation"),
-    (fedquilt.experiment.Experiment, "finish", "result"),
+    (fedquilt.training_loop.Experiment, "measure", "evaluation"),
+    (fedquilt.training_loop.Experiment, "finish", "result"),
 )
 
 

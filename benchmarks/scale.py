@@ -85,13 +85,13 @@ class Clock:
 def population(clients: int, mode: str, parent: str | None) -> dict[str, Any]:
     """Return the milliseconds of rounds beside their training, and the memory of the run."""
     import fedquilt
-    from fedquilt import experiment
+    from fedquilt import training_loop
     from fedquilt.common import storage
     from fedquilt.learning import make_engine
     from fedquilt.method import MethodParts
     from fedquilt.privacy.run_account import RunAccount
 
-    experiment.CHECKPOINT_SECONDS = 0.0
+    training_loop.CHECKPOINT_SECONDS = 0.0
     mode, _, paid = mode.partition(", ")
     if paid:
         _spend_before(RunAccount)

@@ -66,14 +66,14 @@ def first_round_in_python() -> None:
 
 def stop_at_first_round() -> None:
     """Let the first round end the process, and say what was loaded until then."""
-    import fedquilt.experiment as experiment
+    from fedquilt import training_loop
 
     def begun(*_: Any) -> None:
         print(json.dumps(Counter(name.split(".")[0] for name in sys.modules)))
         sys.stdout.flush()
         os._exit(0)
 
-    experiment.run_round = begun  # type: ignore[assignment]
+    training_loop.run_round = begun  # type: ignore[assignment]
 
 
 def measured(command: list[str], repeats: int, cold: bool = False) -> tuple[float, float, str]:

@@ -207,12 +207,12 @@ def _prepare(
     """
     import fedquilt.cli.run
     import fedquilt.condense.method as condensation
-    from fedquilt import experiment
+    from fedquilt import training_loop
 
     # Images are refined in a few steps: what is tested is what happens around them.
     few = functools.partial(condensation.GrowingSettings, steps=15)
     condensation.GrowingSettings = few  # type: ignore[misc, assignment]
-    experiment.CHECKPOINT_SECONDS = checkpoint_seconds
+    training_loop.CHECKPOINT_SECONDS = checkpoint_seconds
     if not figures:
         fedquilt.cli.run.draw_history = lambda finished: None
     if die_at is not None:
@@ -278,27 +278,27 @@ def _arm(event: str, count: int) -> None:
 
 
 def _limit_files(size: int, after_rounds: int) -> None:
-    from fedquilt import experiment
+    from fedquilt import training_loop
 
-    run_round = experiment.run_round
+    run_round = training_loop.run_round
 
     def limited(federation: Any, round_index: int) -> Any:
         if round_index >= after_rounds:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         return run_round(federation, round_index)
 
-    experiment.run_round = limited
+    training_loop.run_round = limited
 
 
 def _slow_down(seconds: float) -> None:
     import time
 
-    from fedquilt import experiment
+    from fedquilt import training_loop
 
-    run_round = experiment.run_round
+    run_round = training_loop.run_round
 
     def slowly(federation: Any, round_index: int) -> Any:
         time.sleep(seconds)
         return run_round(federation, round_index)
 
-    experiment.run_round = slowly
+    training_loop.run_round = slowly

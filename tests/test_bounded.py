@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedquilt.assemble import build_federation, build_problem
+from fedquilt.assemble import build_federation
 from fedquilt.assemble_account import is_bounded, needs_account, open_account
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODE_TABLE, plain_config
 from fedquilt.experiment import run_config
 from fedquilt.run_folder import RunFolder

@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 
 import fedquilt
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.common import changes, storage
 from fedquilt.errors import RunFolderError, StorageError
 from fedquilt.experiment import resume_run, run_config
@@ -219,7 +219,7 @@ def test_a_stopped_run_goes_on_from_a_base(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would have gone on from one file."""
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
     settings = {"mode": mode, "num_rounds": 6, "clients_per_round": 2}
     whole = run_config(tiny(**settings, output_dir=str(tmp_path / "whole")))
 

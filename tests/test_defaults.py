@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble import build_selector
 from fedquilt.config import PRESETS, RunConfig, build_config, plain_config
 from fedquilt.data import load_dataset, split_clients
+from fedquilt.problem import build_selector
 from fedquilt.run_folder import RunFolder
 from run_samples import flags, only_folder
 

@@ -92,7 +92,8 @@ def parse(arguments: list[str]) -> None:
     while hasattr(command, "commands"):
         assert rest[0] in command.commands, f"no command {rest[0]!r}"
         command = command.commands[rest.pop(0)]
-    command.make_context(command.name, rest)
+    # A command keeps how its help is asked for from the first time that it is parsed.
+    command.make_context(command.name, rest, **(app.info.context_settings or {}))
 
 
 def execute(

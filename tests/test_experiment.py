@@ -18,12 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 import fedquilt
-from fedquilt import assemble, experiment
-from fedquilt.assemble import build_problem
+from fedquilt import training_loop
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODES
 from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.errors import FedquiltError, InvalidValueError
 from fedquilt.experiment import RunResult, run_config
+from fedquilt.problem import pick_device
 from run_samples import assert_same_run, same_tensors, tiny
 
 PER_ROUND = (
@@ -104,7 +105,7 @@ def with_test_labels(
         train, test = load_dataset(*given, **options)
         return train, ImageDataset(test.images, change(test.targets), test.name, test.num_classes)
 
-    monkeypatch.setattr("fedquilt.assemble.load_dataset", load)
+    monkeypatch.setattr("fedquilt.assemble_problem.load_dataset", load)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,7 +160,7 @@ def test_early_stopping_looks_at_the_validation_split_only(
     ) -> tuple[float, float]:
         return (on_test if len(targets) == 355 else on_validation), 1.0
 
-    monkeypatch.setattr(assemble, "evaluate", pretend)
+    monkeypatch.setattr("fedquilt.problem.evaluate", pretend)
     stopped = start(tmp_path, mode="fedavg", early_stopping=True, target_accuracy=0.5)
     assert stopped.result["rounds"] == rounds
     assert stopped.result["history"]["evaluation_rounds"][-1] == rounds
@@ -460,7 +461,7 @@ def test_engines_are_closed_whatever_happens(
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
     start(tmp_path, engine="sequential")
     assert closed == ["closed"]
-    monkeypatch.setattr(experiment.Experiment, "measure", lambda *given: 1 / 0)
+    monkeypatch.setattr(training_loop.Experiment, "measure", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start(tmp_path, engine="sequential")
     assert closed == ["closed", "closed"]
@@ -471,14 +472,14 @@ def test_one_of_several_gpus_can_be_named(device: str, monkeypatch: pytest.Monke
     assert tiny(device=device).device == device
     if device == "cuda:99" or not torch.cuda.is_available():
         with pytest.raises(InvalidValueError, match=f"device='{device}' must be"):
-            assemble.pick_device(device)
+            pick_device(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert assemble.pick_device("cuda:1") == torch.device("cuda", 1)
-    assert (chosen, assemble.pick_device("cuda")) == ([1], torch.device("cuda", 0))
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    assert (chosen, pick_device("cuda")) == ([1], torch.device("cuda", 0))
     with pytest.raises(InvalidValueError, match="torch finds 2 GPUs"):
-        assemble.pick_device("cuda:2")
+        pick_device("cuda:2")
     with pytest.raises(InvalidValueError, match="device='cuda:x' must be one of"):
         tiny(device="cuda:x")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt import assemble, assemble_account
+from fedquilt import assemble_account, assemble_problem
 from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
@@ -70,7 +70,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.arange(60) % 10
     groups = np.repeat(np.arange(100, 100 + WRITERS), 12)
     data = ImageDataset(torch.rand(60, 1, 8, 8, generator=draws), labels, "digits", 10, groups)
-    monkeypatch.setattr(assemble, "load_dataset", lambda *given, **named: (data, data))
+    monkeypatch.setattr(assemble_problem, "load_dataset", lambda *given, **named: (data, data))
 
 
 @pytest.mark.usefixtures("written")
@@ -190,7 +190,7 @@ def test_a_stopped_run_of_an_older_population_goes_on(tmp_path: Path, adopted: b
     place = {"ledger": str(tmp_path / "clients.sqlite"), "output_dir": str(tmp_path / "runs")}
     folder = stopped(run_config, tiny(**{**CERTIFIED, **place, "partition": "iid"}))
     if adopted:
-        _, problem = assemble.build_problem(tiny(**{**CERTIFIED, "partition": "iid"}))
+        _, problem = assemble_problem.build_problem(tiny(**{**CERTIFIED, "partition": "iid"}))
         assert problem.roster.ids is not None
         with Ledger.open(tmp_path / "clients.sqlite") as ledger:
             population = ledger.population(OLDER)
@@ -233,7 +233,7 @@ def test_splits_that_share_a_client_share_its_account(
 ) -> None:
     parts = [np.arange(first, first + 20) for first in range(0, 140, 20)]
     for dealt in (parts[:6], parts[1:]):
-        monkeypatch.setattr(assemble, "split_clients", lambda *given, d=dealt, **named: d)
+        monkeypatch.setattr(assemble_problem, "split_clients", lambda *given, d=dealt, **named: d)
         if dealt[0] is parts[0]:
             certify(tmp_path)
             continue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors
 
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.config import option_fields, plain_config
 from fedquilt.experiment import RunResult, run_config
@@ -151,8 +151,8 @@ def test_a_made_up_measurement_stays_private(
 ) -> None:
     """From the server's report, from an evaluation, from the end of a run."""
     monkeypatch.setattr(ServerOptimizer, "report", lambda self: {"mean_update_norm": 3.2})
-    adding(monkeypatch, experiment.Experiment, "measure", {"largest_loss": 7.25})
-    adding(monkeypatch, experiment, "build_result", {"norms": [4.125]})
+    adding(monkeypatch, training_loop.Experiment, "measure", {"largest_loss": 7.25})
+    adding(monkeypatch, training_loop, "build_result", {"norms": [4.125]})
     adding(monkeypatch, RunAccount, "summary", {"samples": 8.5})
     told: list[Any] = []
     done = ran(SECRET, tmp_path, told)

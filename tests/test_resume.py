@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedquilt
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.config import MODES
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError
@@ -335,7 +335,7 @@ OWN = {"mode": "fedavg", "num_rounds": 4, "clients_per_round": 3, "local_epochs"
 def test_resume_from_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module]
 ) -> None:
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
     model = build()
     whole = own_run(model, output_dir=None, **OWN)
     with pytest.raises(StopError):
@@ -356,7 +356,7 @@ def test_resume_from_python(
 def test_resume_from_python_keeps_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     with pytest.raises(StopError):
         own_run(model, 2, output_dir=str(tmp_path), **OWN)

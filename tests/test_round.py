@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import RunningMean, make_server_optimizer
-from fedquilt.assemble import build_federation, build_problem, build_selector
+from fedquilt.assemble import build_federation
 from fedquilt.assemble_mechanism import MechanismParts, make_mechanism
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODES, RunConfig
 from fedquilt.learning import ClientUpdate, FlatModel
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
+from fedquilt.problem import build_selector
 from fedquilt.round import Federation, run_round
 from run_samples import tiny
 

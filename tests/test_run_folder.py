@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 import fedquilt
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.common import storage
 from fedquilt.config import build_config
 from fedquilt.errors import FedquiltError, RunFolderError, StorageError
@@ -40,7 +40,7 @@ def make_half_run(parent: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any)
             raise RuntimeError("stop here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+        patch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
         with pytest.raises(RuntimeError, match="stop here"):
             run_config(tiny(**changes, output_dir=str(parent)), stop)
     return only_folder(parent)

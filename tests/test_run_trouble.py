@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
 from fedquilt.experiment import RunResult, resume_run, run_config
 from run_processes import Nursery, environment
@@ -100,7 +100,7 @@ def test_a_line_that_did_not_fit(
 def test_the_message_names_place_and_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cause: str
 ) -> None:
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
     calls: list[int] = []
 
     def failing(descriptor: int) -> None:
@@ -122,8 +122,8 @@ def test_a_full_disk_when_the_rounds_are_cut_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resuming drops the rounds after the checkpoint; that write can fail as well."""
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 3600.0)
-    monkeypatch.setattr(experiment.Experiment, "finish", lambda *given: pytest.fail("stop here"))
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 3600.0)
+    monkeypatch.setattr(training_loop.Experiment, "finish", lambda *given: pytest.fail("stop here"))
     with pytest.raises(pytest.fail.Exception):
         run_config(tiny(output_dir=str(tmp_path)))
     folder = only_folder(tmp_path)

@@ -12,8 +12,9 @@ import pytest
 import fedquilt
 import fedquilt.experiment
 import fedquilt.models.features
-from fedquilt.assemble import build_method, build_problem
+from fedquilt.assemble import build_method
 from fedquilt.assemble_mechanism import front_notes
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.experiment import run_in_memory

@@ -39,7 +39,7 @@ import numpy as np
 from faults import shim
 from faults.kinds import KINDS, Kind, same_runs
 from faults.power_cut import Disk
-from fedquilt import experiment
+from fedquilt import experiment, training_loop
 from fedquilt.common.errors import FedquiltError
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.ledger import Ledger
@@ -106,7 +106,7 @@ def work(area: Area, fault: shim.Fault | None, note_releases: NoteReleases) -> N
     """Be the process: start the run of an area, or go on with it, into a fault."""
     os.environ["XDG_STATE_HOME"] = str(area.root / "state")
     tempfile.tempdir = str(area.place / "tmp")
-    experiment.CHECKPOINT_SECONDS = 0.0
+    training_loop.CHECKPOINT_SECONDS = 0.0
     _note_settlements(area.side("settled"))
     if area.kind.counts_plainly:
         note_releases(area.side("released"))

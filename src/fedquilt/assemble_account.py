@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.assemble import Problem
 from fedquilt.assemble_mechanism import check_untouched
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
@@ -51,6 +50,7 @@ from fedquilt.privacy.ledger.members import UNKNOWN, alike
 from fedquilt.privacy.ledger.population import check_name
 from fedquilt.privacy.run_account import EvaluationShare, RunAccount
 from fedquilt.privacy.statement import weak_epsilon
+from fedquilt.problem import Problem
 from fedquilt.run_folder import RunFolder
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fedquilt.assemble import Problem
 from fedquilt.assemble_mechanism import make_allocator
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
@@ -17,6 +16,7 @@ from fedquilt.privacy.accounting import Adjacency, gaussian_mu
 from fedquilt.privacy.feasibility import Feasibility, plan
 from fedquilt.privacy.noise import BandedNoise, noise_source
 from fedquilt.privacy.policies import make_policy
+from fedquilt.problem import Problem
 
 # A private quantile takes so much of every join (`assemble_mechanism.make_certified`).
 _QUANTILE_SHARE = 1 / 16

@@ -1,4 +1,4 @@
-"""The folder of a run: the only place that knows its file names and formats.
+"""The folder of a run: with `checkpoint_files.py` the only place that knows its file names.
 
 | file | content | written |
 |---|---|---|
@@ -17,9 +17,7 @@
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
-checkpoint are dropped on resume, because those rounds run again.  A base of a checkpoint has
-a name of its own, is on disk before the checkpoint that names it, and goes when the checkpoint
-on disk names another or none; the last one of a run is whole.
+checkpoint are dropped on resume, because those rounds run again.
 
 A run folder may come from a stranger.  The folder itself may be reached through a link, but
 what is in it must be its own: regular files and a real folder `synthetic`.  A link there would
@@ -29,39 +27,40 @@ have a resumed run append to, or delete, files anywhere else.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import itertools
 import json
 import math
 import os
-import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.checkpoint_files import Checkpoint, CheckpointFiles, Expected
 from fedquilt.common import storage, untrusted
-from fedquilt.common.changes import LongArrays, Split
-from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
+from fedquilt.common.errors import RunFolderError, StorageError
 from fedquilt.common.printable import printable
 from fedquilt.common.shapes import Shape, check
 from fedquilt.common.storage import storage_errors
-from fedquilt.common.tensors import as_safetensors
-from fedquilt.common.untrusted import TensorFile, TensorSpec
 from fedquilt.config import RunConfig, plain_config, write_config_file
-from fedquilt.run_formats import ACCOUNT, BASELINES, CLIENT_METRICS, CLIENTS, RESULT, ROUND
+from fedquilt.run_formats import (
+    ACCOUNT,
+    BASELINES,
+    CLIENT_METRICS,
+    CLIENTS,
+    RESULT,
+    ROUND,
+    SCHEMA_VERSION,
+    check_schema,
+    readable,
+)
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
     import torch
     from numpy.typing import NDArray
-
-SCHEMA_VERSION = 1
-_WITH_BASE = 2
-"""The version of a checkpoint that is not whole, which older readers must refuse."""
 
 _FILES = (
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
@@ -75,25 +74,6 @@ _FILES = (
     ),
 )
 
-_LOOKS = 3  # how often a reader looks for a checkpoint and its base while they are replaced
-_BASES = "checkpoint-base-*.safetensors"
-
-# What a state array may be, as safetensors calls it; NumPy has no bfloat16.
-_DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U32", "U8", "BOOL")
-
-Expected = Callable[[Mapping[str, TensorSpec]], Iterable[str]]
-"""Gets types and shapes of the state arrays in a checkpoint; returns which to load, or raises."""
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A run after some round: model tensors, state arrays, the ledger's head then."""
-
-    rounds: int
-    model: dict[str, torch.Tensor]
-    state: dict[str, NDArray[Any]]
-    ledger_head: str
-
 
 class RunFolder:
     """One run on disk."""
@@ -101,7 +81,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: io.FileIO | None = None
-        self._long: LongArrays | None = None
+        self._checkpoint = CheckpointFiles(path)
 
     @classmethod
     def create(cls, config: RunConfig, output_dir: str, note: str = "") -> RunFolder:
@@ -144,7 +124,7 @@ class RunFolder:
         """Refuse a folder with links, pipes or devices in the place of its files."""
         with readable(self.path):
             images = self._images()
-            own = (*(self.path / name for name in _FILES), *self.path.glob(_BASES))
+            own = (*(self.path / name for name in _FILES), *self._checkpoint.bases())
             for path in (*own, *images.glob("round_*")):
                 storage.check_regular(path)
 
@@ -323,7 +303,7 @@ class RunFolder:
                 break
             where = f"{path}, line {number + 1}"
             record = untrusted.parse_json(line, where, RunFolderError, "one JSON object a line")
-            _check_schema(record, path)
+            check_schema(record, path)
             del record["schema_version"]
             if name == "rounds.jsonl":
                 check(record, ROUND, where, RunFolderError)
@@ -342,153 +322,18 @@ class RunFolder:
         """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
         for name in ("rounds.jsonl", "private.jsonl"):
             storage.sync_file(self.path / name)
-        long, self._long = self._long or LongArrays(), None  # forgotten if anything fails
-        split = Split(state) if whole else long.split(state)
-        metadata = {"config": self._config_digest()} | (
-            {"base": split.token} if split.token else {}
-        )
-        if split.base is not None:
-            base = {f"state/{key}": _tensor(array) for key, array in split.base.items()}
-            storage.write_file(self._base_path(split.token), as_safetensors(base, metadata))
-        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-        parts = {"state": split.whole, "places": split.places, "values": split.values}
-        for part, arrays in parts.items():
-            tensors |= {f"{part}/{key}": _tensor(array) for key, array in arrays.items()}
-        metadata |= {
-            "schema_version": str(_WITH_BASE if split.token else SCHEMA_VERSION),
-            "rounds": str(rounds),
-            "ledger_head": ledger_head,
-        }
-        storage.write_file(self.path / "checkpoint.safetensors", as_safetensors(tensors, metadata))
-        if whole or split.base is not None:
-            self._remove_bases(split.token)
-        self._long = None if whole else long
-
-    def _base_path(self, token: str) -> Path:
-        return self.path / _BASES.replace("*", token)
-
-    def _remove_bases(self, token: str) -> None:
-        """Remove the bases that the checkpoint on disk, which names `token`, has no use for."""
-        for path in self.path.glob(_BASES):
-            if path != self._base_path(token):
-                with contextlib.suppress(OSError):  # in nobody's way
-                    path.unlink()
+        self._checkpoint.save(rounds, model, state, ledger_head, whole=whole)
 
     def load_checkpoint(self, expected: Expected | None = None) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet.
 
         `expected` is asked which state arrays to load, before any is; None loads all.
         """
-        for _ in range(_LOOKS):
-            with self._opened_checkpoint("pt") as opened:
-                if opened is None:
-                    return None
-                # Whoever writes the run may have replaced both files since this one was opened.
-                with self._opened_base(opened.metadata.get("base", "")) as base:
-                    if base is not None:
-                        return self._loaded(opened, base, expected)
-        raise RunFolderError(
-            f"{self.path / 'checkpoint.safetensors'} names a base that is not there"
-        )
-
-    def _loaded(
-        self, opened: TensorFile, base: TensorFile, expected: Expected | None
-    ) -> Checkpoint:
-        model = [name for name in opened.specs if name.startswith("model/")]
-        whole = {
-            name.removeprefix("state/"): (file, spec)
-            for file in (base, opened)
-            for name, spec in file.specs.items()
-            if name.startswith("state/")
-        }
-        state = {key: spec for key, (_, spec) in whole.items()}
-        for key, spec in state.items():
-            if spec.dtype not in _DTYPES:
-                raise RunFolderError(
-                    f"{self.path / 'checkpoint.safetensors'}: state/{printable(key)} is of "
-                    f"type {spec.dtype}, which no state has"
-                )
-        wanted = list(state) if expected is None else expected(state)
-        arrays: dict[str, NDArray[Any]] = {
-            key: whole[key][0].get(f"state/{key}").numpy() for key in wanted
-        }
-        for key in wanted:
-            if whole[key][0] is base:
-                arrays[key] = self._changed(opened, key, arrays[key])
-        return Checkpoint(
-            int(opened.metadata["rounds"]),
-            {name.removeprefix("model/"): opened.get(name) for name in model},
-            arrays,
-            opened.metadata.get("ledger_head", ""),
-        )
-
-    def _changed(self, opened: TensorFile, key: str, array: NDArray[Any]) -> NDArray[Any]:
-        """Return an array of the base with its changes since."""
-        wrong = f"{self.path / 'checkpoint.safetensors'}: the changes of state/{printable(key)}"
-        names = f"places/{key}", f"values/{key}"
-        if any(name not in opened.specs for name in names):
-            raise RunFolderError(f"{wrong} are missing")
-        places, values = (opened.get(name).numpy() for name in names)
-        if not (
-            (places.dtype.name, values.dtype) == ("int32", array.dtype)
-            and places.ndim == array.ndim == 1
-            and places.shape == values.shape
-            and (places.size == 0 or 0 <= places.min() <= places.max() < array.size)
-        ):
-            raise RunFolderError(f"{wrong} do not fit")
-        now = array.copy()
-        now[places] = values
-        return now
-
-    @contextlib.contextmanager
-    def _opened_base(self, token: str) -> Iterator[TensorFile | None]:
-        """Yield the file of long arrays; an empty one without a name; None where it is gone."""
-        if not token:
-            yield TensorFile({}, {}, _nothing)
-            return
-        checkpoint = self.path / "checkpoint.safetensors"
-        if not re.fullmatch(r"[0-9a-f]{16}", token):
-            raise RunFolderError(f"{checkpoint}: base={printable(token)!r} is no name of a base")
-        path = self._base_path(token)
-        storage.check_regular(path)
-        if not path.exists():
-            yield None
-            return
-        wrong = "is not the base of the checkpoint"
-        with untrusted.opened_tensors(path, wrong, RunFolderError) as opened:
-            known = {"base": token, "config": self._config_digest()}
-            if opened.metadata != known:
-                raise RunFolderError(f"{path} {wrong}")
-            yield opened
+        return self._checkpoint.load(expected)
 
     def checkpoint_head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
-        with self._opened_checkpoint("np") as opened:
-            return "" if opened is None else opened.metadata.get("ledger_head", "")
-
-    @contextlib.contextmanager
-    def _opened_checkpoint(self, framework: str) -> Iterator[TensorFile | None]:
-        """Yield the checkpoint's file, its metadata checked; None when there is none."""
-        path = self.path / "checkpoint.safetensors"
-        with readable(self.path):
-            storage.check_regular(path)  # the library opens it by its name
-            there = path.exists()
-        if not there:
-            yield None
-            return
-        wrong = "is not a checkpoint of fedquilt"
-        with untrusted.opened_tensors(path, wrong, RunFolderError, framework=framework) as opened:
-            metadata = opened.metadata
-            for key in ("schema_version", "rounds"):
-                if not re.fullmatch(r"[0-9]{1,18}", metadata.get(key, ""), re.ASCII):
-                    raise RunFolderError(f"{path} {wrong}: it must state {key!r}")
-            wanted = _WITH_BASE if "base" in metadata else SCHEMA_VERSION
-            _check_schema({"schema_version": int(metadata["schema_version"])}, path, wanted)
-            if "config" not in metadata:
-                raise RunFolderError(f"{path} {wrong}: 'config' is not stated")
-            if metadata["config"] != self._config_digest():
-                raise RunFolderError(f"{path} is the checkpoint of another run")
-            yield opened
+        return self._checkpoint.head()
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; from then on the run is finished."""
@@ -532,16 +377,9 @@ class RunFolder:
             if not path.exists():
                 return None
         content = untrusted.read_json(path, RunFolderError, most)
-        _check_schema(content, path)
+        check_schema(content, path)
         check(content, shape, path, RunFolderError)
         return content
-
-    def _config_digest(self) -> str:
-        """Return what ties a checkpoint to this run's configuration."""
-        content = untrusted.read_bytes(
-            self.path / "config.toml", untrusted.TOML_BYTES, RunFolderError
-        )
-        return hashlib.sha256(content).hexdigest()
 
 
 def _json_parts(content: dict[str, Any]) -> Iterator[bytes]:
@@ -576,35 +414,11 @@ def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
     """Return a round's line without its version, checked to the last key that is used."""
     where = f"{path}, line {number + 1}"
     record = untrusted.parse_json(line, where, RunFolderError, "one JSON object a line")
-    _check_schema(record, path)
+    check_schema(record, path)
     if record.pop("schema_version") and record.get("round") != number:
         raise RunFolderError(f"{where}: expected round {number}")
     check(record, ROUND, where, RunFolderError)
     return dict(record)
-
-
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """Return an array as a tensor, in its own memory where that can be written."""
-    import numpy as np
-    import torch
-
-    return torch.from_numpy(np.require(array, requirements="W"))
-
-
-def _nothing(name: str) -> Any:
-    raise KeyError(name)
-
-
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn failures to look into a run's folder into a `RunFolderError`."""
-    try:
-        yield
-    except FedquiltError:
-        raise
-    except OSError as error:
-        reason = storage.in_words(error)
-        raise RunFolderError(f"run folder {str(path)!r} cannot be read: {reason}") from error
 
 
 def make_fresh(parent: Path, stem: str) -> Path:
@@ -616,12 +430,3 @@ def make_fresh(parent: Path, stem: str) -> Path:
             storage.sync_folder(parent)
             return path
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
-
-
-def _check_schema(record: Any, path: Path, wanted: int = SCHEMA_VERSION) -> None:
-    version = record.get("schema_version") if isinstance(record, dict) else None
-    if version != wanted:
-        raise RunFolderError(
-            f"{path}: schema_version={version!r} must be {wanted}; "
-            "it was written by another version of fedquilt or is no file of a run"
-        )

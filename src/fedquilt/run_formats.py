@@ -1,11 +1,18 @@
 """What the files of a run must hold, key by key, before anybody computes with them.
 
 Keys that an older version did not write are known and not needed; keys that nobody computes
-with are not named.
+with are not named.  Every file says its version.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedquilt.common import storage
+from fedquilt.common.errors import FedquiltError, RunFolderError
 from fedquilt.common.shapes import (
     ANY_NUMBER,
     ANY_TEXT,
@@ -20,6 +27,8 @@ from fedquilt.common.shapes import (
     Plain,
     Table,
 )
+
+SCHEMA_VERSION = 1
 
 _EPSILON = Plain('a number >= 0 or "inf"', frozenset({int, float, str}), least=0, texts=("inf",))
 _FLAG = Plain("true or false", frozenset({bool}))
@@ -168,3 +177,25 @@ _BASELINE = Table(
 )
 
 BASELINES = Table({"rows": Mapped(_BASELINE)}, {"wanted": OrNull(Listed(NAME))})
+
+
+def check_schema(record: Any, path: Path, wanted: int = SCHEMA_VERSION) -> None:
+    """Refuse a record of another version."""
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if version != wanted:
+        raise RunFolderError(
+            f"{path}: schema_version={version!r} must be {wanted}; "
+            "it was written by another version of fedquilt or is no file of a run"
+        )
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn failures to look into a run's folder into a `RunFolderError`."""
+    try:
+        yield
+    except FedquiltError:
+        raise
+    except OSError as error:
+        reason = storage.in_words(error)
+        raise RunFolderError(f"run folder {str(path)!r} cannot be read: {reason}") from error

@@ -17,7 +17,7 @@ import torch
 from audit_command import run
 
 import fedquilt
-from fedquilt import assemble, assemble_account, audit
+from fedquilt import assemble_account, assemble_problem, audit
 from fedquilt import record as history
 from fedquilt.audit import watch
 from fedquilt.audit.neighbours import KINDS, NOTHING, SHORT, audit_data
@@ -166,7 +166,7 @@ def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = assemble.as_samples
+    made = assemble_problem.as_samples
 
     def checked(*given: Any, **how: Any) -> Any:
         samples = made(*given, **how)
@@ -174,7 +174,7 @@ def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPat
             raise InvalidValueError("a sample holds a value that is not finite")
         return samples
 
-    monkeypatch.setattr(assemble, "as_samples", checked)
+    monkeypatch.setattr(assemble_problem, "as_samples", checked)
     found = problems("even clips, sequential", ("NaN", "one less"))
     assert len(found) == 1
     assert "NaN: InvalidValueError" in found[0]
@@ -308,14 +308,14 @@ def test_nothing_means_nothing() -> None:
 def named_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """A4: the name of a population is made of options, the irrelevant ones included."""
     if not hasattr(assemble_account, "_default_name"):
-        from fedquilt import assemble
+        from fedquilt.roster import Roster
 
         real = assemble_account._population
 
         def by_options(ledger: Any, config: Any, problem: Any) -> Any:
             options = f"{config.partition}-{config.dirichlet_alpha}-{config.classes_per_client}"
             name = f"{config.dataset}-{options}-{config.seed}"
-            known = assemble.Roster(None, name, False, problem.roster.digest)
+            known = Roster(None, name, False, problem.roster.digest)
             return real(ledger, config, _with_roster(problem, known))
 
         monkeypatch.setattr(assemble_account, "_population", by_options)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 import fedquilt
+from fedquilt.cli.app import app
 from fedquilt.config import MODE_TABLE, option_fields
 from fedquilt.config.uses import COMMON, modes_of
 from fedquilt.data import DATASETS
@@ -46,6 +48,32 @@ def test_help(cli: Cli, command: list[str]) -> None:
     assert said.code == 0
     assert "Usage" in said.out
     assert cli(*command, "-h").out == said.out
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["report"], "Run folders, or folders that hold some."),
+        (["reproduce"], "Whose experiments: quap-fl, heflwr or fednum."),
+        (["compare"], "Compare these finished runs; train nothing."),
+        (["ledger", "show"], "A ledger file, or the folder of a run."),
+    ],
+)
+def test_the_help_says_what_arguments_are(cli: Cli, command: list[str], said: str) -> None:
+    assert said in cli(*command, "--help").out
+
+
+def test_every_argument_has_a_help() -> None:
+    def arguments(command: Any, path: str) -> Iterator[tuple[str, str | None]]:
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                yield f"{path} {parameter.name}", parameter.help
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from arguments(inner, f"{path} {name}")
+
+    found = dict(arguments(typer.main.get_command(app), "fedquilt"))
+    assert len(found) > 20
+    assert [name for name, text in found.items() if not text] == []
 
 
 def entries(text: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.common.errors import WorkerError
 from fedquilt.experiment import RunResult, resume_run
 from run_processes import Nursery, environment
@@ -126,14 +126,14 @@ def test_sigterm_to_the_whole_group_is_no_failure_of_a_worker(tmp_path: Path) ->
 def test_a_killed_worker_is_an_error_that_says_how_to_go_on(
     cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_round = experiment.run_round
+    run_round = training_loop.run_round
 
     def lose_a_worker(federation: Any, index: int) -> Any:
         if index == 2:
             raise WorkerError("worker process 1 was ended by SIGKILL with work in hand")
         return run_round(federation, index)
 
-    monkeypatch.setattr(experiment, "run_round", lose_a_worker)
+    monkeypatch.setattr(training_loop, "run_round", lose_a_worker)
     ended = cli("run", *flags(output_dir=tmp_path), "--quiet")
     (folder,) = tmp_path.iterdir()
     assert ended.code == 2

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import fedquilt
-from fedquilt.assemble import Problem, build_method, build_problem, problem_from
+from fedquilt.assemble import build_method
+from fedquilt.assemble_problem import build_problem, problem_from
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.training import TrainingSettings, train_on
@@ -34,6 +35,7 @@ from fedquilt.fednum.baselines.federated import (
 )
 from fedquilt.learning import evaluate
 from fedquilt.models import ConvNet
+from fedquilt.problem import Problem
 
 PIXEL_BYTES = 4 * 1 * 8 * 8
 # conv 1->8, norm, conv 8->8, norm, and 8 channels of 3 x 3 to 10 classes.

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from certified_samples import memory_folder, refine_in_few_steps
-from fedquilt.assemble import Problem, build_federation, build_method, build_problem
+from fedquilt.assemble import build_federation, build_method
 from fedquilt.assemble_account import open_account
+from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensation
@@ -30,6 +31,7 @@ from fedquilt.models.features import make_feature_model, precompute
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 from fedquilt.privacy.mechanism import Contribution
+from fedquilt.problem import Problem
 from fedquilt.round import run_round
 from run_samples import folder_of
 

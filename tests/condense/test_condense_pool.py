@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from condense_samples import condense, small
 
-from fedquilt.assemble import build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig
 from fedquilt.data import load_dataset

@@ -14,7 +14,7 @@ import pytest
 import torch
 from condense_samples import certified, condense, images_of, small
 
-from fedquilt import experiment
+from fedquilt import experiment, training_loop
 from fedquilt.condense.certified_engine import GrowingServer
 from fedquilt.config import RunConfig
 from fedquilt.data import load_condensed, load_dataset
@@ -322,7 +322,7 @@ def stopping(config: object, line: dict[str, Any]) -> None:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of somebody's own model and data, stopped after the first of two rounds."""
-    monkeypatch.setattr(experiment, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training_loop, "CHECKPOINT_SECONDS", 0.0)
     with pytest.raises(StopError):
         condense(output_dir=str(tmp_path), observer=stopping)
     return only_folder(tmp_path)

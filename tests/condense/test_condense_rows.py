@@ -7,7 +7,8 @@ import pytest
 import torch
 from condense_samples import certified, condense, small
 
-from fedquilt.assemble import build_method, build_problem
+from fedquilt.assemble import build_method
+from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.method import Condensation
 from fedquilt.condense.rows import BLOCK, coded_width, decode, encode
 from fedquilt.condense.statistics import StatisticsTable

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import fedquilt
-from fedquilt.assemble import build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import plain_config
 from fedquilt.data import DATASETS, DatasetSpec, ImageDataset, dataset_status, load_dataset, specs
 from fedquilt.data.leaf import LETTERS, SHARED_PEOPLE

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedquilt.assemble import build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.config import build_config
 from fedquilt.experiment import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate

@@ -258,7 +258,7 @@ def test_calls_out_of_order_are_refused(folder: Path) -> None:
 def test_statistics_that_training_moves_are_refused() -> None:
     from torch import nn
 
-    from fedquilt.assemble import problem_from
+    from fedquilt.assemble_problem import problem_from
     from fedquilt.config import build_config
 
     config = build_config({"mode": "certified", "dataset": "custom", "model": "custom"})

@@ -11,8 +11,8 @@ import pytest
 
 from fedquilt.config.condense import CONDENSE_PRESETS
 from fedquilt.errors import DataError
-from fedquilt.reproduce import PAPERS, Wanted, fednum, kept_cells, reproduce
-from fedquilt.reproduce.cells import _completed
+from fedquilt.reproduce import PAPERS, Wanted, fednum, fednum_page, kept_cells, reproduce
+from fedquilt.reproduce.cells import Kept, _completed
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 from fedquilt.sweep.worker import run_point
 
@@ -91,6 +91,18 @@ def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
     assert set(run.read_baselines()) == {"coreset"}
     assert len(list((folder / plan.points[0].name).iterdir())) == 1, "no second run"
     assert Plan.read(folder) == plan
+
+
+def test_a_row_says_over_how_many_seeds_it_is() -> None:
+    sent = {"accuracy": 0.5, "rounds": 1, "bytes_up": 10, "bytes_down": 0}
+    beside = {name: {**sent, "raw": False} for name in fednum.BASELINES}
+    every = fednum.rows("full")
+    kept = {every["mnist", "default"][0].name: Kept({**sent, "beside": beside})}
+    kept |= {cell.name: Kept(sent) for cell in every["mnist", "document"]}
+    text = fednum_page.markdown("full", kept)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0][2] == "n"
+    assert [row[2] for row in rows[2:]] == ["1 of 3"] * (1 + len(fednum.BASELINES)) + ["3"]
 
 
 @pytest.mark.parametrize("scale", fednum.SCALES)

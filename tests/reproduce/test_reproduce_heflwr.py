@@ -10,6 +10,7 @@ import pytest
 
 from fedquilt.reproduce import PAPERS, Wanted, heflwr, heflwr_page, reproduce
 from fedquilt.reproduce.cells import Kept
+from fedquilt.reproduce.tables import mean
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -46,7 +47,7 @@ def test_every_width_s_own_accuracy_beside_the_readme(monkeypatch: pytest.Monkey
         heflwr.TIERS, 2
     )
     row = next(line for line in text.splitlines() if line.startswith("| HeteroFL | 98.44 |"))
-    shown = [float(value) for value in row.strip("| ").split(" | ")[2:]]
+    shown = [float(value) for value in row.strip("| ").split(" | ")[3:]]
     assert shown[0] == pytest.approx(sum(shown[2:]) / 4, abs=0.011), "the mean over clients"
     assert shown[1] == shown[2], "the whole clients have the global model"
 
@@ -58,6 +59,17 @@ def test_the_mean_over_clients_counts_clients() -> None:
     assert heflwr_page._clients([cell], kept) == "80.00"
     whole = {cell.name: Kept({"accuracy": 0.9})}
     assert heflwr_page._clients([cell], whole) == "90.00"
+
+
+@pytest.mark.parametrize(("seeds", "said"), [(1, "1 of 3"), (2, "2 of 3"), (3, "3")])
+def test_a_row_says_over_how_many_seeds_it_is(seeds: int, said: str) -> None:
+    cells = heflwr.rows("small")["mnist", "iid", "full"]
+    kept = {cell.name: Kept({"accuracy": 0.9}) for cell in cells[:seeds]}
+    text = heflwr_page.markdown("small", kept)
+    row = next(line for line in text.splitlines() if line.startswith("| FedAvg (everybody"))
+    assert row.split(" | ")[:3] == ["| FedAvg (everybody whole)", "99.30", said]
+    few = "" if seeds == 3 else f" ({said} seeds)"
+    assert mean(cells, kept) == ("90.00" if seeds == 1 else "90.00 ± 0.00") + few
 
 
 @pytest.mark.parametrize("scale", heflwr.SCALES)

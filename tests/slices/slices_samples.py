@@ -10,9 +10,11 @@ import torch
 from sliced_federation import CLASSES, HIDDEN, INPUTS
 from torch import nn
 
-from fedquilt.assemble import Problem, build_federation, problem_from
+from fedquilt.assemble import build_federation
 from fedquilt.assemble_account import open_account
+from fedquilt.assemble_problem import problem_from
 from fedquilt.config import RunConfig, plain_config
+from fedquilt.problem import Problem
 from fedquilt.round import Federation
 
 SIZES = (3, 5, 2, 6, 4, 4)

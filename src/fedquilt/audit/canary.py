@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.assemble import Problem, build_federation, build_method, problem_from
+from fedquilt.assemble import build_federation, build_method
 from fedquilt.assemble_account import open_account
+from fedquilt.assemble_problem import problem_from
 from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
 from fedquilt.audit.findings import plain_table, scratch_folder
@@ -45,6 +46,7 @@ from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
+from fedquilt.problem import Problem
 
 EPSILONS = (1.0, 6.0)
 ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon

@@ -26,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import Problem, build_federation, build_method, problem_from
+from fedquilt.assemble import build_federation, build_method
 from fedquilt.assemble_account import open_account
+from fedquilt.assemble_problem import problem_from
 from fedquilt.audit.bounds import epsilon_of_normals, one_run_epsilon
 from fedquilt.audit.canary import EPSILONS, ERROR, CanaryFinding, clip_taken_away, distance
 from fedquilt.audit.findings import scratch_folder
@@ -36,6 +37,7 @@ from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.privacy.accounting import gaussian_mu
+from fedquilt.problem import Problem
 from fedquilt.round import run_round
 
 _SIDE, _CLASSES = 16, 40  # 10280 parameters

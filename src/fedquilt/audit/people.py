@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt import assemble, experiment
+from fedquilt import assemble_problem, experiment
 from fedquilt.audit.findings import ReplayFinding, scratch_folder
 from fedquilt.audit.watch import one_thread, swapped
 from fedquilt.common import checks
@@ -78,7 +78,7 @@ def _replayed(name: str, pair: People) -> ReplayFinding:
     with (
         one_thread(),
         tempfile.TemporaryDirectory(dir=scratch_folder()) as folder,
-        swapped(assemble, "load_dataset", _made_up),
+        swapped(assemble_problem, "load_dataset", _made_up),
     ):
         path = Path(folder) / "ledger.sqlite"
         first, second = (_config(settings, path) for settings in (pair.first, pair.second))
@@ -128,7 +128,7 @@ def _refusal(config: RunConfig) -> str | None:
 
 def _split(config: RunConfig) -> list[list[int]]:
     """Return who holds which samples."""
-    _, built = assemble.build_problem(config)
+    _, built = assemble_problem.build_problem(config)
     return [sorted(int(i) for i in part) for part in built.task.clients]
 
 

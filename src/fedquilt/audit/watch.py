@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt import experiment
+from fedquilt import experiment, training_loop
 from fedquilt.audit import comparisons
 from fedquilt.audit.worlds import Witness, World
 from fedquilt.common.errors import FedquiltError
@@ -254,7 +254,7 @@ def watched_run(
     result = None
     with (
         known_entropy(seed),
-        swapped(experiment, "run_round", watch.run_round),
+        swapped(training_loop, "run_round", watch.run_round),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(record=True) as warned,

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import ServerOptimizer, ServerStep
-from fedquilt.assemble import Problem, build_federation, build_method, problem_from
+from fedquilt.assemble import build_federation, build_method
 from fedquilt.assemble_account import open_account
+from fedquilt.assemble_problem import problem_from
 from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import CondenseConfig, RunConfig, plain_config
@@ -31,6 +32,7 @@ from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.problem import Problem
 from fedquilt.record import as_line, split_private
 from fedquilt.round import Federation, RoundRecord, run_round
 

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from fedquilt._version import __version__
+from fedquilt.cli.arguments import Group
 from fedquilt.cli.audit import audit
 from fedquilt.cli.bench import bench
 from fedquilt.cli.clients import clients
@@ -30,6 +31,7 @@ from fedquilt.common.printable import printable_message
 
 app = typer.Typer(
     name="fedquilt",
+    cls=Group,
     help="Federated learning for clients that are not equal.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -84,7 +84,8 @@ def _train(
     shown: bool,
     as_json: bool,
 ) -> None:
-    from fedquilt.assemble import build_method, build_problem
+    from fedquilt.assemble import build_method
+    from fedquilt.assemble_problem import build_problem
     from fedquilt.common.storage import storage_errors
     from fedquilt.run_folder import make_fresh
 

@@ -21,6 +21,7 @@ flower = typer.Typer(
 )
 
 FOLDER = typer.Option("--folder", help="The folder of the federation: keys, logs, results.")
+NAME = typer.Argument(metavar="NAME", help="What people call the client.")
 ROSTER = typer.Option("--roster", help="The roster of a server, where it has one of its own.")
 CONFIG = typer.Option("--run-config", "-c", help="Options of the run: 'num_rounds=3 seed=1'.")
 _HERE = "federation"
@@ -160,7 +161,7 @@ def trust(
 
 @flower.command()
 def join(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, NAME],
     node_config: Annotated[str, typer.Option("--node-config", help="What the node is told.")],
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
@@ -172,7 +173,7 @@ def join(
 
 @flower.command()
 def leave(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, NAME],
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
     """Let a node leave; its account stays."""
@@ -182,7 +183,7 @@ def leave(
 
 @flower.command()
 def rotate(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Annotated[str, NAME],
     key: Annotated[
         str | None, typer.Option("--key", metavar="PUB", help="With --roster: the new public key.")
     ] = None,
@@ -229,7 +230,7 @@ def setup(
 
 @flower.command()
 def enroll(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What people call the client.")],
+    name: Annotated[str, NAME],
     key: Annotated[str, typer.Argument(metavar="PUB", help="The public key of its node.")],
     roster: Annotated[str, ROSTER],
 ) -> None:
@@ -247,7 +248,7 @@ def enroll(
 
 @flower.command()
 def seats(
-    count: Annotated[int, typer.Argument(metavar="COUNT", min=1)],
+    count: Annotated[int, typer.Argument(metavar="COUNT", min=1, help="How many more.")],
     roster: Annotated[str, ROSTER],
 ) -> None:
     """Add accounts to a server's roster for clients that may join while a run goes on."""

@@ -36,9 +36,9 @@ def plan(
 
     Takes the options of `fedquilt run` and describes that run; nothing is trained or spent.
     """
-    from fedquilt.assemble import build_selector
     from fedquilt.outlook import cohort_line, noise_outlook
     from fedquilt.privacy import feasibility as planning
+    from fedquilt.problem import build_selector
 
     asked = build_config(settings, preset=preset, file=config)
     if not MODE_TABLE[asked.mode].noised:

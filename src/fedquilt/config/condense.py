@@ -24,7 +24,8 @@ from fedquilt.config.choices import (
     ROW_BITS,
 )
 from fedquilt.config.modes import CONDENSE_MODES
-from fedquilt.config.run import RunConfig, declare, option_fields
+from fedquilt.config.option import declare
+from fedquilt.config.run import RunConfig, option_fields
 
 # The FedNum document's name on the left, the package's on the right.
 ALIASES = {

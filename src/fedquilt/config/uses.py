@@ -12,7 +12,8 @@ from typing import Any
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import METHODS, NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
-from fedquilt.config.run import OWN, RunConfig
+from fedquilt.config.option import OWN
+from fedquilt.config.run import RunConfig
 
 Case = Mapping[str, tuple[Any, ...] | None]
 """Settings that must hold together: option -> what it may be; None: anything but absent."""

@@ -1,6 +1,6 @@
 """FedNumServer: the FedNum document's interface to a condensation.
 
-A thin object over the training loop that everything uses (`fedquilt.experiment`).
+A thin object over the training loop that everything uses (`fedquilt.training_loop`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fedquilt.common.randomness import generator
 from fedquilt.common.storage import storage_errors
 from fedquilt.condense.server import CondensingServer
 from fedquilt.config import RunConfig
-from fedquilt.experiment import Experiment
 from fedquilt.fednum.arguments import (
     Client,
     ImageInfo,
@@ -48,6 +47,7 @@ from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.statement import Statement
 from fedquilt.round import Federation, RoundRecord
 from fedquilt.run_folder import RunFolder
+from fedquilt.training_loop import Experiment
 
 __all__ = ["Client", "FedNumServer"]
 

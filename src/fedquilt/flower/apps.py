@@ -32,7 +32,6 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedquilt.assemble import Own
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
@@ -42,6 +41,7 @@ from fedquilt.flower.settings import split_settings
 from fedquilt.learning.objective import OwnLoss
 from fedquilt.learning.optimizers import Factory
 from fedquilt.observe.tracked import tracked
+from fedquilt.problem import Own
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 

@@ -19,8 +19,9 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from fedquilt.assemble import Own, Problem, build_method, problem_from
+from fedquilt.assemble import build_method
 from fedquilt.assemble_account import is_bounded
+from fedquilt.assemble_problem import problem_from
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.config import MODE_TABLE, RunConfig
@@ -28,6 +29,7 @@ from fedquilt.data import as_samples
 from fedquilt.flower import wire
 from fedquilt.flower.codecs import encode
 from fedquilt.flower.reading import Reading
+from fedquilt.problem import Own, Problem
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import Problem, build_federation, problem_from
+from fedquilt.assemble import build_federation
 from fedquilt.assemble_mechanism import make_allocator, make_clipper
+from fedquilt.assemble_problem import problem_from
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
@@ -34,7 +35,6 @@ from fedquilt.config import (
     plain_config,
 )
 from fedquilt.config.documents import settings_from_hyperparameters
-from fedquilt.experiment import Experiment, limit_notes
 from fedquilt.learning import ClientUpdate, FlatModel, evaluate
 from fedquilt.observe.progress import Progress
 from fedquilt.outlook import expectations
@@ -45,7 +45,9 @@ from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement
+from fedquilt.problem import Problem
 from fedquilt.record import build_history, build_result, published
+from fedquilt.training_loop import Experiment, limit_notes
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 

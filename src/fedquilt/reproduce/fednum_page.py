@@ -8,7 +8,16 @@ from typing import Any
 from fedquilt.reproduce import fednum
 from fedquilt.reproduce.cells import Cell, Kept
 from fedquilt.reproduce.fednum import BASELINES, PARTS, PUBLISHED, SIZES
-from fedquilt.reproduce.tables import NONE_KEPT, TITLES, computing, is_kept, spread, table
+from fedquilt.reproduce.tables import (
+    NONE_KEPT,
+    TITLES,
+    is_kept,
+    listed,
+    preface,
+    seeds_kept,
+    spread,
+    table,
+)
 
 WHY = (
     "The FedNum document prints no accuracy, and FedDM's are of another federation (10 clients, "
@@ -39,29 +48,32 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
         if scale == "small"
         else "50 clients, Dirichlet 0.1, a ConvNet of width 128."
     )
-    return (
-        f"{what} {len(kept)} of {len(fednum.cells(scale))} cells, {computing(kept)} and what "
-        f"stands beside them; seeds {', '.join(map(str, SIZES[scale].seeds))}. 10 images of a "
-        "class. Accuracy in percent after the last round, mean and deviation over the seeds; "
-        "megabytes over all clients and rounds, the first seed's.\n"
+    measured = (
+        "The time is that of FedNum, without the rows beside it. 10 images of a class. Accuracy in "
+        "percent after the last round, mean and deviation over n seeds; megabytes over all clients "
+        "and rounds, the first seed's."
     )
+    return preface(what, kept, fednum.cells(scale), listed(SIZES[scale].seeds), measured)
 
 
 def _table(scale: str, dataset: str, kept: Mapping[str, Kept]) -> str:
     every = fednum.rows(scale)
-    default = [kept[cell.name].record for cell in every[dataset, "default"] if cell.name in kept]
+    cells = every[dataset, "default"]
+    default, seeds = _records(cells, kept), seeds_kept(cells, kept)
     rows = []
     if default:
-        rows.append(_row(PARTS["default"], "-", default, raw="no"))
+        rows.append(_row(PARTS["default"], "-", seeds, default, raw="no"))
         for name, title in BASELINES.items():
             beside = [record["beside"][name] for record in default]
             raw = "yes" if beside[0]["raw"] else "no"
-            rows.append(_row(title, PUBLISHED.get((dataset, name), "-"), beside, raw=raw))
+            published = PUBLISHED.get((dataset, name), "-")
+            rows.append(_row(title, published, seeds, beside, raw=raw))
     document = every[dataset, "document"]
     if is_kept(document, kept):
-        rows.append(_row(PARTS["document"], "-", _records(document, kept), raw="yes"))
-    head = ("method", "published", "here", "MB up", "MB down", "rounds", "raw images leave")
-    return table(TITLES[dataset], head, rows)
+        seeds = seeds_kept(document, kept)
+        rows.append(_row(PARTS["document"], "-", seeds, _records(document, kept), raw="yes"))
+    columns = ("method", "published", "n", "here", "MB up", "MB down", "rounds", "raw images leave")
+    return table(TITLES[dataset], columns, rows)
 
 
 def _records(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> list[Mapping[str, Any]]:
@@ -69,11 +81,11 @@ def _records(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> list[Mapping[st
 
 
 def _row(
-    name: str, published: str, records: Sequence[Mapping[str, Any]], *, raw: str
+    name: str, published: str, seeds: str, records: Sequence[Mapping[str, Any]], *, raw: str
 ) -> tuple[str, ...]:
     values = [None if r["accuracy"] is None else 100 * r["accuracy"] for r in records]
     up, down = (_megabytes(records[0][key]) for key in ("bytes_up", "bytes_down"))
-    return name, published, spread(values), up, down, str(records[0]["rounds"]), raw
+    return name, published, seeds, spread(values), up, down, str(records[0]["rounds"]), raw
 
 
 def _megabytes(count: int) -> str:

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from fedquilt.reproduce import heflwr
 from fedquilt.reproduce.cells import Cell, Kept
 from fedquilt.reproduce.heflwr import METHODS, SIZES, SPLITS, TABLE, TIERS
-from fedquilt.reproduce.tables import NONE_KEPT, computing, is_kept, mean, named, spread, table
+from fedquilt.reproduce.tables import (
+    NONE_KEPT,
+    accuracies,
+    is_kept,
+    listed,
+    named,
+    preface,
+    seeds_kept,
+    spread,
+    table,
+)
 
 WHY = (
     "The README scores every client's own part and prints the mean over clients, which is the "
@@ -41,11 +51,11 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
         if scale == "small"
         else "The README's data sets, networks and rounds."
     )
-    return (
-        f"{what} {len(kept)} of {len(heflwr.cells(scale))} cells, {computing(kept)}; seeds "
-        f"{', '.join(map(str, SIZES[scale].seeds))}. Accuracy in percent on the whole test set "
-        "after the last round, mean and deviation over the seeds.\n"
+    measured = (
+        "Accuracy in percent on the whole test set after the last round, mean and deviation over n "
+        "seeds."
     )
+    return preface(what, kept, heflwr.cells(scale), listed(SIZES[scale].seeds), measured)
 
 
 def _table(scale: str, dataset: str, split: str, kept: Mapping[str, Kept]) -> str:
@@ -54,11 +64,12 @@ def _table(scale: str, dataset: str, split: str, kept: Mapping[str, Kept]) -> st
         if (data, parted) == (dataset, split) and is_kept(cells, kept):
             theirs = TABLE.get((dataset, split, method))
             paper = "-" if theirs is None else f"{theirs:.2f}"
+            seeds, whole = seeds_kept(cells, kept), spread(accuracies(cells, kept))
             own = [_own(cells, kept, tier) for tier in TIERS]
-            rows.append((METHODS[method], paper, _clients(cells, kept), mean(cells, kept), *own))
+            rows.append((METHODS[method], paper, seeds, _clients(cells, kept), whole, *own))
     name = f"{named(SIZES[scale].datasets[dataset], dataset)}, {SPLITS[split]}"
-    head = ("method", "README", "clients' mean", "global", *(f"width {tier}" for tier in TIERS))
-    return table(name, head, rows)
+    widths = (f"width {tier}" for tier in TIERS)
+    return table(name, ("method", "README", "n", "clients' mean", "global", *widths), rows)
 
 
 def _own(cells: Sequence[Cell], kept: Mapping[str, Kept], tier: str) -> str:

@@ -21,7 +21,16 @@ from fedquilt.report.style import (
 from fedquilt.reproduce import quap_fl
 from fedquilt.reproduce.cells import Cell, Kept
 from fedquilt.reproduce.quap_fl import MODES, SIZES, TABLE_1_MB, TABLE_2, TABLE_3
-from fedquilt.reproduce.tables import NONE_KEPT, accuracies, computing, is_kept, mean, named, table
+from fedquilt.reproduce.tables import (
+    NONE_KEPT,
+    accuracies,
+    is_kept,
+    listed,
+    mean,
+    named,
+    preface,
+    table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,10 +45,10 @@ WHY = {
         "loss for log-probabilities, which has no lower bound. Here all rounds run, and "
         "test data stop nothing. With the paper's settings the noise on the classifier is many "
         "times the mean update (the column says how many), and the convolutions leave without clip "
-        "or noise: no mode of this table has a bound. FedAvg on CIFAR-10 still rises in round 200: "
-        "a learning rate of 0.005 that decays is small for it. The noisy modes rise faster, "
-        "perhaps because noise makes the classifier's weights long, and with them the gradients "
-        "of the layers before it; that was not tested."
+        "or noise: no mode of this table has a bound. In full size FedAvg on CIFAR-10 still rises "
+        "in round 200: a learning rate of 0.005 that decays is small for it. The noisy modes rise "
+        "faster, perhaps because noise makes the classifier's weights long, and with them the "
+        "gradients of the layers before it; that was not tested."
     ),
     "table3": (
         "The clip follows the 90th percentile between 0.1 and 1, as in the published settings; "
@@ -76,7 +85,6 @@ def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figu
 
 
 def _head(scale: str, kept: Mapping[str, Kept]) -> str:
-    total = len(quap_fl.cells(scale))
     size = SIZES[scale]
     what = (
         "The embedded digits in the place of MNIST, so no figure can be compared in size with the "
@@ -84,13 +92,13 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
         if scale == "small"
         else "The paper's data sets, settings and rounds."
     )
-    return (
-        f"{what} {len(kept)} of {total} cells, {computing(kept)}; Table 2 over seeds "
-        f"{', '.join(map(str, size.seeds))}, the rest over {', '.join(map(str, size.more_seeds))}. "
+    seeds = f"Table 2 over {listed(size.seeds)}, the rest over {listed(size.more_seeds)}"
+    measured = (
         "Accuracy in percent after the last round, mean and deviation over the seeds. Where there "
         "is one seed, differences of a few points say nothing: Table 2 shows how far seeds lie "
-        "apart.\n"
+        "apart."
     )
+    return preface(what, kept, quap_fl.cells(scale), seeds, measured)
 
 
 def _table1(sent: Mapping[str, int]) -> str:

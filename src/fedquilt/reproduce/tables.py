@@ -56,8 +56,30 @@ def mean(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
     Where they are not all, how many is said.
     """
     values = accuracies(cells, kept)
-    few = 1 < len(values) < len(cells)
-    return spread(values) + (f" ({len(values)} of {len(cells)} seeds)" if few else "")
+    few = 0 < len(values) < len(cells)
+    return spread(values) + (f" ({seeds_kept(cells, kept)} seeds)" if few else "")
+
+
+def seeds_kept(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
+    """Return over how many seeds a figure is: 3, or "2 of 3" where one is not kept."""
+    number = sum(cell.name in kept for cell in cells)
+    return f"{number}" if number == len(cells) else f"{number} of {len(cells)}"
+
+
+def preface(
+    what: str, kept: Mapping[str, Kept], cells: Sequence[Cell], seeds: str, measured: str
+) -> str:
+    """Return what stands above the tables: what was run, how much is kept, what is measured."""
+    return f"{what} {len(kept)} of {len(cells)} cells, {computing(kept)}; {seeds}. {measured}\n"
+
+
+def listed(seeds: Sequence[int]) -> str:
+    """Return seeds by name.
+
+    >>> listed([0, 1, 2]), listed([0])
+    ('seeds 0, 1, 2', 'seed 0')
+    """
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def named(used: str, stands_for: str) -> str:

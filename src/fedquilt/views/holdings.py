@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.assemble import build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.common.errors import FedquiltError
 from fedquilt.config import RunConfig
 from fedquilt.data import DATASETS

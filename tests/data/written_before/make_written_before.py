@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 import fedquilt
 import fedquilt.cli
 import fedquilt.cli.run
-from fedquilt import experiment
+from fedquilt import training_loop
 from fedquilt.run_folder import RunFolder
 
 # No layer of these models draws random numbers.
@@ -161,7 +161,7 @@ def main() -> None:
     """Write everything."""
     target = Path(sys.argv[1]).resolve()
     torch.set_num_threads(1)
-    experiment.CHECKPOINT_SECONDS = 0.0
+    training_loop.CHECKPOINT_SECONDS = 0.0
     fedquilt.cli.run.draw_history = lambda finished: None
     (target / "ends").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as state:

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fedquilt.assemble import Problem, build_problem
+from fedquilt.assemble_problem import build_problem
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.config import CondenseConfig, plain_config
@@ -25,6 +25,7 @@ from fedquilt.fednum.baselines.common import BaselineResult
 from fedquilt.fednum.baselines.federated import run_fedavg, run_feddm
 from fedquilt.fednum.baselines.released import RELEASED, run_released
 from fedquilt.method import Progress
+from fedquilt.problem import Problem
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 

@@ -6,7 +6,6 @@ import time
 
 from torch import nn
 
-from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, reinitialised
 from fedquilt.condense.real import RealImages, match_real
@@ -24,6 +23,7 @@ from fedquilt.fednum.baselines.common import (
 )
 from fedquilt.learning import Task
 from fedquilt.method import Progress
+from fedquilt.problem import Problem
 
 BATCH_REAL = 256
 

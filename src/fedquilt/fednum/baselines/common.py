@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.assemble import Problem
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
@@ -34,6 +33,7 @@ from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.learning import FlatModel, Task, evaluate
 from fedquilt.method import Progress
+from fedquilt.problem import Problem
 
 FLOAT_BYTES = 4
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.assemble import Problem, build_federation, build_selector
+from fedquilt.assemble import build_federation
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, perturbed
 from fedquilt.condense.method import training_of
@@ -21,7 +21,6 @@ from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.experiment import Experiment
 from fedquilt.fednum.baselines.common import (
     BaselineResult,
     augmentation,
@@ -37,6 +36,8 @@ from fedquilt.fednum.baselines.common import (
 )
 from fedquilt.learning import FlatModel, evaluate
 from fedquilt.method import Progress
+from fedquilt.problem import Problem, build_selector
+from fedquilt.training_loop import Experiment
 
 COHORT = 10
 LOCAL_EPOCHS = 1

@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import torch
 
-from fedquilt.assemble import Problem
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
@@ -31,6 +30,7 @@ from fedquilt.learning import evaluate
 from fedquilt.method import Progress
 from fedquilt.models import make_model
 from fedquilt.models.features import make_feature_model
+from fedquilt.problem import Problem
 from fedquilt.record import RunResult
 from fedquilt.run_folder import RunFolder
 
