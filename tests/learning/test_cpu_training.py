@@ -19,7 +19,7 @@ from fedquilt.learning.hand_engine import HandEngine
 from fedquilt.learning.local import SequentialEngine, find_draws
 from fedquilt.learning.optimizers import ClientOptimizer
 from fedquilt.learning.plan import NoPlanError, is_interpreted
-from fedquilt.models import MLP, DigitsModel, Linear
+from fedquilt.models import MLP, DigitsModel, Linear, make_model
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="kernels stand in for this there")
 
@@ -106,6 +106,17 @@ def test_a_client_computes_the_same_bits_whoever_was_trained_before() -> None:
     engine = by_hand(model, Task(inputs, targets, other.clients), how())
     for cohort in ([2, 0, 1], [1, 3]):
         assert torch.equal(trained(engine, model, cohort)[1].delta, alone)
+
+
+def test_the_head_behind_given_features_trains_by_hand() -> None:
+    """Fronts that learn nothing are asked once; what is left is a dense layer."""
+    torch.manual_seed(0)
+    model = make_model("hog-linear", (1, 8, 8), 5, seed=1).on_features()
+    task = make_task((model.front.num_features,), [9, 13, 4])
+    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1, 2])
+    got = trained(by_hand(model, task, how()), model, [0, 1, 2])
+    for client, update in wanted.items():
+        assert (got[client].delta - update.delta).norm() <= 1e-5 * update.delta.norm()
 
 
 def test_clients_that_train_together_compute_the_bits_of_one_alone() -> None:

@@ -139,7 +139,8 @@ class GivenFeatures(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features."""
-        if features.dim() != 2 or features.shape[1] != self.num_features:
+        is_given = isinstance(features, torch.Tensor)  # torch.fx follows with something else
+        if is_given and (features.dim() != 2 or features.shape[1] != self.num_features):
             raise InvalidValueError(
                 f"features of shape {tuple(features.shape)} must have shape "
                 f"(N, {self.num_features})"
