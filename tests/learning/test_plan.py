@@ -60,6 +60,14 @@ def normed_cnn() -> nn.Module:
     )
 
 
+def grouped_cnn() -> nn.Module:
+    """A norm of groups of an image, a mean of parts of it, and a norm of a vector."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(16, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 5)),
+    )
+
+
 def unpooled_cnn() -> nn.Module:
     """Convolutions with nothing behind them but a dropout, and a dense layer."""
     return nn.Sequential(
@@ -98,6 +106,7 @@ interpreted = pytest.mark.skipif(not is_interpreted(), reason="runs in the inter
 
 @pytest.mark.skipif(is_interpreted(), reason="this is the interpreter's process")
 @pytest.mark.processes
+@pytest.mark.timeout(900)  # a hundred seconds of an idle core
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -111,6 +120,7 @@ NETWORKS = {
     "small": (small_cnn, (1, 8, 8)),
     "padded": (padded_cnn, (3, 5, 5)),
     "normed": (normed_cnn, (2, 8, 8)),
+    "grouped": (grouped_cnn, (2, 4, 4)),
     "unpooled": (unpooled_cnn, (1, 6, 6)),
     "vector": (lambda: nn.Sequential(nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 5)), (7,)),
     "token_rows": (token_rows, (6,)),
@@ -204,7 +214,7 @@ def test_hidden_classes_are_left_alone(value: float) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["padded", "normed", "token_rows"])
+@pytest.mark.parametrize("name", ["padded", "grouped", "token_rows"])
 def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
     make, shape = NETWORKS[name]
     model, tokens = make(), VOCABULARIES.get(name, 0)
