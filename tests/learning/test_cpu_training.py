@@ -313,6 +313,12 @@ def test_small_networks_take_one_thread_and_give_the_others_back() -> None:
         training._program.step = noting  # type: ignore[method-assign]
         list(engine.train(FlatModel(model).read().clone(), [0, 1], 0, 0.1))
         assert set(seen) == {1}
+        other = BatchedEngine(model, task, LocalSettings(1, 4, 0.0, 1))
+        list(other.train(FlatModel(model).read().clone(), [0, 1], 0, 0.1))
+        assert torch.get_num_threads() == 1
+        engine.close()
+        assert torch.get_num_threads() == 1
+        other.close()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,6 @@ alone.  A lane's numbers are the same bits in any company, which is tried before
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, train_client
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
+from fedquilt.learning.threads import one_thread
 
 _log = logging.getLogger(__name__)
 
@@ -45,20 +45,6 @@ _WIDEST = 1024
 _FEW_PRODUCTS = 2**25
 # Clients that take a step together: with more of them their weights leave a core's cache.
 _LANES, _LANE_BYTES = 6, 5 * 2**18
-
-
-@contextlib.contextmanager
-def _one_thread(is_small: bool) -> Iterator[None]:
-    """Compute on one thread where a step is so short that a second one only costs time."""
-    threads = torch.get_num_threads()
-    if not is_small or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class Given(NamedTuple):
@@ -99,7 +85,7 @@ class CpuTraining:
         self._fused = settings.optimizer.is_plain and not settings.fedprox_mu
         weights = sum(segment.stop - segment.start for segment in flat.segments)
         has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
-        self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
+        self.is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
         is_dense = all(isinstance(layer, Dense) for layer in self.plan.layers)
         most = min(_LANES, _LANE_BYTES // (4 * weights))
         lanes = most if most > 1 and is_dense and self._fused else None
@@ -115,7 +101,7 @@ class CpuTraining:
         ]
         self._sizes = [tensor.numel() for tensor in self._lanes[0]]
         self._by_class = torch.arange(self.plan.classes)[:, None]
-        with _one_thread(self._is_small):
+        with one_thread(self.is_small):
             self._try()
 
     @property
@@ -174,7 +160,7 @@ class CpuTraining:
         inputs, begin = self._task.inputs.flatten(1), self._parts(start)
         # Those of a size have the most steps to take together.
         order = sorted(members, key=lambda place: len(members[place].labels))
-        with _one_thread(self._is_small):
+        with one_thread(self.is_small):
             for first in range(0, len(order), self.together):
                 places = order[first : first + self.together]
                 group = [members[place] for place in places]

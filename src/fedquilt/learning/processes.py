@@ -38,6 +38,7 @@ from fedquilt.learning.cpu_training import hand_training
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import find_draws, refuse_hidden_state
+from fedquilt.learning.threads import OneThread
 from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, shared, work
 
 # One job in training and one waiting, so that a worker need not wait for the next.
@@ -102,7 +103,7 @@ class ProcessEngine:
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
-        self._threads: list[int] = []
+        self._threads = OneThread()
         self._finalizer = weakref.finalize(self, _end, self._workers, self._threads, os.getpid())
         self._training = False
 
@@ -126,8 +127,7 @@ class ProcessEngine:
         clients = [int(client) for client in cohort]
         self._training = True
         # The workers have the cores: a second thread here would wait for work on one of them.
-        self._threads.append(torch.get_num_threads())
-        torch.set_num_threads(1)
+        self._threads.begin()
         try:
             self._start.copy_(start.detach())
             self._hire(min(self._limit, len(clients)))
@@ -137,11 +137,8 @@ class ProcessEngine:
             end_workers(self._workers, os.getpid())
             raise
         finally:
-            # A thread goes on waiting for milliseconds, which are much of a small network's next
-            # round, and what is computed between rounds for one hardly needs a second.
-            if self._together == 1:
-                torch.set_num_threads(self._threads[0])
-            del self._threads[1 if self._together > 1 else 0 :]
+            if self._together == 1:  # else the next round is too near
+                self._threads.end()
             self._training = False
 
     def _train_all(
@@ -306,11 +303,10 @@ class _Worker:
         return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
 
 
-def _end(workers: list[Any], threads: list[int], owner: int) -> None:
+def _end(workers: list[Any], threads: OneThread, owner: int) -> None:
     """End the workers and give back what this process had before they came."""
     end_workers(workers, owner)
-    if threads:
-        torch.set_num_threads(threads[0])
+    threads.end()
 
 
 def end_workers(workers: list[Any], owner: int) -> None:
