@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers
+from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers, matrices
 from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
@@ -43,6 +43,8 @@ _DRAWN = 2**20
 _WIDEST = 1024
 # Multiplications of a layer after another in a step, forward: a millisecond on one core.
 _FEW_PRODUCTS = 2**25
+# How many scores of an epoch are laid out at once for clients that train together.
+_LAID_OUT = 2**22
 # Clients that take a step together: with more of them their weights leave a core's cache.
 _LANES, _LANE_BYTES = 6, 5 * 2**18
 
@@ -100,7 +102,8 @@ class CpuTraining:
         weights = sum(segment.stop - segment.start for segment in flat.segments)
         has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
         self._is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
-        is_dense = all(isinstance(layer, Dense) for layer in self.plan.layers)
+        # Only with the bias beside the weights does every lane begin where a cache line does.
+        is_dense = all(isinstance(layer, Dense) and layer.bias for layer in self.plan.layers)
         most = min(_LANES, _LANE_BYTES // (4 * weights))
         lanes = most if most > 1 and is_dense and self._fused else None
         self.together = lanes or 1
@@ -175,18 +178,48 @@ class CpuTraining:
         # Those of a size have the most steps to take together.
         order = sorted(members, key=lambda place: len(members[place].labels))
         with _one_thread(self._is_small):
-            for first in range(0, len(order), self.together):
-                places = order[first : first + self.together]
+            for places in self._groups(order, members):
                 group = [members[place] for place in places]
-                for place, loss in zip(
-                    places, self._train(begin, inputs, group, learning_rate), strict=True
-                ):
+                trained = self._train_group(begin, inputs, group, learning_rate)
+                for place, loss in zip(places, trained, strict=True):
                     losses[place] = loss
-                for lane, member in zip(self._lanes, group, strict=False):
-                    for tensor, part, into in zip(
-                        lane, begin, self._parts(member.given.out), strict=True
-                    ):
-                        torch.sub(tensor, part, out=into)
+        return losses
+
+    def _groups(self, order: list[int], members: dict[int, _Member]) -> Iterator[list[int]]:
+        """Yield the places of those that train together, the smallest first.
+
+        All of them take as much memory for an epoch as the largest.
+        """
+        group: list[int] = []
+        for place in order:
+            numbers = (len(group) + 1) * len(members[place].labels) * self.plan.classes
+            if group and (len(group) == self.together or numbers > _LAID_OUT):
+                yield group
+                group = []
+            group.append(place)
+        if group:
+            yield group
+
+    def _train_group(
+        self,
+        begin: list[torch.Tensor],
+        inputs: torch.Tensor,
+        group: list[_Member],
+        learning_rate: float,
+    ) -> list[float | Exception]:
+        """Train clients together, or one by one where that fails: an error is one's own."""
+        losses: list[float | Exception] = []
+        try:
+            losses += self._train(begin, inputs, group, learning_rate)
+        except Exception as error:
+            if len(group) == 1:
+                return [error]
+            for member in group:
+                losses += self._train_group(begin, inputs, [member], learning_rate)
+            return losses
+        for lane, member in zip(self._lanes, group, strict=False):
+            for tensor, part, into in zip(lane, begin, self._parts(member.given.out), strict=True):
+                torch.sub(tensor, part, out=into)
         return losses
 
     def _are_classes(self, labels: torch.Tensor) -> bool:
@@ -366,7 +399,7 @@ class _Epoch:
             row[: len(part)] = part
         self._true = true.view(-1, steps, most).transpose(0, 1).contiguous()
         self._onehot = (self._true[:, :, None] == by_class).to(torch.float32)
-        self._scores = torch.empty_like(self._onehot)
+        self._scores = matrices(*self._onehot.shape)
 
     def first(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield labels, scores and scores turned of the first steps, for all clients."""

@@ -60,7 +60,8 @@ class ProcessEngine:
     cohort's order, so it may hold all of a cohort's updates at once.
 
     While a round trains, torch has one thread in this process; with a small network, of which
-    workers train several clients at a time, until `close`.
+    workers train several clients at a time, until `close`.  Of several engines the last one gives
+    the threads back.
 
     Parameters
     ----------
@@ -102,8 +103,8 @@ class ProcessEngine:
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
-        self._threads: list[int] = []
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._threads, os.getpid())
+        self._holder = object()
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._holder, os.getpid())
         self._training = False
 
     @property
@@ -126,8 +127,7 @@ class ProcessEngine:
         clients = [int(client) for client in cohort]
         self._training = True
         # The workers have the cores: a second thread here would wait for work on one of them.
-        self._threads.append(torch.get_num_threads())
-        torch.set_num_threads(1)
+        _THREADS.take(self._holder)
         try:
             self._start.copy_(start.detach())
             self._hire(min(self._limit, len(clients)))
@@ -140,8 +140,7 @@ class ProcessEngine:
             # A thread goes on waiting for milliseconds, which are much of a small network's next
             # round, and what is computed between rounds for one hardly needs a second.
             if self._together == 1:
-                torch.set_num_threads(self._threads[0])
-            del self._threads[1 if self._together > 1 else 0 :]
+                _THREADS.give_back(self._holder)
             self._training = False
 
     def _train_all(
@@ -306,11 +305,35 @@ class _Worker:
         return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
 
 
-def _end(workers: list[Any], threads: list[int], owner: int) -> None:
+class _Threads:
+    """Torch's threads in this process: one while any engine holds the others back."""
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._before = 1
+
+    def take(self, holder: object) -> None:
+        """Leave this process one thread."""
+        if not self._holders:  # what the first one finds; the next only find that it was here
+            self._before = torch.get_num_threads()
+        self._holders.add(holder)
+        torch.set_num_threads(1)
+
+    def give_back(self, holder: object) -> None:
+        """Give back what there was before, once nobody else holds it."""
+        if holder in self._holders:
+            self._holders.remove(holder)
+            if not self._holders:
+                torch.set_num_threads(self._before)
+
+
+_THREADS = _Threads()
+
+
+def _end(workers: list[Any], holder: object, owner: int) -> None:
     """End the workers and give back what this process had before they came."""
     end_workers(workers, owner)
-    if threads:
-        torch.set_num_threads(threads[0])
+    _THREADS.give_back(holder)
 
 
 def end_workers(workers: list[Any], owner: int) -> None:
