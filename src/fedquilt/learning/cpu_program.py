@@ -48,7 +48,7 @@ def matrices(*shape: int) -> torch.Tensor:
     """
     *before, rows, columns = shape
     block = torch.empty(*before, _filled_up(rows * columns))
-    return block[..., : rows * columns].unflatten(-1, (rows, columns))
+    return block[..., : rows * columns].view(*before, rows, columns)
 
 
 class Tensors:

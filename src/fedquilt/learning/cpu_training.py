@@ -105,7 +105,10 @@ class CpuTraining:
         # Only with the bias beside the weights does every lane begin where a cache line does.
         is_dense = all(isinstance(layer, Dense) and layer.bias for layer in self.plan.layers)
         most = min(_LANES, _LANE_BYTES // (4 * weights))
-        lanes = most if most > 1 and is_dense and self._fused else None
+        # On several threads a product of many samples is cut up, alone in another way than beside
+        # others; there is little to win for it, either.
+        has_lanes = most > 1 and is_dense and self._fused and self._is_small
+        lanes = most if has_lanes else None
         self.together = lanes or 1
         self._program = CpuProgram(self.plan, settings.batch_size, not self._fused, lanes)
         self._anchors: dict[str, torch.Tensor] = {}
