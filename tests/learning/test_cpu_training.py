@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.learning import FlatModel, LocalSettings, Task, hand_engine, make_engine
+from fedquilt.learning import (
+    FlatModel,
+    LocalSettings,
+    Task,
+    cpu_training,
+    hand_engine,
+    make_engine,
+)
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.cpu_training import CpuTraining, hand_training
 from fedquilt.learning.draws import ClientDraws
@@ -119,6 +127,18 @@ def test_the_head_behind_given_features_trains_by_hand() -> None:
         assert (got[client].delta - update.delta).norm() <= 1e-5 * update.delta.norm()
 
 
+@pytest.mark.parametrize("size", [100, 512])
+def test_large_batches_are_as_exact_as_small_ones(size: int) -> None:
+    """A small learning rate: what rounds the weights more than once a step shows in the update."""
+    torch.manual_seed(0)
+    model, settings = MLP((1, 10, 10), 5), how(epochs=2, batch_size=size)
+    task = make_task((1, 10, 10), [2 * size])
+    start = FlatModel(model).read().clone()
+    engines = SequentialEngine(model, task, settings), by_hand(model, task, settings)
+    wanted, got = (next(iter(engine.train(start, [0], 3, 0.01))) for engine in engines)
+    assert (got.delta - wanted.delta).norm() <= 1e-5 * wanted.delta.norm()
+
+
 def test_clients_that_train_together_compute_the_bits_of_one_alone() -> None:
     """Other sizes, other values and NaN beside it: nothing of them reaches a client."""
     torch.manual_seed(0)
@@ -137,6 +157,74 @@ def test_clients_that_train_together_compute_the_bits_of_one_alone() -> None:
         for client in set(cohort) - {4, 6}:
             assert torch.equal(got[client].delta, alone[client].delta), client
             assert got[client].loss == pytest.approx(alone[client].loss, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize(("batch_size", "bias"), [(2, True), (33, True), (4, False)])
+def test_where_a_client_lies_in_memory_does_not_show_in_its_bits(
+    batch_size: int, bias: bool
+) -> None:
+    """Products may round differently where a matrix begins in the middle of a cache line."""
+    for hidden in (31, 9, 64, 2):
+        torch.manual_seed(hidden)
+        widths = (16, hidden, 31, 8, 5)
+        layers = [nn.Linear(a, b, bias=bias) for a, b in pairwise(widths)]
+        parts = [part for layer in layers for part in (layer, nn.ReLU())]
+        model = nn.Sequential(*parts[:-1])
+        task = make_task((16,), [21, 5, 23, 14, 3, 14, 6, 34, 60, 8])
+        engine = by_hand(model, task, how(batch_size=batch_size))
+        alone = {c: trained(engine, model, [c])[c].delta for c in range(10)}
+        for client, update in trained(engine, model, list(range(10))).items():
+            assert torch.equal(update.delta, alone[client]), (hidden, client)
+
+
+def test_threads_added_later_do_not_make_company_show() -> None:
+    """On two threads a large product is cut up, alone in another way than beside others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 5))
+    task, settings = make_task((784,), [1500, 1024, 1100]), how(epochs=1, batch_size=512)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        engine = by_hand(model, task, settings)
+        torch.set_num_threads(2)
+        alone = {c: trained(engine, model, [c])[c].delta for c in range(3)}
+        got = trained(engine, model, [0, 1, 2])
+        assert [c for c in got if not torch.equal(got[c].delta, alone[c])] == []
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_the_middle_of_a_step_is_that_of_one_client() -> None:
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [9, 8, 8, 9])
+    alone = trained(by_hand(model, task, how()), model, [0, 2, 3])
+    task.clients[1][3] = -1  # a label of the last sample, but no sample
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        trained(by_hand(model, task, how()), model, [0, 1, 2, 3])
+    got = trained(by_hand(model, task, how(silent=True)), model, [0, 1, 2, 3])
+    assert got[1].delta.isnan().all()
+    for client, update in alone.items():
+        assert torch.equal(got[client].delta, update.delta)
+
+
+def test_a_large_client_does_not_make_memory_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that train together take as much as the largest: 6 x 40 samples of 5 classes here."""
+    monkeypatch.setattr(cpu_training, "_LAID_OUT", 6 * 4 * 5, raising=False)
+    model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [4, 3, 40, 2, 4, 1, 30])
+    engine = by_hand(model, task, how())
+    alone = {c: trained(engine, model, [c])[c].delta for c in range(7)}
+    training, groups = engine._by_hand, []
+    assert training is not None
+    inner = training._train
+
+    def noting(begin: Any, inputs: Any, group: Any, rate: float) -> list[float]:
+        groups.append([len(member.labels) for member in group])
+        return inner(begin, inputs, group, rate)
+
+    monkeypatch.setattr(training, "_train", noting)
+    got = trained(engine, model, list(range(7)))
+    assert groups == [[1, 2, 3, 4, 4], [30], [40]]
+    for client, update in got.items():
+        assert torch.equal(update.delta, alone[client])
 
 
 def test_where_company_changes_bits_clients_train_alone(
@@ -234,8 +322,6 @@ def test_what_has_no_steps_by_hand_says_why(
 
 
 def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedquilt.learning import cpu_training
-
     make = cpu_training.make_plan
 
     def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:

@@ -323,6 +323,25 @@ def test_the_cores_are_the_workers_while_they_train(kind: str) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.processes
+def test_the_last_of_several_engines_gives_the_threads_back() -> None:
+    model, task = seeded(MLP, SHAPE, 10), make_task()
+    before = torch.get_num_threads()
+    engines = [ProcessEngine(model, task, settings(), workers=1) for _ in range(2)]
+    try:
+        torch.set_num_threads(2)
+        for engine in engines:
+            assert len(list(engine.train(start_of(model), [0], 0, 0.1))) == 1
+        engines[0].close()
+        assert torch.get_num_threads() == 1
+        engines[1].close()
+        assert torch.get_num_threads() == 2
+    finally:
+        for engine in engines:
+            engine.close()
+        torch.set_num_threads(before)
+
+
 def test_processes_train_batchnorm() -> None:
     model, task = seeded(normalised), make_task()
     start = start_of(model)

@@ -36,6 +36,21 @@ _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up 
 _aten = torch.ops.aten
 
 
+def _filled_up(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def matrices(*shape: int) -> torch.Tensor:
+    """Return memory for matrices, each of which begins where a cache line does.
+
+    Products may round differently elsewhere, and where a client's matrix lies among those of
+    others must not show in its update.
+    """
+    *before, rows, columns = shape
+    block = torch.empty(*before, _filled_up(rows * columns))
+    return block[..., : rows * columns].view(*before, rows, columns)
+
+
 class Tensors:
     """The weights of one layer, or their gradients: `named` has them in torch's shapes.
 
@@ -61,7 +76,7 @@ class Tensors:
         else:
             columns = layer.inputs
             if joined:
-                columns = -(-(layer.inputs + 1) // _ALIGN) * _ALIGN
+                columns = _filled_up(layer.inputs + bool(layer.bias))
             self.weight = torch.zeros(*lanes, layer.outputs, columns)
             named = self.weight[..., : layer.inputs]
             if image is not None:
@@ -101,7 +116,7 @@ class _DenseStep:
         self._relu, self._first = layer.relu, made.first
         self._out: torch.Tensor = places.of_samples(made.out)
         self._scores = self._out[..., : layer.outputs]
-        self._gradient = places.of_samples(made.gradient)
+        self._gradient = places.of_samples(made.gradient)[..., : layer.inputs]
         self._sum = torch.empty(layer.outputs)
         self._image, self._size = made.image, places.size
         self._d: torch.Tensor | None = None
@@ -246,6 +261,7 @@ class _Layer:
     image: tuple[int, ...] | None = None
     """The image that a dense layer reads as one vector, channels last."""
     joined: bool = False
+    """The weights' columns are filled up, the bias among them if there is one."""
 
     def __post_init__(self) -> None:
         self.weights: Any = None
@@ -274,8 +290,8 @@ class CpuProgram:
     def __init__(
         self, plan: Plan, width: int, with_gradients: bool, lanes: int | None = None
     ) -> None:
-        self._layers = _made(plan)
         self._lanes = () if lanes is None else (lanes,)
+        self._layers = _made(plan, fill_up=lanes is not None)
         self.width, self._classes = width, plan.classes
         self.starts_with_image = isinstance(plan.layers[0], Conv)
         self._input_shape = plan.input_shape
@@ -287,10 +303,10 @@ class CpuProgram:
         first = self._layers[0]
         columns = first.weights.weight.shape[-1] if first.joined else self._features
         self._x = torch.zeros(*self._lanes, width, columns)
-        if first.joined:
+        if first.joined and isinstance(first.layer, Dense) and first.layer.bias:
             self._x[..., self._features] = 1.0
         self._fillings = [
-            made.weights.weight[..., made.layer.inputs + 1 :]
+            made.weights.weight[..., made.layer.inputs + bool(made.layer.bias) :]
             for made in self._layers
             if made.joined and isinstance(made.layer, Dense)
         ]
@@ -312,14 +328,17 @@ class CpuProgram:
             elif layer.pool:
                 made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
             return
-        made.gradient = torch.empty(*self._lanes, width, layer.inputs)
+        columns = _filled_up(layer.inputs) if self._lanes else layer.inputs
+        made.gradient = torch.empty(*self._lanes, width, columns)
         # The next dense layer may read a column of ones beside the values.
         after = next((m for m in self._layers[number + 1 :] if isinstance(m.layer, Dense)), None)
-        columns = layer.outputs
-        if after is not None and after.joined:
-            columns = -(-(layer.outputs + 1) // _ALIGN) * _ALIGN
+        columns, has_ones = layer.outputs, False
+        if after is not None and after.joined and isinstance(after.layer, Dense):
+            has_ones = after.layer.bias is not None
+            columns = _filled_up(layer.outputs + has_ones)
         made.out = torch.zeros(*self._lanes, width, columns)
-        made.out[..., layer.outputs : layer.outputs + 1] = 1.0
+        if has_ones:
+            made.out[..., layer.outputs] = 1.0
 
     def reset(self) -> None:
         """Make zero what fills matrices up: a client whose numbers are NaN leaves NaN there."""
@@ -380,7 +399,7 @@ class CpuProgram:
             raise ValueError(f"lanes={lanes} must be 1 for batches of {size}, not {self.width}")
         steps = [_STEPS[type(made.layer)](made, places) for made in self._layers]
         x = places.of_samples(self._x)
-        by_class = torch.empty(*x.shape[: len(self._lanes)], self._classes, size)
+        by_class = matrices(*x.shape[: len(self._lanes)], self._classes, size)
         gathered = (x if taken is None else x.flatten(0, 1))[:, : self._features]
         frame = self._frames[places] = Frame(steps, x, gathered, by_class)
         return frame
@@ -398,10 +417,15 @@ class Places:
         return tensor if self.lanes is None else tensor[slice(*self.lanes)]
 
     def of_samples(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to the lanes and samples."""
-        return (
-            tensor[: self.size] if self.lanes is None else self.of_clients(tensor)[:, : self.size]
-        )
+        """Return memory for the samples of as many lanes.
+
+        A client alone computes in the first lane's, wherever its weights are: products may round
+        differently where memory begins at another place of a cache line.
+        """
+        if self.lanes is None:
+            return tensor[: self.size]
+        first, end = self.lanes
+        return tensor[: end - first, : self.size]
 
 
 @dataclass(eq=False)
@@ -440,8 +464,8 @@ def check_layers(plan: Plan) -> None:
             raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
 
 
-def _made(plan: Plan) -> list[_Layer]:
-    """Return the layers, told what they read."""
+def _made(plan: Plan, fill_up: bool) -> list[_Layer]:
+    """Return the layers, told what they read; `fill_up` rows of weights without a bias, too."""
     layers: list[_Layer] = []
     image: tuple[int, ...] | None = None
     behind_image = False
@@ -452,7 +476,7 @@ def _made(plan: Plan) -> list[_Layer]:
             image, behind_image = layer.shape, True
         elif isinstance(layer, Dense):
             made.image = image if behind_image else None
-            made.joined = not behind_image and layer.bias is not None
+            made.joined = not behind_image and (fill_up or layer.bias is not None)
             behind_image = False
         layers.append(made)
     return layers

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers
+from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers, matrices
 from fedquilt.learning.cpu_update import Update
 from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
@@ -41,8 +41,12 @@ _TRIAL_SEED = 0
 _DRAWN = 2**20
 # Batches above this stand for "all samples": memory for them is not kept.
 _WIDEST = 1024
+# A product over more samples is made in parts, and each part would round the weights it is added to.
+_FUSED_BATCH = 128
 # Multiplications of a layer after another in a step, forward: a millisecond on one core.
 _FEW_PRODUCTS = 2**25
+# How many scores of an epoch are laid out at once for clients that train together.
+_LAID_OUT = 2**22
 # Clients that take a step together: with more of them their weights leave a core's cache.
 _LANES, _LANE_BYTES = 6, 5 * 2**18
 
@@ -82,13 +86,17 @@ class CpuTraining:
     ) -> None:
         self._flat, self._task, self._settings, self._draws = flat, task, settings, draws
         self.plan: Plan = cpu_plan(flat, task, settings)
-        self._fused = settings.optimizer.is_plain and not settings.fedprox_mu
+        is_plain = settings.optimizer.is_plain and not settings.fedprox_mu
+        self._fused = is_plain and settings.batch_size <= _FUSED_BATCH
         weights = sum(segment.stop - segment.start for segment in flat.segments)
         has_images = any(isinstance(layer, Conv) for layer in self.plan.layers)
         self.is_small = not has_images and weights * settings.batch_size < _FEW_PRODUCTS
         is_dense = all(isinstance(layer, Dense) for layer in self.plan.layers)
         most = min(_LANES, _LANE_BYTES // (4 * weights))
-        lanes = most if most > 1 and is_dense and self._fused else None
+        # On several threads a product of many samples is cut up, alone in another way than beside
+        # others; there is little to win for it, either.
+        has_lanes = most > 1 and is_dense and self._fused and self.is_small
+        lanes = most if has_lanes else None
         self.together = lanes or 1
         self._program = CpuProgram(self.plan, settings.batch_size, not self._fused, lanes)
         self._anchors: dict[str, torch.Tensor] = {}
@@ -161,18 +169,48 @@ class CpuTraining:
         # Those of a size have the most steps to take together.
         order = sorted(members, key=lambda place: len(members[place].labels))
         with one_thread(self.is_small):
-            for first in range(0, len(order), self.together):
-                places = order[first : first + self.together]
+            for places in self._groups(order, members):
                 group = [members[place] for place in places]
-                for place, loss in zip(
-                    places, self._train(begin, inputs, group, learning_rate), strict=True
-                ):
+                trained = self._train_group(begin, inputs, group, learning_rate)
+                for place, loss in zip(places, trained, strict=True):
                     losses[place] = loss
-                for lane, member in zip(self._lanes, group, strict=False):
-                    for tensor, part, into in zip(
-                        lane, begin, self._parts(member.given.out), strict=True
-                    ):
-                        torch.sub(tensor, part, out=into)
+        return losses
+
+    def _groups(self, order: list[int], members: dict[int, _Member]) -> Iterator[list[int]]:
+        """Yield the places of those that train together, the smallest first.
+
+        All of them take as much memory for an epoch as the largest.
+        """
+        group: list[int] = []
+        for place in order:
+            numbers = (len(group) + 1) * len(members[place].labels) * self.plan.classes
+            if group and (len(group) == self.together or numbers > _LAID_OUT):
+                yield group
+                group = []
+            group.append(place)
+        if group:
+            yield group
+
+    def _train_group(
+        self,
+        begin: list[torch.Tensor],
+        inputs: torch.Tensor,
+        group: list[_Member],
+        learning_rate: float,
+    ) -> list[float | Exception]:
+        """Train clients together, or one by one where that fails: an error is one's own."""
+        losses: list[float | Exception] = []
+        try:
+            losses += self._train(begin, inputs, group, learning_rate)
+        except Exception as error:
+            if len(group) == 1:
+                return [error]
+            for member in group:
+                losses += self._train_group(begin, inputs, [member], learning_rate)
+            return losses
+        for lane, member in zip(self._lanes, group, strict=False):
+            for tensor, part, into in zip(lane, begin, self._parts(member.given.out), strict=True):
+                torch.sub(tensor, part, out=into)
         return losses
 
     def _are_classes(self, labels: torch.Tensor) -> bool:
@@ -352,7 +390,7 @@ class _Epoch:
             row[: len(part)] = part
         self._true = true.view(-1, steps, most).transpose(0, 1).contiguous()
         self._onehot = (self._true[:, :, None] == by_class).to(torch.float32)
-        self._scores = torch.empty_like(self._onehot)
+        self._scores = matrices(*self._onehot.shape)
 
     def first(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield labels, scores and scores turned of the first steps, for all clients."""

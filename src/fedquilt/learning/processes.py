@@ -61,7 +61,8 @@ class ProcessEngine:
     cohort's order, so it may hold all of a cohort's updates at once.
 
     While a round trains, torch has one thread in this process; with a small network, of which
-    workers train several clients at a time, until `close`.
+    workers train several clients at a time, until `close`.  Of several engines the last one gives
+    the threads back.
 
     Parameters
     ----------
