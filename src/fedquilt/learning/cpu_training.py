@@ -41,7 +41,7 @@ _TRIAL_SEED = 0
 _DRAWN = 2**20
 # Batches above this stand for "all samples": memory for them is not kept.
 _WIDEST = 1024
-# A product over more samples is made in parts, and each part would round the weights it is added to.
+# A product over more samples is made in parts, and each one would round the weights once more.
 _FUSED_BATCH = 128
 # Multiplications of a layer after another in a step, forward: a millisecond on one core.
 _FEW_PRODUCTS = 2**25
