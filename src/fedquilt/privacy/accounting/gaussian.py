@@ -200,6 +200,7 @@ def _log_delta_above(epsilon: float, mu: float, slack: float = _SLACK) -> float:
     return _log_delta(epsilon, mu) + slack + (rounding if math.isfinite(rounding) else 0.0)
 
 
+@functools.lru_cache(maxsize=4096)  # from round to round most clients have spent the same
 def _epsilon_above(mu: float, delta: float) -> float:
     """Bisect for the epsilon of a `mu` release; the upper end of the bracket is returned."""
     log_delta = math.log(delta)
