@@ -25,6 +25,7 @@ from fedquilt.common.pieces import pieces_of
 from fedquilt.config import RunConfig
 from fedquilt.learning import FlatModel
 from fedquilt.learning.streams import aside, moment
+from fedquilt.learning.threads import one_thread
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
@@ -143,6 +144,12 @@ class Experiment:
 
         Returns why the run ended before its last round, None when it did not.
         """
+        # A method or an engine of one's own need not say.
+        engine = getattr(self.method, "engine", None)
+        with one_thread(getattr(engine, "is_small", False)):
+            return self._run()
+
+    def _run(self) -> str | None:
         self._saved_at = time.monotonic()
         stopped = self._begin()
         try:

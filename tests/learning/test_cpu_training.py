@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedquilt
 from fedquilt.learning import (
     FlatModel,
     LocalSettings,
@@ -399,12 +400,37 @@ def test_small_networks_take_one_thread_and_give_the_others_back() -> None:
         training._program.step = noting  # type: ignore[method-assign]
         list(engine.train(FlatModel(model).read().clone(), [0, 1], 0, 0.1))
         assert set(seen) == {1}
-        other = BatchedEngine(model, task, LocalSettings(1, 4, 0.0, 1))
-        list(other.train(FlatModel(model).read().clone(), [0, 1], 0, 0.1))
-        assert torch.get_num_threads() == 1
-        engine.close()
-        assert torch.get_num_threads() == 1
-        other.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["small", "digits"])
+def test_a_run_of_a_small_network_has_one_thread_and_gives_the_others_back(kind: str) -> None:
+    """Between rounds, too: a second one would wait for work on a core that a worker needs."""
+    model = MLP((1, 8, 8), 5) if kind == "small" else DigitsModel()
+    inputs, targets = torch.randn(20, 1, 8, 8), torch.arange(20) % 5
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append(torch.get_num_threads())
+        return 0.0
+
+    try:
+        torch.set_num_threads(2)
+        fedquilt.run(
+            *(model, (inputs, targets), (inputs, targets), np.split(np.arange(20), 4)),
+            num_rounds=2,
+            batch_size=4,
+            engine="batched",
+            mode="fedavg",
+            output_dir=None,
+            quiet=True,
+            metrics={"seen": loss},
+            device="cpu",
+        )
+        assert set(seen) == {1 if kind == "small" else 2}
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

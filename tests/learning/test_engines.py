@@ -297,48 +297,20 @@ def crowd() -> Iterator[tuple[ProcessEngine, torch.Tensor, list[int]]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["digits", "small"])
-def test_the_cores_are_the_workers_while_they_train(kind: str) -> None:
-    """A second thread of this process would take one of them; afterwards it is there again.
-
-    With a small network that is when the engine is closed: its rounds are too short to wait for
-    threads of the computation between them.
-    """
-    model = seeded(DigitsModel) if kind == "digits" else seeded(MLP, SHAPE, 10)
-    task = make_task()
+def test_the_cores_are_the_workers_while_they_train() -> None:
+    """A second thread of this process would take one of them; afterwards it is there again."""
+    model, task = seeded(DigitsModel), make_task()
     before = torch.get_num_threads()
     engine = ProcessEngine(model, task, settings(), workers=2)
     try:
         torch.set_num_threads(2)
-        for round_index in range(2):
-            updates = engine.train(start_of(model), [0, 1, 2], round_index, 0.1)
-            next(updates)
-            assert torch.get_num_threads() == 1
-            assert len(list(updates)) == 2
-            assert torch.get_num_threads() == (2 if kind == "digits" else 1)
-        engine.close()
-        assert torch.get_num_threads() == 2
-    finally:
-        engine.close()
-        torch.set_num_threads(before)
-
-
-@pytest.mark.processes
-def test_the_last_of_several_engines_gives_the_threads_back() -> None:
-    model, task = seeded(MLP, SHAPE, 10), make_task()
-    before = torch.get_num_threads()
-    engines = [ProcessEngine(model, task, settings(), workers=1) for _ in range(2)]
-    try:
-        torch.set_num_threads(2)
-        for engine in engines:
-            assert len(list(engine.train(start_of(model), [0], 0, 0.1))) == 1
-        engines[0].close()
+        updates = engine.train(start_of(model), [0, 1, 2], 0, 0.1)
+        next(updates)
         assert torch.get_num_threads() == 1
-        engines[1].close()
+        assert len(list(updates)) == 2
         assert torch.get_num_threads() == 2
     finally:
-        for engine in engines:
-            engine.close()
+        engine.close()
         torch.set_num_threads(before)
 
 

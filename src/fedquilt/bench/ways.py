@@ -27,6 +27,7 @@ from fedquilt.bench.work import ROUNDS_OF_A_RUN, Work
 from fedquilt.common.errors import WorkerError
 from fedquilt.learning import FlatModel, choose_engine, evaluate, make_engine
 from fedquilt.learning.devices import deal
+from fedquilt.learning.threads import one_thread
 
 
 class Way(Protocol):
@@ -55,18 +56,11 @@ class EngineWay:
             name, self.note = choice.engine, f"{choice.engine}: {choice.reason}"
         self._engine = make_engine(name, work.model, work.task, work.settings)
         self._weights = self._flat.read().clone()
-        self._threads = torch.get_num_threads()
 
     def round(self, index: int) -> float:
         """Do a round, return its seconds."""
-        # How many threads an engine leaves behind is its own business, not that of the next way.
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
+        with one_thread(getattr(self._engine, "is_small", False)):  # as a run has it
             return self._timed(index)
-        finally:
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(before)
 
     def _timed(self, index: int) -> float:
         began = time.perf_counter()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +45,6 @@ from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
 from fedquilt.learning.planned import PlannedTraining, Running
 from fedquilt.learning.shuffles import Shuffles
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
-from fedquilt.learning.threads import OneThread
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +90,6 @@ class BatchedEngine:
         self.settings = settings
         if max_clients_per_group is not None:
             checks.integer("max_clients_per_group", max_clients_per_group, at_least=1)
-        self._threads = OneThread()
-        weakref.finalize(self, self._threads.end)
         self._by_hand = self._make_by_hand(model)
         self._planned = self._make_planned(model) if self._by_hand is None else None
         if self._by_hand is not None:
@@ -137,8 +133,6 @@ class BatchedEngine:
         clients = [int(client) for client in cohort]
         if self._by_hand is not None:
             by_hand, window = self._by_hand, self._by_hand.window
-            if by_hand.is_small:
-                self._threads.begin()
             parts = (clients[at : at + window] for at in range(0, len(clients), window))
             return (
                 update
@@ -156,6 +150,11 @@ class BatchedEngine:
 
             return self._arriving(groups, begin, begin(groups[0]) if groups else [])
         return self._train_groups(start, groups, rows, round_index, learning_rate)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a round is so short that a second thread only costs time."""
+        return self._by_hand is not None and self._by_hand.is_small
 
     @property
     def starts_early(self) -> bool:
@@ -339,8 +338,7 @@ class BatchedEngine:
         ]
 
     def close(self) -> None:
-        """Give back threads that a small network did without."""
-        self._threads.end()
+        """Hold nothing beyond the working model, give nothing back."""
 
 
 def engine_obstacle(model: nn.Module, task: Task, settings: LocalSettings | None) -> str | None:

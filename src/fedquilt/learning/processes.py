@@ -38,7 +38,7 @@ from fedquilt.learning.cpu_training import hand_training
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import find_draws, refuse_hidden_state
-from fedquilt.learning.threads import OneThread
+from fedquilt.learning.threads import one_thread
 from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTensor, shared, work
 
 # One job in training and one waiting, so that a worker need not wait for the next.
@@ -94,6 +94,7 @@ class ProcessEngine:
         refuse_hidden_state(flat, public, settings, draws)
         training = hand_training(flat, task, settings, draws)
         self.by_hand = training is not None
+        self.is_small = training is not None and training.is_small
         self._together = 1 if training is None else training.together
         self._context = worker_context()
         self._setting = Setting(
@@ -104,8 +105,7 @@ class ProcessEngine:
         )
         self._start = self._setting.start.open()
         self._workers: list[_Worker] = []
-        self._threads = OneThread()
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._threads, os.getpid())
+        self._finalizer = weakref.finalize(self, end_workers, self._workers, os.getpid())
         self._training = False
 
     @property
@@ -127,19 +127,17 @@ class ProcessEngine:
             raise NotReadyError("engine='processes' trains one round at a time: finish the last")
         clients = [int(client) for client in cohort]
         self._training = True
-        # The workers have the cores: a second thread here would wait for work on one of them.
-        self._threads.begin()
         try:
-            self._start.copy_(start.detach())
-            self._hire(min(self._limit, len(clients)))
-            yield from self._train_all(clients, round_index, learning_rate)
+            # The workers have the cores: a second thread here would wait for work on one of them.
+            with one_thread():
+                self._start.copy_(start.detach())
+                self._hire(min(self._limit, len(clients)))
+                yield from self._train_all(clients, round_index, learning_rate)
         except BaseException:
             # Jobs are still under way; their results must not reach the next round.
             end_workers(self._workers, os.getpid())
             raise
         finally:
-            if self._together == 1:  # else the next round is too near
-                self._threads.end()
             self._training = False
 
     def _train_all(
@@ -302,12 +300,6 @@ class _Worker:
             return WorkerError(f"{self.name} {how} before it was ready{hint}")
         clients = ", ".join(str(given.client) for given in self.given.values())
         return WorkerError(f"{self.name} {how} with work in hand (clients: {clients})")
-
-
-def _end(workers: list[Any], threads: OneThread, owner: int) -> None:
-    """End the workers and give back what this process had before they came."""
-    end_workers(workers, owner)
-    threads.end()
 
 
 def end_workers(workers: list[Any], owner: int) -> None:
