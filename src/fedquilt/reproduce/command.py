@@ -42,6 +42,8 @@ class Wanted:
         there are two cores, three on a GPU, else one.
     rounds
         A trial: every run has so many rounds, and is kept apart and in no table.
+    commit
+        Of the source, where there is no git to ask; cells say it.
     """
 
     scale: str = "small"
@@ -57,6 +59,7 @@ class Wanted:
     precision: str = "float32"
     data_dir: str | None = None
     rounds: int | None = None
+    commit: str | None = None
 
 
 def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = None) -> str:
@@ -91,6 +94,7 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
         jobs=jobs,
         only=[cell.name for cell in chosen],
         progress=tell,
+        commit=wanted.commit,
     )
     if wanted.rounds is not None:
         text = "\n".join(one.as_line() for one in kept.values())
