@@ -27,6 +27,7 @@ ENGINE = typer.Option("--engine", help="How clients are trained.")
 PRECISION = typer.Option("--precision", help="What the batched engine computes in on a GPU.")
 DATA_DIR = typer.Option("--data-dir", help="Data folders, joined by ':' (or FEDQUILT_DATA).")
 COMMIT = typer.Option("--commit", help="Of the source, where there is no git to ask.")
+RENDER = typer.Option("--render", help="Run nothing: the tables of what is kept.")
 ROUNDS = typer.Option("--rounds", help="A trial of so many rounds, kept apart, in no table.")
 
 
@@ -46,6 +47,7 @@ def reproduce(
     data_dir: Annotated[str | None, DATA_DIR] = None,
     rounds: Annotated[int | None, ROUNDS] = None,
     commit: Annotated[str | None, COMMIT] = None,
+    render: Annotated[bool, RENDER] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Run the experiments of a paper again (quap-fl, heflwr, fednum), ours beside theirs.
@@ -70,6 +72,7 @@ def reproduce(
         data_dir=data_dir,
         rounds=rounds,
         commit=commit,
+        render=render,
     )
     try:
         say(run_again(paper, wanted, None if quiet else _tell))
