@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 
 def test_the_cells_are_the_comparison() -> None:
     full = {cell.name: cell for cell in fednum.cells("full")}
-    assert len(full) == 2 * 2 * 3
+    assert len(full) == 2 * 2 * 3 + 2 * 3
     default = full["default-cifar10-seed0"].config()
     assert (default["num_clients"], default["dirichlet_alpha"], default["ipc"]) == (50, 0.1, 10)
     assert full["default-mnist-seed1"].baselines == ("coreset", "dm", "feddm", "fedavg")

@@ -17,7 +17,7 @@ from fedquilt.cli.progress import drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
-from fedquilt.config.files import kind_of
+from fedquilt.config.files import kind_of, read_config_file
 
 if TYPE_CHECKING:
     from fedquilt.sweep import Plan, Summary
@@ -96,8 +96,14 @@ def _planned(
     common = {key: value for key, value in settings.items() if key not in swept}
     arms = choose(axes, samples, sweep_seed)
     base = build_config(common, preset=preset, file=config, arms=arms)
+    said = {*common, *(() if config is None else read_config_file(config, kind.method))}
     plan = make_plan(
-        base.as_dict(), axes, parse_seeds(seeds), samples=samples, sweep_seed=sweep_seed
+        base.as_dict(),
+        axes,
+        parse_seeds(seeds),
+        samples=samples,
+        sweep_seed=sweep_seed,
+        said=said,
     )
     stem = f"sweep_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     return plan, Path(base.output_dir) / stem if folder is None else Path(folder)

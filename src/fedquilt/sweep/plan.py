@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.config import RunConfig, option_fields, plain_config
-from fedquilt.config.files import check_company
+from fedquilt.config.files import check_company, method_defaults
 from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
 
 SCHEMA_VERSION = 1
@@ -176,6 +176,7 @@ def make_plan(
     *,
     samples: int | None = None,
     sweep_seed: int = 0,
+    said: Collection[str] = (),
 ) -> Plan:
     """Return the points of a grid or, with `samples`, of so many draws, each with every seed.
 
@@ -191,9 +192,15 @@ def make_plan(
         Of the runs.
     samples, sweep_seed
         How many points to draw instead of all of the grid, and with which seed.
+    said
+        Options that somebody named: a point whose method is another than the base's has its
+        method's own defaults (`method_defaults`) for the rest, as `fedquilt run` would.
     """
-    chosen = choose(axes, samples, sweep_seed)
     keys = [axis.key for axis in axes]
+    chosen = [
+        {**_of_method(base, settings, {*said, *keys}), **settings}
+        for settings in choose(axes, samples, sweep_seed)
+    ]
     checks.integer("points", len(chosen) * len(seeds), at_least=1, at_most=_MOST_POINTS)
     plain = {key: value for key, value in base.items() if key not in (*_OWN, *keys)}
     pairs = [(settings, seed) for settings in chosen for seed in seeds]
@@ -205,6 +212,15 @@ def make_plan(
         runs.append({**config.as_dict(), CLIENTS: SPLIT})
     refuse_idle({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
     return Plan(plain, tuple(keys), tuple(points))
+
+
+def _of_method(
+    base: Mapping[str, Any], settings: Mapping[str, Any], said: Collection[str]
+) -> dict[str, Any]:
+    """Return a point's defaults by its method that are not the base's."""
+    whole = {**base, **settings}
+    own = method_defaults(whole.get("method"), whole.get("mode"))
+    return {k: v for k, v in own.items() if k not in said and base.get(k) != v}
 
 
 def choose(
