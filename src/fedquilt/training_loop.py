@@ -400,8 +400,7 @@ class Experiment:
         """Write the last checkpoint and the result, and return the run."""
         federation, account = self.federation, self.federation.account
         counts = federation.tracker.participation_count
-        epsilons = None if account is None else account.epsilons()
-        statement = federation.mechanism.statement(counts, epsilons)
+        statement = federation.statement()
         if not federation.mechanism.is_bounded:
             notes = (*statement.notes, *_refusal_notes(self.lines))
             statement = dataclasses.replace(statement, notes=notes)
@@ -433,7 +432,8 @@ class Experiment:
         self, account: RunAccount, result: dict[str, Any], statement: Statement
     ) -> Statement:
         """Finish the run in the ledger, and put the ledger's notes into the statement."""
-        account.finish(self.federation.weights if account.reproducible else None)
+        unprotected = account.reproducible or (account.is_bounded and not statement.is_bounded)
+        account.finish(self.federation.weights if unprotected else None)
         result["ledger"] = account.summary()
         shared = self.config.ledger is not None
         resumed = account.run.is_resumed and statement.is_bounded
