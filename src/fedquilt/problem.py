@@ -199,10 +199,12 @@ def make_problem(
     if checked is not None:
         _check_validation(task, flat.module, checked)
         fit.refuse_outside(*checked, ranges, task.objective, "validation")
+    # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
+    ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task = fit.without_spoilt(task, ranges)
+        task = fit.without_spoilt(task, ranges, ignores=ignores)
     else:
-        fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
+        fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics
     for note in train.notes:
         _LOG.warning("%s", note)
