@@ -35,7 +35,7 @@ def build_federation(
     method = build_method(config, problem) if method is None else method
     doubts, sensitivity = doubts_of(config, method), sensitivity_of(method.new_sum())
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
-    tried = ()
+    tried: tuple[str, ...] = ()
     if not doubts and sensitivity is not None and not is_plain_sum(method):
         parts = dataclasses.replace(parts, sum_sensitivity=sensitivity)
         tried = (_tried_sum(config, problem, method, sensitivity),)
@@ -55,6 +55,7 @@ def build_federation(
         sensitivity=sensitivity,
         doubts=doubts,
         beliefs=(*tried, *beliefs_of(problem.own)),
+        withheld=problem.withheld,
     )
 
 

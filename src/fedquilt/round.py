@@ -32,6 +32,12 @@ from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, Rou
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
 
+CLIENTS_TESTED = (
+    "what is measured on the test samples, which people who are clients have made (not published: "
+    "see the private file; evaluation_share pays for a noised measure)",
+)
+"""What a claim about training does not cover where clients have made the test samples."""
+
 Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
 # How often a round is planned anew when another run takes what it counted on.
 _ATTEMPTS = 20
@@ -43,7 +49,8 @@ class Federation:
 
     `sensitivity` is that of the sums which the mechanism's noise was made for.  `doubts` are
     reasons why nothing may be claimed, `beliefs` what a claim takes on trust of somebody's own
-    parts (`assemble.build_federation`).
+    parts (`assemble.build_federation`).  What begins with one of `withheld` is measured on
+    samples that clients have made, and under a claim it is the owner's alone.
     """
 
     select: Select
@@ -56,12 +63,13 @@ class Federation:
     sensitivity: float | None = 1.0
     doubts: tuple[str, ...] = ()
     beliefs: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()
 
     def statement(self) -> Statement:
         """Say what may be claimed now: the mechanism's word, and what it takes for granted."""
         epsilons = None if self.account is None else self.account.epsilons()
         stated = self.mechanism.statement(self.tracker.participation_count, epsilons)
-        return stated.believing(self.beliefs, self.doubts)
+        return stated.believing(self.beliefs, self.doubts, CLIENTS_TESTED if self.withheld else ())
 
     def new_sum(self) -> Accumulator:
         """Return an empty sum of the kind that the noise of the run was made for."""

@@ -77,12 +77,18 @@ class Statement:
         """Whether every client has a finite epsilon."""
         return math.isfinite(self.epsilon_max)
 
-    def believing(self, beliefs: Sequence[str], doubts: Sequence[str] = ()) -> Statement:
-        """Say what else a claim rests on; with doubts there is none.  No claim needs neither."""
+    def believing(
+        self, beliefs: Sequence[str], doubts: Sequence[str] = (), uncovered: Sequence[str] = ()
+    ) -> Statement:
+        """Say what else a claim rests on, and what it leaves out; with doubts there is none."""
         if not self.is_bounded:
             return self
         if not doubts:
-            return dataclasses.replace(self, notes=(*self.notes, *beliefs))
+            return dataclasses.replace(
+                self,
+                notes=(*self.notes, *beliefs),
+                uncovered=(*self.uncovered, *uncovered),
+            )
         return Statement.without_bound(
             delta=self.delta,
             covered=self.covered,
