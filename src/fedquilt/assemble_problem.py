@@ -17,6 +17,7 @@ from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import (
+    ImageDataset,
     as_samples,
     check_data_dir,
     clients_data,
@@ -26,6 +27,7 @@ from fedquilt.data import (
 )
 from fedquilt.data.holdings import Holdings
 from fedquilt.data.identity import shared_sample
+from fedquilt.data.leaf import with_people_noted
 from fedquilt.learning.streams import wake
 from fedquilt.models import make_model
 from fedquilt.problem import Own, Problem, make_problem
@@ -91,6 +93,8 @@ def problem_from(
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
     finite = not MODE_TABLE[config.mode].noised
+    if isinstance(train, ImageDataset) and isinstance(test, ImageDataset):
+        train = with_people_noted(train, test)
     if clients is None:
         train_set, clients = clients_data(_each_client(train), finite=finite)
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
@@ -210,6 +214,7 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
     """Return (validation samples, samples for clients); the first is empty by default."""
     if not config.early_stopping and config.norm_statistics != "server":
         return np.zeros(0, dtype=np.int64), np.arange(size)
+    _refuse_people_held_out(config)
     order = generator(config.seed, "validation").permutation(size)
     count = max(1, round(config.validation_fraction * size))
     if size - count < (config.num_clients or 1):
@@ -218,3 +223,14 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
             f"samples to each of num_clients={config.num_clients or 1}"
         )
     return np.sort(order[:count]), np.sort(order[count:])
+
+
+def _refuse_people_held_out(config: RunConfig) -> None:
+    """Refuse to hold out samples of people who are clients where a claim would be about them."""
+    covered = config.patterns("noise_layers") == ("all",)
+    if config.partition == "writer" and config.is_bounded(covered=covered):
+        asked = "early_stopping=True" if config.early_stopping else "norm_statistics='server'"
+        raise InvalidValueError(
+            f"{asked} must be left out with partition='writer' in mode={config.mode!r}: samples "
+            "that are held out were made by people who are clients, and no claim covers them"
+        )

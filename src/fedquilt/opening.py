@@ -12,17 +12,29 @@ from pathlib import Path
 
 import torch
 
-from fedquilt.assemble import build_federation, build_method, engine_of_before, settle_engine
+from fedquilt.assemble import (
+    build_federation,
+    build_method,
+    doubts_of,
+    engine_of_before,
+    settle_engine,
+)
 from fedquilt.assemble_account import (
     check_identity,
     check_same_clients,
     identity_of,
+    is_bounded,
     needs_account,
     open_account,
     open_witness,
 )
 from fedquilt.client_evaluation import make_client_evaluation
-from fedquilt.common.errors import RunInterrupted, StorageError, WorkerError
+from fedquilt.common.errors import (
+    InvalidValueError,
+    RunInterrupted,
+    StorageError,
+    WorkerError,
+)
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.method import Method
@@ -116,6 +128,7 @@ def _open(
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
     if config.ledger is not None:
+        _refuse_doubts(config, problem, method)
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
@@ -143,6 +156,16 @@ def _open(
         clients = problem.roster.digest
         folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _refuse_doubts(config: RunConfig, problem: Problem, method: Method) -> None:
+    """Refuse to enter charges that are not true into a ledger that outlives the run."""
+    doubts = doubts_of(config, method)
+    if doubts and is_bounded(config, problem):
+        raise InvalidValueError(
+            f"ledger={config.ledger!r} must be left out: nothing is known of what clients would "
+            f"spend, because {'; '.join(doubts)}"
+        )
 
 
 def _identity_soon(problem: Problem) -> Future[dict[str, str]] | None:

@@ -207,12 +207,17 @@ class RunFolder:
             measured[record["rounds"]] = record["clients"]
         return measured
 
-    def amend_round(self, record: dict[str, Any]) -> None:
-        """Replace the last line of rounds.jsonl."""
-        path = self.path / "rounds.jsonl"
+    def amend_round(self, record: dict[str, Any], private: dict[str, Any] | None = None) -> None:
+        """Replace the last line of rounds.jsonl, and that of private.jsonl when there is one."""
+        if private is not None:
+            self._amend("private.jsonl", {"round": record["round"], **private}, 0o600)
+        self._amend("rounds.jsonl", record, 0o666)
+
+    def _amend(self, name: str, record: dict[str, Any], mode: int) -> None:
+        path = self.path / name
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
         kept = untrusted.read_lines(path, RunFolderError)[:-1]
-        storage.write_file(path, b"".join(kept) + line.encode() + b"\n")
+        storage.write_file(path, b"".join(kept) + line.encode() + b"\n", mode)
 
     def synthetic_path(self, rounds: int | None = None) -> Path:
         """Return where the synthetic set after so many rounds is; None: the final one."""

@@ -168,20 +168,11 @@ class QuAPFLServer:
     @property
     def statement(self) -> Statement:
         """What may be claimed about the model, after all that `train` has done so far."""
-        counts = self.tracker.participation_count
-        found = self._federation.mechanism.statement(counts, None)
-        if self._own_steps and found.is_bounded:
-            found = Statement.without_bound(
-                delta=found.delta,
-                covered=found.covered,
-                uncovered=found.uncovered,
-                noise_source=found.noise_source,
-                notes=(
-                    f"steps of your own ({', '.join(sorted(self._own_steps))}): what they look at "
-                    "is not known here",
-                ),
-                adjacency=found.adjacency,
-            )
+        doubts = (
+            f"steps of your own ({', '.join(sorted(self._own_steps))}): what they look at is not "
+            "known here",
+        )
+        found = self._federation.statement().believing((), doubts if self._own_steps else ())
         limited = limit_notes(self._lines, self._run_config.max_agg_norm)
         return dataclasses.replace(found, notes=(*found.notes, *limited))
 
