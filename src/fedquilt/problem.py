@@ -204,6 +204,7 @@ def make_problem(
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
     wanted = config.metrics if own.metrics is None else own.metrics
+    flat.restore()  # the trials above may have left something behind
     for note in train.notes:
         _LOG.warning("%s", note)
     return Problem(
