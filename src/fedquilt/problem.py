@@ -214,6 +214,7 @@ def make_problem(
     wanted = config.metrics if own.metrics is None else own.metrics
     # Of samples that are dealt otherwise no client is the one who made them.
     by_people = config.partition == "writer" or config.dataset == "custom"
+    flat.restore()  # the trials above may have left something behind
     for note in train.notes:
         _LOG.warning("%s", note)
     return Problem(

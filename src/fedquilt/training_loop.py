@@ -387,7 +387,9 @@ class Experiment:
             check_not_rolled_back(federation.account, saved.ledger_head)
         self._check_kept(saved.state)
         check_state(saved.state, saved.rounds, folder.path)
+        flat.restore()
         load_tensors(flat.module, saved.model, folder.path)
+        flat.remember()  # frozen tensors were loaded, too
         weights = saved.state.get("weights")
         try:
             federation.load_state(saved.state)

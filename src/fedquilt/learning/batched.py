@@ -45,6 +45,7 @@ from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
 from fedquilt.learning.planned import PlannedTraining, Running
 from fedquilt.learning.shuffles import Shuffles
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
+from fedquilt.learning.state import ModuleState
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class BatchedEngine:
                 "use engine='sequential' or engine='processes'"
             )
         self._stack = ModelStack(model, task)
+        self._flat = self._stack.flat
         self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
@@ -134,7 +136,7 @@ class BatchedEngine:
         if self._by_hand is not None:
             by_hand, window = self._by_hand, self._by_hand.window
             parts = (clients[at : at + window] for at in range(0, len(clients), window))
-            return (
+            return self._put_back_after(
                 update
                 for part in parts
                 for update in by_hand.updates_of(start, part, round_index, learning_rate)
@@ -149,7 +151,16 @@ class BatchedEngine:
                 return self._begin(planned, start, members, round_index, learning_rate)
 
             return self._arriving(groups, begin, begin(groups[0]) if groups else [])
-        return self._train_groups(start, groups, rows, round_index, learning_rate)
+        updates = self._train_groups(start, groups, rows, round_index, learning_rate)
+        return self._put_back_after(updates)
+
+    def _put_back_after(self, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
+        """Yield updates; what is made or evaluated next sees nothing of the last clients."""
+        try:
+            yield from updates
+        finally:
+            self._flat.restore()
+            self.task.objective.begin()
 
     @property
     def is_small(self) -> bool:
@@ -300,7 +311,6 @@ class BatchedEngine:
         """Return the fast way of a network of standard layers; None: it takes the general one."""
         public = self.task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         first = flat.read().clone()
         try:
             draws = find_draws(flat, public)
@@ -309,8 +319,7 @@ class BatchedEngine:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
         finally:
-            flat.restore()  # following the forward pass may have left something behind
-            flat.write(first)
+            flat.write(first)  # following the forward pass may have left something behind
         flat.module.train()
         refuse_hidden_state(flat, public, self.settings, draws)
         return planned
@@ -321,10 +330,10 @@ class BatchedEngine:
             return None
         public = self.task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         draws = find_draws(flat, public)
         training = hand_training(flat, self.task, self.settings, draws)
         if training is not None:
+            self._flat = flat
             refuse_hidden_state(flat, public, self.settings, draws)
         return training
 
@@ -345,7 +354,11 @@ def engine_obstacle(model: nn.Module, task: Task, settings: LocalSettings | None
     """Return why model, loss or optimiser cannot run as a stack, or None when they can."""
     if settings is not None and settings.optimizer.factory is not None:
         return "its optimizer is your own, which steps one client at a time"
-    return obstacle(model, task)
+    state = ModuleState(model, model.parameters())  # copies share its class, closures and hooks
+    try:
+        return obstacle(model, task)
+    finally:
+        state.restore()
 
 
 def program_width(size: int, batch_size: int) -> int:

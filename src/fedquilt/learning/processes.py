@@ -89,7 +89,6 @@ class ProcessEngine:
         pickled = _pickled(model, task, settings)
         public = task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         draws = find_draws(flat, public)
         refuse_hidden_state(flat, public, settings, draws)
         training = hand_training(flat, task, settings, draws)

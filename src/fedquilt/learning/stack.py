@@ -58,7 +58,7 @@ class ModelStack:
         self.public = task.public()
         self.objective = task.objective
         self.flat = FlatModel(model, self.public.inputs)
-        self.state = self.flat.remember()
+        self.state = self.flat.state
         self._first = self.flat.read().clone()
         self.mask: ClassMask | None = task.class_mask
         self.draws = find_draws(self.flat, self.public)
@@ -78,7 +78,6 @@ class ModelStack:
 
     def reset(self) -> None:
         """Restore the module, weights too, ready to train."""
-        self.flat.restore()
         self.flat.write(self._first)
         self.flat.module.train()
 

@@ -225,7 +225,7 @@ class QuAPFLServer:
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test data."""
-        self._problem.flat.module.load_state_dict(self.model.state_dict())
+        self._load_model()
         return evaluate(self._problem.flat.module, *self._problem.test_data)
 
     def select_clients(self, round_t: int) -> list[int]:
@@ -310,8 +310,15 @@ class QuAPFLServer:
     def _take_weights(self) -> None:
         """Start from the model's weights; within a round the federation has newer ones."""
         if not self._training:
-            self._problem.flat.module.load_state_dict(self.model.state_dict())
+            self._load_model()
             self._federation.weights = self._problem.flat.read().clone()
+
+    def _load_model(self) -> None:
+        """Take all tensors of the caller's model, frozen ones too, and nothing that clients left."""
+        flat = self._problem.flat
+        flat.restore()
+        flat.module.load_state_dict(self.model.state_dict())
+        flat.remember()
 
     def _store_weights(self) -> None:
         self._problem.flat.write(self._federation.weights)
@@ -419,7 +426,7 @@ class _OwnUpdate:
         server.update_global_model(update.cpu().numpy())
         if server._federation.weights is weights:
             # The override moved the model by itself.
-            server._problem.flat.module.load_state_dict(server.model.state_dict())
+            server._load_model()
             return server._problem.flat.read().clone()
         return server._federation.weights
 

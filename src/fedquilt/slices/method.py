@@ -156,6 +156,7 @@ class Slices(WholeModel):
         cut = self.slicing.cut(client, round_index)
         key = self.slicing.structure(cut)
         if key not in self._own:
+            self._flat.restore()  # a client may have looked at its samples since
             model = copy.deepcopy(self.slicing.sub_model(cut))
             keep_scaling(model)
             self._own[key] = FlatModel(model, self.slicing.sample, adopt=True)
@@ -163,7 +164,6 @@ class Slices(WholeModel):
                 self._own.popitem(last=False)
         self._own.move_to_end(key)
         small = self._own[key]
-        small.restore()
         small.write(self.slicing.place_of(cut).gather(weights))
         if self._batches is not None:
             self._set_statistics(cut, small.module, self._batches)
