@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -42,6 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -399,6 +401,8 @@ def make_sources(folder: Path) -> None:
     _keep(made, folder, "condense")
     make_ledger(folder / "ledger")
     make_data(folder / "data")
+    if FLOWER:
+        make_federation(folder / "federation")
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -428,6 +432,18 @@ def make_ledger(folder: Path) -> None:
         with ledger.transaction():
             account.refresh(ledger._store)
             account.save_snapshot(ledger._store)
+
+
+def make_federation(folder: Path) -> None:
+    """Make the folder of a federation that was up, of two nodes and a seat, and its app."""
+    from fedquilt.flower.federation import Federation
+    from fedquilt.flower.template import write_app
+
+    federation = Federation(folder)
+    federation.prepare(write_app(folder.with_name("app")), 2, seats=1)
+    jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
+    status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
+    (folder / "status.json").write_text(json.dumps(status))
 
 
 def make_data(folder: Path) -> None:
@@ -634,8 +650,19 @@ ON_LEDGER = (
     command("ledger", "backup", LEDGER, "@/copy.sqlite"),
     use_ledger,
 )
+FLOWER = importlib.util.find_spec("flwr") is not None
+ON_FEDERATION = (
+    command("flower", "status", "--folder", "@"),
+    command("flower", "down", "--folder", "@"),
+    command("flower", "run", "--folder", "@"),
+    command("flower", "resume", "--folder", "@"),
+    command("flower", "leave", "node0", "--folder", "@"),
+    command("flower", "join", "late", "--node-config", "x=1", "--folder", "@"),
+    command("flower", "rotate", "node1", "--folder", "@"),
+    command("flower", "seats", "2", "--roster", "@/roster.json"),
+)
 CONDENSE = command("condense", "--resume", "@", "--quiet", "--baselines", "none")
-KINDS = (
+KINDS = [
     Kind(
         "result.json",
         FINISHED,
@@ -731,7 +758,12 @@ KINDS = (
     Kind("table of presence", ("data",), "trace.csv", mutate_bytes, (read_trace,)),
     Kind("table of widths", ("data",), "widths.csv", mutate_bytes, (read_widths("widths.csv"),)),
     Kind("table of devices", ("data",), "devices.csv", mutate_bytes, (read_widths("devices.csv"),)),
-)
+]
+if FLOWER:
+    KINDS += [
+        Kind(f"{name} (Flower)", ("federation",), name, mutate_json, ON_FEDERATION)
+        for name in ("federation.json", "status.json", "roster.json")
+    ]
 
 
 @dataclass(frozen=True)
@@ -827,12 +859,16 @@ def without_training() -> None:
     from fedquilt.cli import condense, run
     from fedquilt.training_loop import Experiment
 
-    def go_on(experiment: object) -> None:
+    def go_on(*_: object, **__: object) -> None:
         raise WentOnError
 
     Experiment.run = go_on  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
     condense.draw_pictures = lambda finished: []
+    if FLOWER:
+        from fedquilt.flower import federation
+
+        federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
 
 
 def check_harness(place: Place) -> None:
@@ -929,8 +965,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0, help="Number of the first input.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="Kinds of file that have this in their name.")
     parser.add_argument("--folder", help="Where to work; a temporary folder, by default.")
     options = parser.parse_args()
+    KINDS[:] = [kind for kind in KINDS if options.only in kind.name]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         place, tally, began = Place(Path(folder)), Tally(), time.monotonic()
         place.prepare()
