@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -44,6 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -436,7 +438,8 @@ def make_sources(folder: Path) -> None:
     make_ledger(folder / "ledger")
     make_data(folder / "data")
     make_sweeps(folder, tiny)
-    make_federation(folder / "federation")
+    if FLOWER:
+        make_federation(folder / "federation")
 
 
 def make_sweeps(folder: Path, tiny: dict[str, Any]) -> None:
@@ -450,18 +453,6 @@ def make_sweeps(folder: Path, tiny: dict[str, Any]) -> None:
     with contextlib.closing(sqlite3.connect(folder / "sweep.open" / "sweep.sqlite")) as table:
         table.execute("UPDATE points SET state = 'waiting' WHERE point = 1")
         table.commit()
-
-
-def make_federation(folder: Path) -> None:
-    """Make the folder of a federation that nothing runs in, and its app."""
-    from fedquilt.flower.federation import Federation
-    from fedquilt.flower.processes import STATUS
-    from fedquilt.flower.template import write_app
-
-    gone = {"pid": 99_999_999, "began": 1.0, "restarts": 0}
-    Federation(folder).prepare(write_app(folder / "app"), 2)
-    status = {**gone, "processes": {"superlink": gone, "node0": gone}}
-    (folder / STATUS).write_text(json.dumps(status))
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -491,6 +482,18 @@ def make_ledger(folder: Path) -> None:
         with ledger.transaction():
             account.refresh(ledger._store)
             account.save_snapshot(ledger._store)
+
+
+def make_federation(folder: Path) -> None:
+    """Make the folder of a federation that was up, of two nodes and a seat, and its app."""
+    from fedquilt.flower.federation import Federation
+    from fedquilt.flower.template import write_app
+
+    federation = Federation(folder)
+    federation.prepare(write_app(folder.with_name("app")), 2, seats=1)
+    jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
+    status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
+    (folder / "status.json").write_text(json.dumps(status))
 
 
 def make_data(folder: Path) -> None:
@@ -708,25 +711,25 @@ ON_LEDGER = (
     use_ledger,
 )
 REPORT = command("report", "@", "--output", "@/page.html", "--no-look")
-COMPARE = command("compare", "@", "@")
 SWEEPS = ("sweep.finished", "sweep.open")
 SWEEP = (
     command("sweep", "--resume", "@", "--quiet"),
     command("sweep", "--resume", "@", "--json"),
     REPORT,
 )
-FEDERATION = tuple(
-    command("flower", *words, "--folder", "@")
-    for words in (
-        ("status",),
-        ("down",),
-        ("trust", "@/app"),
-        ("leave", "node0"),
-        ("rotate", "node1"),
-    )
+FLOWER = importlib.util.find_spec("flwr") is not None
+ON_FEDERATION = (
+    command("flower", "status", "--folder", "@"),
+    command("flower", "down", "--folder", "@"),
+    command("flower", "run", "--folder", "@"),
+    command("flower", "resume", "--folder", "@"),
+    command("flower", "leave", "node0", "--folder", "@"),
+    command("flower", "join", "late", "--node-config", "x=1", "--folder", "@"),
+    command("flower", "rotate", "node1", "--folder", "@"),
+    command("flower", "seats", "2", "--roster", "@/roster.json"),
 )
 CONDENSE = command("condense", "--resume", "@", "--quiet", "--baselines", "none")
-KINDS = (
+KINDS = [
     Kind(
         "result.json",
         FINISHED,
@@ -783,10 +786,6 @@ KINDS = (
     *(
         Kind(f"{name}, a link", SWEEPS, name, None, SWEEP, 1, link_outwards)
         for name in ("sweep.sqlite", "sweep.json", "points", "points/00000")
-    ),
-    *(
-        Kind(name, ("federation",), name, mutate_json, FEDERATION, 2)
-        for name in ("federation.json", "roster.json", "status.json")
     ),
     Kind("config.toml of a run", OPEN, "config.toml", mutate_toml, (RESUME, read_folder)),
     Kind(
@@ -853,7 +852,12 @@ KINDS = (
     Kind("table of presence", ("data",), "trace.csv", mutate_bytes, (read_trace,)),
     Kind("table of widths", ("data",), "widths.csv", mutate_bytes, (read_widths("widths.csv"),)),
     Kind("table of devices", ("data",), "devices.csv", mutate_bytes, (read_widths("devices.csv"),)),
-)
+]
+if FLOWER:
+    KINDS += [
+        Kind(f"{name} (Flower)", ("federation",), name, mutate_json, ON_FEDERATION)
+        for name in ("federation.json", "status.json", "roster.json")
+    ]
 
 
 @dataclass(frozen=True)
@@ -954,7 +958,7 @@ def without_training() -> None:
     from fedquilt.sweep import run as sweep_run
     from fedquilt.training_loop import Experiment
 
-    def go_on(experiment: object) -> None:
+    def go_on(*_: object, **__: object) -> None:
         raise WentOnError
 
     def start(worker: object, *point: object) -> None:
@@ -968,6 +972,10 @@ def without_training() -> None:
     sweep_run._Worker.run = start  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
     condense.draw_pictures = lambda finished: []
+    if FLOWER:
+        from fedquilt.flower import federation
+
+        federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
 
 
 def check_harness(place: Place) -> None:
@@ -1080,8 +1088,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0, help="Number of the first input.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="Kinds of file that have this in their name.")
     parser.add_argument("--folder", help="Where to work; a temporary folder, by default.")
     options = parser.parse_args()
+    KINDS[:] = [kind for kind in KINDS if options.only in kind.name]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         place, tally, began = Place(Path(folder)), Tally(), time.monotonic()
         place.prepare()
