@@ -148,8 +148,7 @@ class RunFolder:
     def _images(self) -> Path:
         """Return the folder of the images, which is in this one if it is there."""
         path = self.path / "synthetic"
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise RunFolderError(f"{str(path)!r} must be a folder of its own, not a link or a file")
+        storage.check_own_folder(path)
         return path
 
     def acquire(self, *, is_new: bool = False) -> None:
