@@ -325,8 +325,8 @@ def _population_of_run(ledger: Ledger, config: RunConfig, run_id: str) -> Popula
 
 
 _RESTORE = (
-    "restore ledger.json, which its owner alone may read (mode 0600), from the folder that this one "
-    "is a copy of or from a backup; or start a new run"
+    "restore ledger.json, which its owner alone may read (mode 0600), from a backup or from the "
+    "folder that this one is a copy of; or start a new run"
 )
 
 

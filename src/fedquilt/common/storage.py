@@ -65,9 +65,7 @@ def check_regular(path: Path) -> None:
 def check_own_folder(path: Path) -> None:
     """Refuse a link in the place of a folder; a folder that is not there is fine."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise IrregularFileError(
-            f"{str(path)!r} must be a folder of its own, not a link or a file"
-        )
+        raise IrregularFileError(f"{str(path)!r} must be a folder of its own, not a link or a file")
 
 
 def check_own_tree(path: Path) -> None:
