@@ -244,6 +244,7 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
 FILES = [
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "private.jsonl", ".lock"),
     *("ledger.json", "result.json", "condensed.safetensors", "baselines.json"),
+    *("ledger.sqlite", "ledger.sqlite-journal", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 ]
 
 

@@ -20,6 +20,7 @@ from fedquilt.assemble import (
     settle_engine,
 )
 from fedquilt.assemble_account import (
+    check_account_not_lost,
     check_identity,
     check_same_clients,
     identity_of,
@@ -120,9 +121,11 @@ def _open(
     in the run's folder, or in a temporary one when nothing is kept.
     """
     entered = folder.read_account() if folder is not None else None
-    if entered is not None and folder is not None:
-        check_same_clients(problem, entered, folder.path)
     if folder is not None:
+        if entered is None:
+            check_account_not_lost(config, problem, folder)
+        else:
+            check_same_clients(problem, entered, folder.path)
         check_identity(problem, folder)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
@@ -132,9 +135,12 @@ def _open(
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
+    note = {"run_id": run_id, "ledger": "ledger.sqlite", "clients": problem.roster.digest}
     federation = None if own_ledger else build_federation(config, problem, account, method)
     if folder is None and output_dir is not None:
-        folder = RunFolder.create(config, output_dir, problem.engine_choice)
+        # Before the configuration: a kill between them leaves no run that has lost its account.
+        first = None if account is None else note | {"ledger": str(account.ledger.path.resolve())}
+        folder = RunFolder.create(config, output_dir, problem.engine_choice, first)
         stack.callback(folder.close)
         folder.write_clients(identity_of(problem) if identity is None else identity.result())
     if own_ledger:
@@ -151,10 +157,8 @@ def _open(
             witness=witness,
         )
         stack.callback(account.close)
-    if account is not None and folder is not None and entered is None:
-        name = "ledger.sqlite" if own_ledger else str(account.ledger.path.resolve())
-        clients = problem.roster.digest
-        folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
+        if folder is not None and entered is None:
+            folder.write_account(note)
     return federation or build_federation(config, problem, account, method), folder
 
 

@@ -19,9 +19,12 @@ A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
 checkpoint are dropped on resume, because those rounds run again.
 
+In a run on a ledger that others share, ledger.json is there before config.toml, and in any run
+with an account before the first round: without it neither may go on (`has_released`).
+
 A run folder may come from a stranger.  The folder itself may be reached through a link, but
 what is in it must be its own: regular files and a real folder `synthetic`.  A link there would
-have a resumed run append to, or delete, files anywhere else.
+have a resumed run append to, or delete, files anywhere else, or charge another ledger.
 """
 
 from __future__ import annotations
@@ -62,16 +65,14 @@ if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no
     import torch
     from numpy.typing import NDArray
 
+_OF_ROUNDS = (
+    *("rounds.jsonl", "private.jsonl", "checkpoint.safetensors", "client_metrics.jsonl"),
+    "condensed.safetensors",
+)
 _FILES = (
-    *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
-    *(
-        "ledger.json",
-        "clients.json",
-        "client_metrics.jsonl",
-        "condensed.safetensors",
-        "baselines.json",
-        ".lock",
-    ),
+    *_OF_ROUNDS,
+    *("config.toml", "result.json", "ledger.json", "clients.json", "baselines.json", ".lock"),
+    *(f"ledger.sqlite{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
 
 
@@ -84,10 +85,17 @@ class RunFolder:
         self._checkpoint = CheckpointFiles(path)
 
     @classmethod
-    def create(cls, config: RunConfig, output_dir: str, note: str = "") -> RunFolder:
+    def create(
+        cls,
+        config: RunConfig,
+        output_dir: str,
+        note: str = "",
+        account: dict[str, Any] | None = None,
+    ) -> RunFolder:
         """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it.
 
-        A note stands below the configuration as a comment.
+        A note stands below the configuration as a comment.  An account that the run has
+        already is written first: a configuration that names a ledger is never without it.
         """
         stem = run_stem(config)
         with storage_errors(output_dir):
@@ -95,6 +103,8 @@ class RunFolder:
             folder = cls(make_fresh(Path(output_dir), stem))
             try:
                 folder.acquire(is_new=True)
+                if account is not None:
+                    folder.write_account(account)
                 text = io.StringIO()
                 write_config_file(config, text)
                 if note:
@@ -128,11 +138,17 @@ class RunFolder:
             for path in (*own, *images.glob("round_*")):
                 storage.check_regular(path)
 
+    def has_released(self) -> bool:
+        """Tell whether anything is there that only a round, or its images, can have left."""
+        with readable(self.path):
+            files = [self.path / name for name in _OF_ROUNDS]
+            left = any(path.exists() and path.stat().st_size for path in files)
+            return left or any(self._checkpoint.bases()) or any(self._images().glob("round_*"))
+
     def _images(self) -> Path:
         """Return the folder of the images, which is in this one if it is there."""
         path = self.path / "synthetic"
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise RunFolderError(f"{str(path)!r} must be a folder of its own, not a link or a file")
+        storage.check_own_folder(path)
         return path
 
     def acquire(self, *, is_new: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import struct
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from fedquilt.privacy.ledger import Ledger, LedgerFileError
 
+MAGIC = bytes.fromhex("d9d505f920a163d7")
 ALLOWANCE = {"num_clients": 10, "epsilon": 6.0, "delta": 1e-5}
 
 
@@ -102,6 +104,24 @@ def test_an_empty_journal_and_a_used_up_one_are_nothing(path: Path) -> None:
         journal.write_bytes(content)
         with Ledger.open(path) as ledger:
             assert ledger.head() == head
+
+
+@pytest.mark.parametrize("first", [MAGIC, b"anything"])
+def test_a_journal_that_names_another_file_deletes_nothing(path: Path, first: bytes) -> None:
+    """SQLite takes the name for that of a transaction over several files, and cleans up."""
+    head = make(path, 2)
+    victim = path.with_name("victim.txt")
+    victim.write_text("mine")
+    name = str(victim.absolute()).encode()
+    end = struct.pack(">II", len(name), sum(name)) + MAGIC
+    journal = path.with_name(f"{path.name}-journal")
+    journal.write_bytes(first.ljust(512, b"\0") + struct.pack(">I", 1) + name + end)
+    with pytest.raises(LedgerFileError, match="names another file, which SQLite would delete"):
+        Ledger.open(path)
+    assert victim.read_text() == "mine"
+    journal.unlink()
+    with Ledger.open(path) as ledger:
+        assert ledger.head() == head
 
 
 def test_a_journal_in_use_is_no_reason_to_refuse(path: Path) -> None:

@@ -28,11 +28,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedquilt.common.storage import open_regular
 from fedquilt.privacy.ledger.entries import COLUMNS, read_row
 from fedquilt.privacy.ledger.errors import LedgerFileError
 
 _MAGIC = bytes.fromhex("d9d505f920a163d7")
 _HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size
+_END = struct.Struct(">II8s")
 _BY_SIZE = 0xFFFFFFFF  # the number of records follows from the size of the file
 _COUNTER = slice(24, 28)  # of the first page: the transactions so far
 _CHECKED = 1000  # newest entries; a page of another ledger breaks the chain among them
@@ -47,6 +49,7 @@ def check_journal(path: Path) -> None:
     """Refuse a ledger beside a journal that is not its own; nothing is changed."""
     journal = path.with_name(f"{path.name}-journal")
     before = None
+    _check_alone(path, journal)
     for _ in range(_TRIES):
         found = _read(path, journal)
         if found is None or not (problem := _problem(*found)):
@@ -60,6 +63,25 @@ def check_journal(path: Path) -> None:
             )
         before = found
         time.sleep(_PAUSE_SECONDS)
+
+
+def _check_alone(path: Path, journal: Path) -> None:
+    """Refuse a journal that ends with the name of a file, which SQLite would read and delete.
+
+    So end journals of transactions over several files, which a ledger never has: length of the
+    name, its checksum, and the mark of a journal again.
+    """
+    try:
+        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END.size))
+            end = stream.read(_END.size)
+    except OSError:  # there is none; what else is wrong is said by who uses it
+        return
+    if len(end) == _END.size and _END.unpack(end)[0] and end.endswith(_MAGIC):
+        raise LedgerFileError(
+            f"{journal} lies beside ledger {path} and is not its own (it names another file, which "
+            "SQLite would delete): move it away; nothing was changed"
+        )
 
 
 def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
