@@ -273,8 +273,10 @@ def choose(
         drawn = [axis.key for axis in axes if axis.is_range]
         if drawn:
             raise InvalidValueError(f"{drawn[0]} is a range: say how many samples to draw")
+        count = math.prod(len(axis.values) for axis in axes)
+        checks.integer("points", count, at_most=_MOST_POINTS)
         combined = itertools.product(*(axis.values for axis in axes))
         return [dict(zip(keys, values, strict=True)) for values in combined]
-    checks.integer("samples", samples, at_least=1)
+    checks.integer("samples", samples, at_least=1, at_most=_MOST_POINTS)
     source = generator(sweep_seed, "sweep")
     return [{axis.key: axis.draw(source) for axis in axes} for _ in range(samples)]
