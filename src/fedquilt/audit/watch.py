@@ -35,12 +35,11 @@ from numpy.typing import NDArray
 from fedquilt import experiment, training_loop
 from fedquilt.audit import comparisons
 from fedquilt.audit.worlds import Witness, World
+from fedquilt.common import randomness
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
-from fedquilt.population import selection
-from fedquilt.privacy import noise
 from fedquilt.round import Federation, RoundRecord
 
 VOLATILE = {
@@ -349,16 +348,16 @@ def _copied(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 def known_entropy(seed: int) -> Iterator[None]:
     """Let noise and secret coins draw their bytes from a seed instead of `os.urandom`.
 
-    They are drawn by the code that always draws them.  Only they: a library that is loaded
-    in the first world only, and seeds itself, must not shift the noise of that world.
+    They are drawn by the code that always draws them, wherever it stands: all of it asks
+    `fedquilt.common.randomness.secret_bytes`.  Only they: a library that is loaded in the
+    first world only, and seeds itself, must not shift the noise of that world.
     """
     bits = generator(seed, "audit entropy").bit_generator
 
     def known(size: int) -> bytes:
         return np.random.Generator(bits).bytes(size)
 
-    system = SimpleNamespace(urandom=known)
-    with swapped(noise, "os", system), swapped(selection, "os", system):
+    with swapped(randomness, "os", SimpleNamespace(urandom=known)):
         yield
 
 
