@@ -33,10 +33,10 @@ HIDDEN = 8  # values between the layers
 class Net(nn.Module):
     """Two layers; what stands between them is up to the kinds below."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores: int = CLASSES) -> None:
         super().__init__()
         self.first = nn.Linear(SIDE**2, HIDDEN)
-        self.last = nn.Linear(HIDDEN, CLASSES)
+        self.last = nn.Linear(HIDDEN, scores)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits."""
@@ -62,6 +62,18 @@ class SmoothDropout(Net):
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """Drop half of the values."""
         return functional.dropout(functional.gelu(hidden), 0.5, self.training)
+
+
+class WidthSeen(Net):
+    """Computes otherwise in a program of another width, as kernels do in their last bits.
+
+    And only where weights are small: a trial on weights that it draws need not meet it.
+    """
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Let the number of rows show."""
+        seen = torch.where(self.last.weight.abs().amax() < 1.0, 1.0 + 1e-3 * len(hidden), 1.0)
+        return functional.gelu(hidden) * seen
 
 
 class MovingCentre(Net):
@@ -167,9 +179,11 @@ def _on_condensed() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
+    "spare scores": lambda: Net(CLASSES + 2),
     "dropout layer": _dropout_layer,
     "dropout call": FunctionalDropout,
     "smooth dropout": SmoothDropout,
+    "width seen": WidthSeen,
     "frozen parameter": MovingCentre,
     "attribute": PlainAttribute,
     "late buffer": LateBuffer,
@@ -340,7 +354,7 @@ OTHERS: dict[str, Callable[[Data, int], Data]] = {
 KINDS = {**NOTHING, **OTHERS}
 FORMS_OF_ONE: dict[str, Callable[[Data, int], Data]] = {
     "bytes": _brought(lambda x, y: ((x * 30.0).abs().clamp(0, 255).to(torch.uint8), y)),
-    "more classes": _brought(lambda x, y: ImageDataset(x, y, "own", CLASSES + 8)),
+    "more classes": _brought(lambda x, y: ImageDataset(x, y, "own", CLASSES + 1)),
 }
 """Worlds in which the victim's data set has another form than everybody's."""
 

@@ -138,11 +138,13 @@ CLIENT_FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 def client_sets(data: Data, task: str) -> list[object]:
-    """Return one data set a client."""
-    return [
-        data.forms.get(client, CLIENT_FORMS[task])(data.inputs[held], data.labels[held])
-        for client, held in enumerate(data.clients)
-    ]
+    """Return one data set a client; an empty one is always a pair."""
+    usual = CLIENT_FORMS[task]
+    sets = []
+    for client, held in enumerate(data.clients):
+        form = data.forms.get(client, usual) if held else CLIENT_FORMS["client pairs"]
+        sets.append(form(data.inputs[held], data.labels[held]))
+    return sets
 
 
 FORMS: dict[str, Callable[[Data], tuple[Any, Any]]] = {

@@ -92,7 +92,7 @@ _TIERS = "1,1/2,1/4"
 _SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS))
 _STATELESS = ("dropout layer", "dropout call", "smooth dropout", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
-_STACKED = ("smooth dropout", "layer norm", "adapters")
+_STACKED = ("layer norm", "adapters")
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -155,9 +155,14 @@ def _model_cases() -> dict[str, WholeCase]:
         cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model)
     for model in _STACKED:
         cases[f"{model}, batched"] = WholeCase({"engine": "batched"}, model)
-        cases[f"{model}, devices"] = WholeCase(
-            {"engine": "batched", "devices": "cpu,cpu"}, model, kinds=_FEW
-        )
+    cases["width seen, batched"] = WholeCase(
+        {"engine": "batched", "batch_size": 16}, "width seen", kinds=_FEW
+    )
+    cases["adapters, devices"] = WholeCase(
+        {"engine": "batched", "devices": "cpu,cpu"},
+        "adapters",
+        kinds=("nothing", "many NaN", "replaced"),
+    )
     cases["adapters, sequential"] = WholeCase({"engine": "sequential"}, "adapters", kinds=_FEW)
     cases["dropout layer, fixed_dp, batched"] = WholeCase(
         {**OPTIONS["fixed_dp"], "engine": "batched"}, "dropout layer"
@@ -277,7 +282,7 @@ def _own_cases() -> dict[str, WholeCase]:
         )
     for task in CLIENT_FORMS:
         cases[f"{task}, sequential"] = WholeCase(
-            {"engine": "sequential"}, task=task, kinds=(*_FEW, *FORMS_OF_ONE)
+            {"engine": "sequential"}, "spare scores", task, kinds=(*_FEW, *FORMS_OF_ONE)
         )
     return cases
 
@@ -286,7 +291,7 @@ def _flower_cases() -> dict[str, WholeCase]:
     """Return runs whose clients are Flower nodes, in this process."""
     cases = {
         f"{model}, flower": WholeCase({"engine": "flower"}, model, kinds=kinds, needs=("flwr",))
-        for model, kinds in (("plain", tuple(KINDS)), ("frozen parameter", _FEW))
+        for model, kinds in (("plain", (*_FEW, "ignored")), ("frozen parameter", _FEW))
     }
     cases["condense, flower"] = WholeCase(
         {**CONDENSE, "engine": "flower"}, "condensed", needs=("flwr",)
