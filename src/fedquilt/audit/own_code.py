@@ -124,7 +124,8 @@ def _property_default() -> nn.Module:
         next_number = property(number)
 
         def count(self) -> int:
-            return self.next_number
+            number: int = self.next_number
+            return number
 
     return Counting()
 

@@ -196,9 +196,7 @@ def _worlds(
         yield (victim, kind), _world(case, changed, data, seed, device, scratch, base)
 
 
-def _dealt(
-    victims: Sequence[int], kinds: Sequence[str], turn: int
-) -> Iterator[tuple[int, str]]:
+def _dealt(victims: Sequence[int], kinds: Sequence[str], turn: int) -> Iterator[tuple[int, str]]:
     """Yield who has which neighbours: nothing for every victim, each other kind for one.
 
     Kinds that make nothing are dealt by themselves, so that every victim has two to compare.
@@ -280,7 +278,8 @@ def _can_write() -> bool:
 
 def _victims(base: Seen) -> list[int]:
     """Return the first, a middle and the last of those who join most often."""
-    joins = np.sum([one.declared > 0 for one in base.rounds] or [np.ones(CLIENTS)], axis=0)
+    nobody = np.zeros(CLIENTS, dtype=bool)
+    joins = np.sum([one.declared > 0 for one in base.rounds] or [nobody], axis=0)
     most = np.flatnonzero(joins == joins.max())
     return sorted({int(most[place]) for place in (0, len(most) // 2, -1)})
 
@@ -298,7 +297,9 @@ def _finding(name: str, case: WholeCase, worlds: dict[_World, Seen]) -> WholeFin
         values += len(seen.public) + len(seen.from_release)
         differ = differing(base.public, seen.public) if base.error is None else []
         if differ:
-            problems.append(f"{_called(world)}: {len(differ)} public values differ: {_some(differ)}")
+            problems.append(
+                f"{_called(world)}: {len(differ)} public values differ: {_some(differ)}"
+            )
     if case.may_waive and not any(seen.claims for seen in ran.values()):
         ok, note = not problems, "nothing is claimed"
         return WholeFinding(name, len(worlds), values, math.nan, ok, "", tuple(problems), note)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fedquilt.audit.neighbours import CLIENTS, FORMS_OF_ONE, KINDS, SHORT
+from fedquilt.audit.neighbours import CLIENTS, FORMS_OF_ONE, KINDS, NOTHING, OTHERS, SHORT
 from fedquilt.audit.own_code import OWN_METHODS, OWN_OPTIMIZERS
 from fedquilt.audit.tasks import CLIENT_FORMS, own_loss, own_loss_by_sample
 from fedquilt.config import RunConfig
@@ -95,6 +95,12 @@ _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
 _STACKED = ("layer norm", "adapters")
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
 
+_HALVES = {
+    engine: (*NOTHING, *list(OTHERS)[number::2])
+    for number, engine in enumerate(("sequential", "batched"))
+}
+"""Where both engines train the same, each meets every other kind of data."""
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "even clips": {"policy": "worst_case"},
     "cap on joins": {"policy": "cap", "max_joins": 1},
@@ -173,16 +179,11 @@ def _model_cases() -> dict[str, WholeCase]:
 def _method_cases() -> dict[str, WholeCase]:
     cases = {}
     for number, method in enumerate(_SLICED):
-        for engine in ("sequential", "batched"):
-            model = ("plain", "log-softmax", "dropout layer")[number % 3]
-            settings = {"method": method, "tiers": _TIERS, "engine": engine}
-            cases[f"{method}, {model}, {engine}"] = WholeCase(settings, model)
-    cases["heterofl, log-softmax, sequential"] = WholeCase(
-        {"method": "heterofl", "tiers": _TIERS, "engine": "sequential"}, "log-softmax"
-    )
-    cases["heterofl, log-softmax, batched"] = WholeCase(
-        {"method": "heterofl", "tiers": _TIERS, "engine": "batched"}, "log-softmax"
-    )
+        models = [("plain", "log-softmax", "dropout layer")[number % 3]]
+        for model in [*models, "log-softmax"] if method == "heterofl" else models:
+            for engine, kinds in _HALVES.items():
+                settings = {"method": method, "tiers": _TIERS, "engine": engine}
+                cases[f"{method}, {model}, {engine}"] = WholeCase(settings, model, kinds=kinds)
     cases["fedrolex, frozen parameter, sequential"] = WholeCase(
         {"method": "fedrolex", "tiers": "1", "engine": "sequential"}, "frozen parameter"
     )
@@ -239,7 +240,7 @@ def _task_cases() -> dict[str, WholeCase]:
             {**settings, "engine": engine},
             model,
             task,
-            kinds=_FEW if engine == "processes" else tuple(KINDS),
+            kinds=_HALVES.get(engine, _FEW),
         )
         for name, (settings, model, task, engines) in wanted.items()
         for engine in engines
@@ -258,9 +259,9 @@ def _own_cases() -> dict[str, WholeCase]:
     """Return models, optimisers, sums and data sets of a user's own."""
     cases = {}
     for model in ("class attribute", "closure", "hook"):
-        cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model)
+        cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model, kinds=_FEW)
         cases[f"{model}, evaluation share"] = WholeCase(
-            {"engine": "sequential", **_EVALUATED}, model, kinds=_MEASURED
+            {"engine": "sequential", **_EVALUATED}, model, kinds=("nothing", "one less", "replaced")
         )
     for model, engine in (("class attribute", "auto"), ("closure", "auto"), ("hook", "auto")):
         cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model, kinds=_FEW)
