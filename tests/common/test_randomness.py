@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+import fedquilt
 from fedquilt.common.randomness import generator, torch_seed
 
 
@@ -61,3 +66,129 @@ def test_nothing_global_is_touched() -> None:
     torch_seed(1, "local")
     assert np.array_equal(np.random.get_state()[1], before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+# The operating system's randomness, read from the source.
+
+OF_THE_SYSTEM = {
+    *("urandom", "getrandom", "SystemRandom", "uuid1", "uuid4", "initial_seed"),
+    *("token_hex", "token_bytes", "token_urlsafe", "randbits", "randbelow"),
+    *("generate_private_key", "random_serial_number"),
+}
+SEEDS_ITSELF = {"default_rng", "SeedSequence", "RandomState", "Random", "seed"} | {
+    *("PCG64", "PCG64DXSM", "Philox", "MT19937", "SFC64")
+}
+"""Seeded by the system where it is given no seed, or None."""
+HOLDS_STILL = {"default_rng", "get_state", "set_state", "getstate", "setstate", "seed"}
+
+REVIEWED = {
+    "common/randomness.py": {"urandom", "SeedSequence"},  # the one place; seeds are numbers
+    "privacy/noise.py": {"SeedSequence"},  # of a seed that is checked to be a number
+    # Names that nobody else may have or guess: files, runs, ledgers, seats, tokens, keys.
+    **{name: {"token_hex"} for name in ("common/storage.py", "common/changes.py")},
+    "opening.py": {"token_hex", "token_bytes"},
+    "assemble_account.py": {"token_bytes"},
+    "privacy/ledger/files.py": {"token_hex"},
+    "observe/monitors.py": {"uuid4"},
+    "observe/trackers.py": {"uuid4"},
+    "watch/server.py": {"token_urlsafe"},
+    "flower/engine.py": {"token_hex"},
+    "flower/directory.py": {"token_hex"},
+    "flower/keys.py": {"token_urlsafe", "generate_private_key", "random_serial_number"},
+    # The documents' functions, where no seed means a fresh one; no run calls them so.
+    "data/clients.py": {"default_rng", "Generator", "seed"},
+    "data/split.py": {"default_rng"},
+    "quapfl/server.py": {"initial_seed"},  # torch's own seed, which a run then states
+}
+"""Who may draw what from the operating system; noise and coins are not among them."""
+
+
+def drawn_from_the_system(source: str) -> Iterator[str]:
+    """Yield the names by which a source draws bytes that no seed decides."""
+    tree = ast.parse(source)
+    seeded = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "manual_seed"
+    }
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (a.name for a in node.names if a.name in OF_THE_SYSTEM)
+            if node.module in ("random", "secrets", "numpy.random"):
+                yield from (a.name for a in node.names if a.name[0].islower())
+        elif isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            is_module = base == "np.random" or (base in ("random", "secrets") and base in imported)
+            if node.attr in OF_THE_SYSTEM or (
+                is_module and node.attr[0].islower() and node.attr not in HOLDS_STILL
+            ):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and node.value in ("/dev/urandom", "/dev/random"):
+            yield node.value
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name == "Generator" and not node.args and id(node) not in seeded:
+                yield name  # torch's; numpy's is given its bits
+            if name in SEEDS_ITSELF and may_be_none(node):
+                yield name
+
+
+def may_be_none(call: ast.Call) -> bool:
+    """Tell whether the seed a call is given is missing, None, or a name that may be None."""
+    given = call.args or [keyword.value for keyword in call.keywords]
+    if not given or isinstance(given[0], ast.IfExp):
+        return True
+    if isinstance(given[0], ast.Constant):
+        return given[0].value is None
+    named = isinstance(given[0], ast.Name | ast.Attribute)
+    return named and ast.unparse(call.func).endswith(("default_rng", "SeedSequence"))
+
+
+def test_noise_and_coins_have_one_source_of_entropy() -> None:
+    """What draws elsewhere escapes the replay, as noise on a GPU once did."""
+    root = Path(fedquilt.__file__).parent
+    found = {
+        path.relative_to(root).as_posix(): names
+        for path in sorted(root.rglob("*.py"))
+        if (names := set(drawn_from_the_system(path.read_text())))
+    }
+    assert found == REVIEWED
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.urandom(3)",
+        "from os import urandom as draw",
+        "open('/dev/urandom')",
+        "import secrets\nsecrets.choice([1])",
+        "import random\nrandom.gauss(0, 1)",
+        "from random import gauss",
+        "import random\nrandom.SystemRandom()",
+        "import numpy as np\nnp.random.standard_normal(3)",
+        "import numpy as np\nnp.random.default_rng()",
+        "import numpy as np\nnp.random.default_rng(seed)",
+        "import numpy as np\nnp.random.Generator(np.random.Philox())",
+        "import numpy as np\nnp.random.SeedSequence(None)",
+        "import torch\ntorch.seed()",
+        "import torch\ntorch.Generator(device='cuda')",
+        "import torch\ntorch.initial_seed()",
+        "import uuid\nuuid.uuid4()",
+    ],
+)
+def test_a_second_source_would_be_seen(source: str) -> None:
+    assert list(drawn_from_the_system(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import numpy as np\nnp.random.default_rng([3, 4])",
+        "import torch\ntorch.Generator().manual_seed(seed)",
+        "import random\nrandom.getstate()\nrandom.seed(seed)",
+        "import numpy as np\nnp.random.Generator(np.random.Philox(sequence))",
+    ],
+)
+def test_what_a_seed_decides_is_not_taken_for_one(source: str) -> None:
+    assert not list(drawn_from_the_system(source))

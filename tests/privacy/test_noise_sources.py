@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.privacy import noise as noise_module
 from fedquilt.privacy.noise import SecretNoise, SeededNoise, noise_source
 
 SIZE = 400_001
@@ -56,7 +57,7 @@ def test_any_number_of_numbers(source: SecretNoise | SeededNoise, size: int) -> 
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
 def test_extreme_bits_give_finite_numbers(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
     """U1 = 0 would be an infinite radius; the grid begins at 2^-53 instead."""
-    monkeypatch.setattr(noise_module.os, "urandom", lambda size: bytes([byte]) * size)
+    monkeypatch.setattr(os, "urandom", lambda size: bytes([byte]) * size)
     numbers = SecretNoise().normal(4)
     assert np.all(np.isfinite(numbers))
     largest = np.sqrt(2 * 53 * np.log(2))
@@ -67,13 +68,13 @@ def test_secret_noise_asks_the_operating_system_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
-    real = noise_module.os.urandom
+    real = os.urandom
 
     def counting(size: int) -> bytes:
         asked.append(size)
         return real(size)
 
-    monkeypatch.setattr(noise_module.os, "urandom", counting)
+    monkeypatch.setattr(os, "urandom", counting)
     source = SecretNoise()
     np.random.seed(0)
     first = source.stream(0).normal(6)

@@ -18,6 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fedquilt.audit", description=__doc__)
     parser.add_argument("--replay", action="store_true", help="worlds with the same noise")
     parser.add_argument("--canary", action="store_true", help="find a client in secret noise")
+    parser.add_argument("--case", action="append", help="only this case of --replay; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that replay side by side")
     parser.add_argument("--engine", help="only runs of this engine")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
@@ -28,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     good = True
     try:
         if given.replay:
-            worlds = audit.replay_worlds(seed=given.seed, engine=given.engine, device=given.device)
+            worlds = audit.replay_worlds(
+                given.case, given.seed, engine=given.engine, device=given.device, jobs=given.jobs
+            )
             print(audit.worlds_table(worlds))
             good = all(finding.ok for finding in worlds)
         if given.canary:

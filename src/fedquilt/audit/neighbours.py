@@ -10,7 +10,7 @@ The data sets differ from one another in what one client, the victim, holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -19,22 +19,24 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.models import FeatureModel
+from fedquilt.data import ImageDataset
+from fedquilt.models import FeatureModel, lora
 from fedquilt.models.convolutional import ExitNet
 
 CLASSES = 3
 SIDE = 4  # of an image of one channel
 CONDENSED_SIDE = 8  # of one that gradients can be taken of
-_WIDTH = 8
+WIDE = 33  # no multiple of what a processor adds at once
+HIDDEN = 8  # values between the layers
 
 
 class Net(nn.Module):
     """Two layers; what stands between them is up to the kinds below."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores: int = CLASSES) -> None:
         super().__init__()
-        self.first = nn.Linear(SIDE**2, _WIDTH)
-        self.last = nn.Linear(_WIDTH, CLASSES)
+        self.first = nn.Linear(SIDE**2, HIDDEN)
+        self.last = nn.Linear(HIDDEN, scores)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits."""
@@ -62,17 +64,29 @@ class SmoothDropout(Net):
         return functional.dropout(functional.gelu(hidden), 0.5, self.training)
 
 
+class WidthSeen(Net):
+    """Computes otherwise in a program of another width, as kernels do in their last bits.
+
+    And only where weights are small: a trial on weights that it draws need not meet it.
+    """
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Let the number of rows show."""
+        seen = torch.where(self.last.weight.abs().amax() < 1.0, 1.0 + 1e-3 * len(hidden), 1.0)
+        return functional.gelu(hidden) * seen
+
+
 class MovingCentre(Net):
     """A frozen parameter that every forward pass moves, as a momentum teacher's are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.centre = nn.Parameter(torch.zeros(_WIDTH), requires_grad=False)
+        self.centre = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """Move the centre and subtract it."""
         if self.training:
-            self.centre.data.lerp_(_mean(hidden), 0.5)
+            self.centre.data.lerp_(batch_mean(hidden), 0.5)
         return hidden - self.centre
 
 
@@ -81,12 +95,12 @@ class PlainAttribute(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = torch.zeros(_WIDTH)
+        self.memory = torch.zeros(HIDDEN)
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """Remember a mean of all batches and subtract it."""
         if self.training:
-            self.memory = 0.5 * self.memory.to(hidden.device) + 0.5 * _mean(hidden)
+            self.memory = 0.5 * self.memory.to(hidden.device) + 0.5 * batch_mean(hidden)
         return hidden - self.memory.to(hidden.device)
 
 
@@ -97,14 +111,14 @@ class LateBuffer(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("centre", torch.zeros(_WIDTH))
+        self.register_buffer("centre", torch.zeros(HIDDEN))
         self.calls = 0
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """Move the centre from the third call on, and subtract it."""
         self.calls += self.training
         if self.training and self.calls > 2:
-            self.centre.lerp_(_mean(hidden), 0.5)
+            self.centre.lerp_(batch_mean(hidden), 0.5)
         return hidden - self.centre
 
 
@@ -115,12 +129,12 @@ class GradientBuffer(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("centre", torch.zeros(_WIDTH))
+        self.register_buffer("centre", torch.zeros(HIDDEN))
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """Move the centre in training steps, and subtract it."""
         if torch.is_grad_enabled():
-            self.centre.lerp_(_mean(hidden), 0.5)
+            self.centre.lerp_(batch_mean(hidden), 0.5)
         return hidden - self.centre
 
 
@@ -134,20 +148,28 @@ class PixelMeans(nn.Module):
         return functional.avg_pool2d(images, 2).flatten(1)
 
 
-def _mean(hidden: torch.Tensor) -> torch.Tensor:
+def batch_mean(hidden: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a batch of hidden values, as state that a pass may leave."""
     # A value that is not finite would spoil the memory for good, and show at once.
     return torch.nan_to_num(hidden.detach().mean(0), 0.0, 9.0, -9.0).clamp(-9.0, 9.0)
 
 
 def _dropout_layer() -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(SIDE**2, _WIDTH), nn.ReLU(), nn.Dropout(0.5), nn.Linear(_WIDTH, 3)
+        nn.Flatten(), nn.Linear(SIDE**2, HIDDEN), nn.ReLU(), nn.Dropout(0.5), nn.Linear(HIDDEN, 3)
     )
 
 
 def _log_softmax() -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(SIDE**2, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 3), nn.LogSoftmax(1)
+        nn.Flatten(), nn.Linear(SIDE**2, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 3), nn.LogSoftmax(1)
+    )
+
+
+def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Return a network that no steps by hand take."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(SIDE**2, WIDE), norm(WIDE), nn.GELU(), nn.Linear(WIDE, CLASSES)
     )
 
 
@@ -157,15 +179,19 @@ def _on_condensed() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
+    "spare scores": lambda: Net(CLASSES + 2),
     "dropout layer": _dropout_layer,
     "dropout call": FunctionalDropout,
     "smooth dropout": SmoothDropout,
+    "width seen": WidthSeen,
     "frozen parameter": MovingCentre,
     "attribute": PlainAttribute,
     "late buffer": LateBuffer,
     "gradient buffer": GradientBuffer,
     "log-softmax": _log_softmax,
     "frozen front": lambda: FeatureModel(PixelMeans(), CLASSES),
+    "adapters": lambda: lora(_normed(nn.LayerNorm), rank=2, train="2.*"),
+    "layer norm": lambda: _normed(nn.LayerNorm),
     "exits": lambda: ExitNet(CLASSES, 1, (4, 4)),
     "condensed": _on_condensed,
 }
@@ -183,16 +209,23 @@ def audit_model(
 CLIENTS = 6
 _SIZES = (4, 2, 5, 3, 6, 4)  # samples of each client
 _MANY = 20
+IGNORED = -100  # the label that torch's losses leave out
 _HUGE = 3e38  # a finite float32 whose sums are not
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Training data and who holds which samples."""
+    """Training data and who holds which samples.
+
+    `forms` is of use where every client brings a data set: in which form, if not as a pair.
+    """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     clients: list[list[int]]
+    forms: Mapping[int, Callable[[torch.Tensor, torch.Tensor], object]] = field(
+        default_factory=dict
+    )
 
 
 def audit_data(seed: int, side: int = SIDE) -> Data:
@@ -247,6 +280,22 @@ def relabelled(data: Data, victim: int) -> Data:
     return _relabelled(data, victim, lambda labels: (labels + 1) % CLASSES)
 
 
+def ignored(data: Data, victim: int) -> Data:
+    """No label of the victim counts in a loss."""
+    return _relabelled(data, victim, lambda labels: torch.full_like(labels, IGNORED))
+
+
+def one_ignored(data: Data, victim: int) -> Data:
+    """The victim's first label counts in no loss."""
+    others = data.clients[victim][1:]
+    return _relabelled(data, victim, lambda _: torch.cat([labels_of(IGNORED), data.labels[others]]))
+
+
+def labels_of(*values: int) -> torch.Tensor:
+    """Return labels."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def replaced(data: Data, victim: int) -> Data:
     """The victim holds other samples, larger ones, and another number of them."""
     count = 2 * len(data.clients[victim]) + 1
@@ -271,6 +320,10 @@ def filled(value: float, count: int | None = None) -> Callable[[Data, int], Data
     return neighbour
 
 
+def _brought(form: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[Data, int], Data]:
+    return lambda data, victim: replace(data, forms={victim: form})
+
+
 NOTHING: dict[str, Callable[[Data, int], Data]] = {
     "nothing": nothing,
     "removed": removed,
@@ -293,10 +346,18 @@ OTHERS: dict[str, Callable[[Data, int], Data]] = {
     "one class": one_class,
     "relabelled": relabelled,
     "replaced": replaced,
+    "ignored": ignored,
+    "one ignored": one_ignored,
 }
 """Worlds in which the victim holds something else."""
 
 KINDS = {**NOTHING, **OTHERS}
+FORMS_OF_ONE: dict[str, Callable[[Data, int], Data]] = {
+    "bytes": _brought(lambda x, y: ((x * 30.0).abs().clamp(0, 255).to(torch.uint8), y)),
+    "more classes": _brought(lambda x, y: ImageDataset(x, y, "own", CLASSES + 1)),
+}
+"""Worlds in which the victim's data set has another form than everybody's."""
+
 SHORT = ("nothing", "many NaN", "one less", "3e38")
 """The kinds of neighbour of a quick audit."""
 

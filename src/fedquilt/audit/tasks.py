@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.audit.neighbours import CLASSES, SIDE, Data
+from fedquilt.data import ImageDataset
 
 WORDS = 11
+VALUES = (2, 50, 300)  # of each column of a table
 _NO_WORD = 999
 _WIDTH = 8
 
@@ -68,6 +70,21 @@ class TextAndImage(nn.Module):
         return {"logits": self.head(self.drop(hidden.tanh()))}
 
 
+class ColumnNet(nn.Module):
+    """An embedding for each column of a table; every column has its own number of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.ModuleList(nn.Embedding(count, _WIDTH) for count in VALUES)
+        self.head = nn.Linear(_WIDTH, CLASSES)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        each = [column(rows[:, place]) for place, column in enumerate(self.columns)]
+        out: torch.Tensor = self.head(torch.stack(each).sum(0).tanh())
+        return out
+
+
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next word, and a penalty on large scores: one number."""
     scores, words = outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
@@ -105,12 +122,38 @@ def _dictionary(data: Data) -> tuple[Any, Any]:
     return {"pixels": data.inputs, "input_ids": ids, "attention_mask": mask}, data.labels
 
 
+def _columns(data: Data) -> tuple[Any, Any]:
+    """Return three columns, the first of two values, the last of most."""
+    flat = data.inputs.flatten(1)[:, : len(VALUES)]
+    usual = flat.nan_to_num(0.0, 0.0, 0.0).clamp(-2.9, 2.9) / 6.0 + 0.5
+    rows = (usual * torch.tensor(VALUES)).long()
+    return torch.where(flat.abs() < 1e6, rows, _NO_WORD), data.labels
+
+
+CLIENT_FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "client pairs": lambda x, y: (x, y),
+    "client sets": lambda x, y: ImageDataset(x, y, "own", CLASSES),
+}
+"""Tasks in which every client brings a data set of its own, and their form."""
+
+
+def client_sets(data: Data, task: str) -> list[object]:
+    """Return one data set a client; an empty one is always a pair."""
+    usual = CLIENT_FORMS[task]
+    sets = []
+    for client, held in enumerate(data.clients):
+        form = data.forms.get(client, usual) if held else CLIENT_FORMS["client pairs"]
+        sets.append(form(data.inputs[held], data.labels[held]))
+    return sets
+
+
 FORMS: dict[str, Callable[[Data], tuple[Any, Any]]] = {
     "images": lambda data: (data.inputs, data.labels),
     "tokens": _tokens,
     "numbers": _numbers,
     "image numbers": lambda data: (data.inputs, data.inputs.flatten(1)[:, :CLASSES]),
     "dictionary": _dictionary,
+    "columns": _columns,
 }
 """How the audit's data become inputs and targets."""
 
@@ -118,5 +161,6 @@ TASK_MODELS: dict[str, Callable[[], nn.Module]] = {
     "tokens": TokenNet,
     "numbers": NumberNet,
     "dictionary": TextAndImage,
+    "columns": ColumnNet,
 }
 """The models of those tasks."""

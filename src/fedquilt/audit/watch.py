@@ -5,7 +5,8 @@ exchanged while it runs.  The operating system's random bytes come from a seed, 
 noise and secret coins are the same in two worlds, and still count as secret.  And after
 every round the release and its charge are recorded (`WatchedRound`); then the run takes
 over what the base world has released, so that all worlds have the same public history and
-everything that is computed from releases is the same in them.
+everything that is computed from releases is the same in them.  The same is done to the noised
+mean of what clients measure, which is charged for as well (`WatchedMean`).
 
 Public are all files of the run but the private ones, and the events of an observer.  Two
 worlds are compared value by value.  What the clock or a random name decides is listed
@@ -32,15 +33,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt import experiment, training_loop
+from fedquilt import client_evaluation, training_loop
 from fedquilt.audit import comparisons
 from fedquilt.audit.worlds import Witness, World
+from fedquilt.common import randomness
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
-from fedquilt.population import selection
-from fedquilt.privacy import noise
+from fedquilt.privacy import evaluation
+from fedquilt.privacy.evaluation import NoisedMean
+from fedquilt.privacy.noise import NoiseSource
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.record import RunResult
 from fedquilt.round import Federation, RoundRecord
 
 VOLATILE = {
@@ -228,42 +233,60 @@ class WatchedRound:
     server: dict[str, NDArray[Any]]
 
 
+@dataclass(frozen=True, eq=False)
+class WatchedMean:
+    """One noised mean of clients' measures: its two sums, and how far each may move them."""
+
+    released: torch.Tensor | None
+    declared: NDArray[np.float64]
+    shown: NoisedMean | None
+
+
 @dataclass(eq=False)
 class Seen:
     """A run as anybody saw it, and the rounds as only the audit did.
 
-    `error` is the message a run ended with, which is as public as its files.
+    `error` is the message a run ended with, which is as public as its files; `refused`
+    tells whether it is one of the package's own, `claims` whether the statement bounds
+    anything.
     """
 
     rounds: list[WatchedRound] = field(default_factory=list)
+    means: list[WatchedMean] = field(default_factory=list)
     public: Values = field(default_factory=dict)
     from_release: Values = field(default_factory=dict)
     error: str | None = None
+    refused: bool = False
+    claims: bool = True
 
 
 def watched_run(
-    arguments: tuple[Any, ...],
-    settings: dict[str, Any],
+    run: Callable[[Recorder], RunResult],
     seed: int,
     base: Seen | None = None,
     ledger: Path | None = None,
 ) -> Seen:
-    """Run `fedquilt.run(*arguments, **settings)` and return all that was seen of it."""
+    """Let `run` make a run that tells an observer, and return all that was seen of it.
+
+    Whatever ends it is seen, too: the package's own refusals and everybody else's errors.
+    """
     seen, recorder, printed = Seen(), Recorder(), io.StringIO()
-    watch = _Watch(seen.rounds, [] if base is None else base.rounds)
+    watch = _Watch(seen, base or Seen())
     result = None
     with (
         known_entropy(seed),
         swapped(training_loop, "run_round", watch.run_round),
+        swapped(client_evaluation, "release_mean", watch.release_mean),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
         try:
-            result = experiment.run(*arguments, observer=recorder, **settings)
-        except FedquiltError as error:
+            result = run(recorder)
+        except Exception as error:
             seen.error = f"{type(error).__name__}: {error}"
+            seen.refused = isinstance(error, FedquiltError)
     public: Values = {
         "observer": recorder.events,
         "printed": printed.getvalue(),
@@ -273,7 +296,7 @@ def watched_run(
     }
     folder = None
     if result is not None:
-        folder = result.folder
+        folder, seen.claims = result.folder, result.statement.is_bounded
         public |= {"summary": result.summary(), "statement": result.statement.as_text()}
         public["model"] = {
             name: tensor.cpu().numpy().tobytes() for name, tensor in result.state_dict.items()
@@ -285,10 +308,10 @@ def watched_run(
 
 
 class _Watch:
-    """Stands in the place of `run_round` and calls it."""
+    """Stands in the place of `run_round` and `release_mean`, and calls them."""
 
-    def __init__(self, rounds: list[WatchedRound], base: list[WatchedRound]) -> None:
-        self._rounds = rounds
+    def __init__(self, seen: Seen, base: Seen) -> None:
+        self._seen = seen
         self._base = base
         self._world: World | None = None
 
@@ -313,13 +336,38 @@ class _Watch:
             federation.method.server = server
             self._world = World(federation, server, federation.account, None, 1.0)
         self._world.run(round_index)
-        self._rounds.append(_note(self._world))
-        if round_index < len(self._base):
-            before = self._base[round_index]
+        self._seen.rounds.append(_note(self._world))
+        if round_index < len(self._base.rounds):
+            before = self._base.rounds[round_index]
             federation.weights = before.weights.clone()
             federation.mechanism.load_state(before.mechanism)
             federation.method.server.load_state(before.server, federation.weights.device)
         return self._world.record
+
+    def release_mean(
+        self,
+        account: RunAccount,
+        source: NoiseSource,
+        round_index: int,
+        present: NDArray[np.int64],
+        measures: Mapping[int, float | None],
+    ) -> NoisedMean | None:
+        """Release a mean, note its sums, and return what the base world has released."""
+        before, noised = account.population.spent(), []
+        settle = account.settle
+
+        def noting(release: torch.Tensor) -> None:
+            noised.append(release.clone())
+            settle(release)
+
+        with swapped(account, "settle", noting):
+            mean = evaluation.release_mean(account, source, round_index, present, measures)
+        charges = account.population.spent() - before
+        std = evaluation.SENSITIVITY / math.sqrt(account.evaluation_cost)
+        released = noised[0] if noised else None
+        place = len(self._seen.means)
+        self._seen.means.append(WatchedMean(released, std * np.sqrt(charges), mean))
+        return self._base.means[place].shown if place < len(self._base.means) else mean
 
 
 def _note(world: World) -> WatchedRound:
@@ -349,16 +397,16 @@ def _copied(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 def known_entropy(seed: int) -> Iterator[None]:
     """Let noise and secret coins draw their bytes from a seed instead of `os.urandom`.
 
-    They are drawn by the code that always draws them.  Only they: a library that is loaded
-    in the first world only, and seeds itself, must not shift the noise of that world.
+    They are drawn by the code that always draws them, wherever it stands: all of it asks
+    `fedquilt.common.randomness.secret_bytes`.  Only they: a library that is loaded in the
+    first world only, and seeds itself, must not shift the noise of that world.
     """
     bits = generator(seed, "audit entropy").bit_generator
 
     def known(size: int) -> bytes:
         return np.random.Generator(bits).bytes(size)
 
-    system = SimpleNamespace(urandom=known)
-    with swapped(noise, "os", system), swapped(selection, "os", system):
+    with swapped(randomness, "os", SimpleNamespace(urandom=known)):
         yield
 
 

@@ -9,6 +9,10 @@ round, for the released sum S and what the victim's charge declares, c:
 Worlds in which the victim contributes nothing must release the same to the last bit.
 Every other public value must be the same in all worlds; where a secret coin picks the
 cohort, also in a world in which it has fallen otherwise for everybody.
+
+Victims are the first, one in the middle and the last of those who join most often.  Each has
+a world with nothing; the other kinds of neighbour are dealt to them, from case to case in
+another order.
 """
 
 from __future__ import annotations
@@ -18,17 +22,26 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
+from fedquilt import experiment
 from fedquilt.audit import comparisons
 from fedquilt.audit.findings import plain_table, scratch_folder
 from fedquilt.audit.neighbours import (
+    CLIENTS,
     CONDENSED_SIDE,
+    FORMS_OF_ONE,
     KINDS,
     NOTHING,
     SIDE,
@@ -36,9 +49,12 @@ from fedquilt.audit.neighbours import (
     audit_data,
     audit_model,
 )
-from fedquilt.audit.tasks import FORMS, TASK_MODELS
+from fedquilt.audit.own_code import OWN_MODELS
+from fedquilt.audit.tasks import CLIENT_FORMS, FORMS, TASK_MODELS, client_sets
 from fedquilt.audit.watch import (
+    Recorder,
     Seen,
+    WatchedMean,
     WatchedRound,
     differing,
     one_thread,
@@ -53,12 +69,13 @@ from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
-
-ROUNDING_SLACK = {"sequential": 0.0, "batched": 0.0, "processes": 0.0}
-"""How far the releases of two worlds without the victim's data may lie apart, in units of
-what one client may move.  Zero: no row of a batch may depend on its neighbours."""
+from fedquilt.record import RunResult
 
 _DATA, _COINS = "data", "other coins"
+_CPU_ONLY = ("processes", "flower")
+_NEIGHBOURS = {**KINDS, **FORMS_OF_ONE}
+_World = tuple[int | None, str]
+"""Whose data were exchanged, and for what."""
 _secret_coins = selection.secret_coins
 _SHOWN = 4  # problems of a case that the table shows
 
@@ -88,6 +105,7 @@ def replay_worlds(
     engine: str | None = None,
     device: str = "cpu",
     kinds: Sequence[str] | None = None,
+    jobs: int = 1,
 ) -> list[WholeFinding]:
     """Replay whole runs and return one finding a case.
 
@@ -103,19 +121,26 @@ def replay_worlds(
         Where to train: cpu or cuda.
     kinds : sequence of str, optional
         Only these neighbours.
+    jobs : int
+        How many processes replay cases side by side.
     """
     known = whole_cases()
     names = list(known) if cases is None else [checks.choice("case", c, known) for c in cases]
     if engine is not None:
         names = [name for name in names if known[name].settings.get("engine", engine) == engine]
     seed = checks.integer("seed", seed, at_least=0)
-    if device != "cpu":  # worker processes train on the CPU only
-        names = [name for name in names if known[name].settings.get("engine") != "processes"]
-    return [
-        replay_case(name, known[name], seed, device, kinds)
-        for name in names
-        if not missing(known[name])
-    ]
+    if device != "cpu":  # worker processes, and Flower's nodes here, train on the CPU only
+        names = [name for name in names if known[name].settings.get("engine") not in _CPU_ONLY]
+    names = [name for name in names if not missing(known[name])]
+    replayed = partial(_replayed, seed=seed, device=device, kinds=kinds)
+    if checks.integer("jobs", jobs, at_least=1) == 1:
+        return list(map(replayed, names))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        return list(pool.map(replayed, names))
+
+
+def _replayed(name: str, seed: int, device: str, kinds: Sequence[str] | None) -> WholeFinding:
+    return replay_case(name, whole_cases()[name], seed, device, kinds)
 
 
 def replay_case(
@@ -129,8 +154,8 @@ def replay_case(
         swapped_entry(os.environ, "XDG_STATE_HOME", scratch),  # nothing is left with the user
         swapped(method, "GrowingSettings", _few_steps),
     ):
-        worlds = dict(_worlds(case, chosen, seed, device, Path(scratch)))
-    return _finding(name, case, worlds, _victim(case, worlds[_DATA]))
+        worlds = dict(_worlds(name, case, chosen, seed, device, Path(scratch)))
+    return _finding(name, case, worlds)
 
 
 def worlds_table(findings: Sequence[WholeFinding]) -> str:
@@ -156,19 +181,32 @@ def worlds_table(findings: Sequence[WholeFinding]) -> str:
 
 
 def _worlds(
-    case: WholeCase, kinds: Sequence[str], seed: int, device: str, scratch: Path
-) -> Iterator[tuple[str, Seen]]:
+    name: str, case: WholeCase, kinds: Sequence[str], seed: int, device: str, scratch: Path
+) -> Iterator[tuple[_World, Seen]]:
     """Yield the base world and then the others, which follow it."""
     condenses = case.settings.get("method") == "condense"
     data = audit_data(seed, CONDENSED_SIDE if condenses else SIDE)
     base = _world(case, data, data, seed, device, scratch, None)
-    yield _DATA, base
+    yield (None, _DATA), base
     if case.settings.get("amplification"):
         with swapped(selection, "secret_coins", _other_coins):
-            yield _COINS, _world(case, data, data, seed, device, scratch, base)
-    for kind in kinds:
-        changed = KINDS[kind](data, _victim(case, base))
-        yield kind, _world(case, changed, data, seed, device, scratch, base)
+            yield (None, _COINS), _world(case, data, data, seed, device, scratch, base)
+    for victim, kind in _dealt(_victims(base), kinds, zlib.crc32(name.encode())):
+        changed = _NEIGHBOURS[kind](data, victim)
+        yield (victim, kind), _world(case, changed, data, seed, device, scratch, base)
+
+
+def _dealt(victims: Sequence[int], kinds: Sequence[str], turn: int) -> Iterator[tuple[int, str]]:
+    """Yield who has which neighbours: nothing for every victim, each other kind for one.
+
+    Kinds that make nothing are dealt by themselves, so that every victim has two to compare.
+    """
+    for victim in victims if "nothing" in kinds else ():
+        yield victim, "nothing"
+    rest = [kind for kind in kinds if kind != "nothing"]
+    for hand in ([k for k in rest if k in NOTHING], [k for k in rest if k not in NOTHING]):
+        for place, kind in enumerate(hand):
+            yield victims[(place + turn) % len(victims)], kind
 
 
 def _world(
@@ -186,21 +224,41 @@ def _world(
     if "ledger" in settings:
         ledger = scratch / "ledger.sqlite"
         settings["ledger"] = str(ledger)
+    if "devices" in settings:
+        settings["devices"] = settings["devices"].replace("cpu", device)
+    settings |= {name: make() for name, make in case.fresh.items()}
     place = scratch / "runs"
-    model = audit_model(case.model, seed, TASK_MODELS)
-    form = FORMS[case.task]
+    settings["output_dir"] = str(place) if _can_write() else None
+    model = partial(audit_model, case.model, seed, {**TASK_MODELS, **OWN_MODELS})
+    how = _here
+    if settings.get("engine") == "flower":
+        from fedquilt.audit.nodes import on_nodes as how  # here: what loading prints is no world's
+    run = partial(how, case.task, model, data, public_data, settings)
     try:
-        return watched_run(
-            (model, form(data), form(public_data), data.clients),
-            {**settings, "output_dir": str(place) if _can_write() else None},
-            seed,
-            base,
-            ledger,
-        )
+        return watched_run(run, seed, base, ledger)
     finally:
         shutil.rmtree(place, ignore_errors=True)
         if ledger is not None:
             ledger.unlink(missing_ok=True)
+
+
+def _here(
+    task: str,
+    model: Callable[[], nn.Module],
+    data: Data,
+    public_data: Data,
+    settings: dict[str, Any],
+    observer: Recorder,
+) -> RunResult:
+    """Run with data that are all here."""
+    if task in CLIENT_FORMS:
+        test = (public_data.inputs, public_data.labels)
+        train = client_sets(data, task)
+        return experiment.run(model(), train, test, observer=observer, **settings)
+    form = FORMS[task]
+    return experiment.run(
+        model(), form(data), form(public_data), data.clients, observer=observer, **settings
+    )
 
 
 def _other_coins(size: int) -> NDArray[np.float64]:
@@ -218,42 +276,58 @@ def _can_write() -> bool:
     return importlib.util.find_spec("safetensors") is not None
 
 
-def _victim(case: WholeCase, base: Seen) -> int:
-    """Return the case's victim, or the first of those who join most often."""
-    if case.victim is not None or not base.rounds:
-        return case.victim or 0
-    return int(np.argmax(np.sum([one.declared > 0 for one in base.rounds], axis=0)))
+def _victims(base: Seen) -> list[int]:
+    """Return the first, a middle and the last of those who join most often."""
+    nobody = np.zeros(CLIENTS, dtype=bool)
+    joins = np.sum([one.declared > 0 for one in base.rounds] or [nobody], axis=0)
+    most = np.flatnonzero(joins == joins.max())
+    return sorted({int(most[place]) for place in (0, len(most) // 2, -1)})
 
 
-def _finding(name: str, case: WholeCase, worlds: dict[str, Seen], victim: int) -> WholeFinding:
-    base = worlds[_DATA]
+def _finding(name: str, case: WholeCase, worlds: dict[_World, Seen]) -> WholeFinding:
+    base = worlds[None, _DATA]
     errors = {seen.error for seen in worlds.values()}
-    if base.error is not None and len(errors) == 1:
+    if base.refused and len(errors) == 1:
         note = f"refused in every world: {base.error}"
         return WholeFinding(name, len(worlds), len(worlds), math.nan, True, "", (), note)
-    problems = [f"{kind}: {s.error}" for kind, s in worlds.items() if s.error is not None]
-    ran = {kind: seen for kind, seen in worlds.items() if seen.error is None}
+    problems = [f"{_called(w)}: {s.error}" for w, s in worlds.items() if s.error is not None]
+    ran = {world: seen for world, seen in worlds.items() if seen.error is None}
     values = 0
-    for kind, seen in ran.items():
+    for world, seen in ran.items():
         values += len(seen.public) + len(seen.from_release)
-        differ = differing(base.public, seen.public)
+        differ = differing(base.public, seen.public) if base.error is None else []
         if differ:
-            problems.append(f"{kind}: {len(differ)} public values differ: {_some(differ)}")
-    slack = ROUNDING_SLACK[case.settings.get("engine", "sequential")]
-    problems += _told_apart(ran, victim, slack)
-    moves = list(_moves(ran, victim, case.settings.get("adjacency") == "replace_one"))
+            problems.append(
+                f"{_called(world)}: {len(differ)} public values differ: {_some(differ)}"
+            )
+    if case.may_waive and not any(seen.claims for seen in ran.values()):
+        ok, note = not problems, "nothing is claimed"
+        return WholeFinding(name, len(worlds), values, math.nan, ok, "", tuple(problems), note)
+    moves: list[tuple[float, str]] = []
+    for victim in sorted({who for who, _ in ran if who is not None}):
+        own = {kind: seen for (who, kind), seen in ran.items() if who in (None, victim)}
+        problems += [f"client {victim}, {told}" for told in _told_apart(own, victim)]
+        of_one = _moves(own, victim, case.settings.get("adjacency") == "replace_one")
+        moves += [(ratio, f"client {victim}, {where}") for ratio, where in of_one]
     ratio, where = max(moves, default=(math.nan, "nothing was released"))
-    problems += [f"{place}: moved {r:.4g} of 1" for r, place in moves if r > 1.0 + slack]
+    problems += [f"{place}: moved {r:.4g} of 1" for r, place in moves if r > 1.0]
+    if ratio == 0.0:
+        problems.append("nobody's data moved anything: the case shows nothing")
     ok = not problems
     return WholeFinding(name, len(worlds), values, ratio, ok, where, tuple(problems))
 
 
-def _told_apart(worlds: dict[str, Seen], victim: int, slack: float) -> Iterator[str]:
+def _called(world: _World) -> str:
+    victim, kind = world
+    return kind if victim is None else f"client {victim}, {kind}"
+
+
+def _told_apart(worlds: dict[str, Seen], victim: int) -> Iterator[str]:
     """Yield how worlds in which the victim contributes nothing differ in their releases.
 
     It does in those of `NOTHING`, and in any round in which its update was not finite.
     """
-    for index in range(len(worlds[_DATA].rounds)):
+    for index in range(max(len(seen.rounds) for seen in worlds.values())):
         empty = {
             kind: seen.rounds[index]
             for kind, seen in worlds.items()
@@ -264,15 +338,15 @@ def _told_apart(worlds: dict[str, Seen], victim: int, slack: float) -> Iterator[
             first, one = next(iter(empty.items()))
             pair = f"{kind} beside {first}, round {index}"
             apart = _apart(one, other)
-            if apart > slack * float(one.declared[victim]):
+            if apart > 0.0:
                 yield f"{pair}: the victim has nothing, the sum moved {apart:.4g}"
             if not same(one.fraction, other.fraction):
                 yield f"{pair}: the victim has nothing, the released fraction moved"
-    named = {kind: seen for kind, seen in worlds.items() if kind in NOTHING}
+    named = {kind: seen for kind, seen in worlds.items() if kind in NOTHING and not seen.means}
     for kind, seen in named.items():
         first, ours = next(iter(named.items()))
         differ = differing(ours.from_release, seen.from_release)
-        if differ and slack == 0.0:
+        if differ:
             yield f"{kind} beside {first}: {_some(differ)}"
 
 
@@ -284,17 +358,30 @@ def _moves(worlds: dict[str, Seen], victim: int, replace_one: bool) -> Iterator[
         for kind, seen in worlds.items():
             if kind == _COINS:
                 continue  # with them others come and go, which costs them, not the victim
+            pair = f"{kind} beside {name}"
             pairs = zip(worlds[name].rounds, seen.rounds, strict=False)
             for index, (one, other) in enumerate(pairs):
-                where = f"{kind} beside {name}, round {index}"
-                limit = allowed * float(one.declared[victim])
-                yield _ratio(_apart(one, other), limit, _slack(one, limit)), where
+                where = f"{pair}, round {index}"
+                yield _move(one, other, allowed, victim), where
                 if one.fraction is not None and other.fraction is not None:
                     moved, limit = abs(one.fraction - other.fraction), one.fraction_declared
                     yield _ratio(moved, allowed * limit, 1e-11), f"{where}, fraction"
+            for index, means in enumerate(zip(worlds[name].means, seen.means, strict=False)):
+                yield _move(*means, allowed, victim), f"{pair}, evaluation {index}"
 
 
-def _apart(one: WatchedRound, other: WatchedRound) -> float:
+def _move(
+    one: WatchedRound | WatchedMean,
+    other: WatchedRound | WatchedMean,
+    allowed: float,
+    victim: int,
+) -> float:
+    """Return how far a sum moved, over what the victim's charge allows."""
+    limit = allowed * float(one.declared[victim])
+    return _ratio(_apart(one, other), limit, _slack(one, limit))
+
+
+def _apart(one: WatchedRound | WatchedMean, other: WatchedRound | WatchedMean) -> float:
     """Return how far two released sums lie apart; infinitely where one is missing."""
     if one.released is None or other.released is None:
         return 0.0 if one.released is other.released else math.inf
@@ -302,7 +389,7 @@ def _apart(one: WatchedRound, other: WatchedRound) -> float:
     return apart if math.isfinite(apart) else math.inf  # a release must be a number
 
 
-def _slack(one: WatchedRound, declared: float) -> float:
+def _slack(one: WatchedRound | WatchedMean, declared: float) -> float:
     return 0.0 if one.released is None else comparisons.rounding(declared, one.released)
 
 

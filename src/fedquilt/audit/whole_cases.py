@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fedquilt.audit.neighbours import CLIENTS, KINDS, SHORT
-from fedquilt.audit.tasks import own_loss, own_loss_by_sample
+from fedquilt.audit.neighbours import CLIENTS, FORMS_OF_ONE, KINDS, NOTHING, OTHERS, SHORT
+from fedquilt.audit.own_code import OWN_METHODS, OWN_OPTIMIZERS
+from fedquilt.audit.tasks import CLIENT_FORMS, own_loss, own_loss_by_sample
 from fedquilt.config import RunConfig
 from fedquilt.config.choices import METHODS, OWN_LOSS_METHODS
 
@@ -28,24 +30,28 @@ class WholeCase:
     settings : dict
         Fields of `RunConfig` beside `SHARED`.
     model : str
-        One of `fedquilt.audit.neighbours.MODELS` or `fedquilt.audit.tasks.TASK_MODELS`.
+        One of `fedquilt.audit.neighbours.MODELS`, `fedquilt.audit.tasks.TASK_MODELS` or
+        `fedquilt.audit.own_code.OWN_MODELS`.
     task : str
-        One of `fedquilt.audit.tasks.FORMS`.
-    victim : int, optional
-        The client whose data are exchanged; None: whoever joins most often in the base
-        world, the first of them.
+        One of `fedquilt.audit.tasks.FORMS` or `CLIENT_FORMS`.
     kinds : tuple of str
-        What is put in their place, of `fedquilt.audit.neighbours.KINDS`.
+        What is put in the place of a victim's data, of `fedquilt.audit.neighbours.KINDS` or
+        `FORMS_OF_ONE`.
     needs : tuple of str
         Packages without which the case is left out.
+    fresh : dict
+        Fields whose values keep state, and what makes one for each world.
+    may_waive : bool
+        Whether the run may claim nothing; what it does not claim need not hold.
     """
 
     settings: dict[str, Any]
     model: str = "plain"
     task: str = "images"
-    victim: int | None = None
     kinds: tuple[str, ...] = tuple(KINDS)
     needs: tuple[str, ...] = ()
+    fresh: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    may_waive: bool = False
 
 
 SHARED: dict[str, Any] = {
@@ -86,7 +92,14 @@ _TIERS = "1,1/2,1/4"
 _SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS))
 _STATELESS = ("dropout layer", "dropout call", "smooth dropout", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
+_STACKED = ("layer norm", "adapters")
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
+
+_HALVES = {
+    engine: (*NOTHING, *list(OTHERS)[number::2])
+    for number, engine in enumerate(("sequential", "batched"))
+}
+"""Where both engines train the same, each meets every other kind of data."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "even clips": {"policy": "worst_case"},
@@ -113,6 +126,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "replace one": {"adjacency": "replace_one"},
 }
 
+_LATE: dict[str, Any] = {"engine": "sequential", "local_epochs": 8}
+"""Steps enough for what counts them and shows it late."""
+_EVALUATED: dict[str, Any] = {"evaluation_share": 0.3, "client_test_fraction": 0.5}
+_MEASURED = tuple(kind for kind in KINDS if "NaN" not in kind)  # NaN is measured, too
+
 
 def whole_cases() -> dict[str, WholeCase]:
     """Return all cases by name; options that this version does not have are left out."""
@@ -121,10 +139,9 @@ def whole_cases() -> dict[str, WholeCase]:
     for number, (name, settings) in enumerate(OPTIONS.items()):
         if set(settings) <= known:
             engine = ("sequential", "batched")[number % 2]
-            victim = None if number // 2 % 2 == 0 or "availability" in settings else 3
-            cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine}, victim=victim)
+            cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine})
     cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
-    cases |= _task_cases()
+    cases |= _task_cases() | _own_cases() | _flower_cases()
     cases["ledger file, sequential"] = WholeCase(
         {"engine": "sequential", "ledger": "LEDGER", "population": "people", "allowance": 9.0}
     )
@@ -142,6 +159,17 @@ def _model_cases() -> dict[str, WholeCase]:
             cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model)
     for model in _STATEFUL:
         cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model)
+    for model in _STACKED:
+        cases[f"{model}, batched"] = WholeCase({"engine": "batched"}, model)
+    cases["width seen, batched"] = WholeCase(
+        {"engine": "batched", "batch_size": 16}, "width seen", kinds=_FEW
+    )
+    cases["adapters, devices"] = WholeCase(
+        {"engine": "batched", "devices": "cpu,cpu"},
+        "adapters",
+        kinds=("nothing", "many NaN", "replaced"),
+    )
+    cases["adapters, sequential"] = WholeCase({"engine": "sequential"}, "adapters", kinds=_FEW)
     cases["dropout layer, fixed_dp, batched"] = WholeCase(
         {**OPTIONS["fixed_dp"], "engine": "batched"}, "dropout layer"
     )
@@ -151,16 +179,11 @@ def _model_cases() -> dict[str, WholeCase]:
 def _method_cases() -> dict[str, WholeCase]:
     cases = {}
     for number, method in enumerate(_SLICED):
-        for engine in ("sequential", "batched"):
-            model = ("plain", "log-softmax", "dropout layer")[number % 3]
-            settings = {"method": method, "tiers": _TIERS, "engine": engine}
-            cases[f"{method}, {model}, {engine}"] = WholeCase(settings, model)
-    cases["heterofl, log-softmax, sequential"] = WholeCase(
-        {"method": "heterofl", "tiers": _TIERS, "engine": "sequential"}, "log-softmax"
-    )
-    cases["heterofl, log-softmax, batched"] = WholeCase(
-        {"method": "heterofl", "tiers": _TIERS, "engine": "batched"}, "log-softmax"
-    )
+        models = [("plain", "log-softmax", "dropout layer")[number % 3]]
+        for model in [*models, "log-softmax"] if method == "heterofl" else models:
+            for engine, kinds in _HALVES.items():
+                settings = {"method": method, "tiers": _TIERS, "engine": engine}
+                cases[f"{method}, {model}, {engine}"] = WholeCase(settings, model, kinds=kinds)
     cases["fedrolex, frozen parameter, sequential"] = WholeCase(
         {"method": "fedrolex", "tiers": "1", "engine": "sequential"}, "frozen parameter"
     )
@@ -217,7 +240,7 @@ def _task_cases() -> dict[str, WholeCase]:
             {**settings, "engine": engine},
             model,
             task,
-            kinds=_FEW if engine == "processes" else tuple(KINDS),
+            kinds=_HALVES.get(engine, _FEW),
         )
         for name, (settings, model, task, engines) in wanted.items()
         for engine in engines
@@ -230,6 +253,51 @@ def _condense_cases() -> dict[str, WholeCase]:
         "condense": WholeCase(CONDENSE, "condensed"),
         "condense, secret coin": WholeCase(coin, "condensed", needs=("dp_accounting",)),
     }
+
+
+def _own_cases() -> dict[str, WholeCase]:
+    """Return models, optimisers, sums and data sets of a user's own."""
+    cases = {}
+    for model in ("class attribute", "closure", "hook"):
+        cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model, kinds=_FEW)
+        cases[f"{model}, evaluation share"] = WholeCase(
+            {"engine": "sequential", **_EVALUATED}, model, kinds=("nothing", "one less", "replaced")
+        )
+    for model, engine in (("class attribute", "auto"), ("closure", "auto"), ("hook", "auto")):
+        cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model, kinds=_FEW)
+    for engine in ("sequential", "batched"):
+        cases[f"root hook, {engine}"] = WholeCase({"engine": engine}, "root hook", kinds=_FEW)
+        cases[f"columns, {engine}"] = WholeCase({"engine": engine}, "columns", "columns")
+        cases[f"evaluation share, {engine}"] = WholeCase(
+            {"engine": engine, **_EVALUATED}, kinds=_MEASURED
+        )
+    for model in ("late, class generator", "late, metaclass", "late, property default"):
+        cases[f"{model}, sequential"] = WholeCase(_LATE, model, kinds=_FEW)
+    for place, make in OWN_OPTIMIZERS.items():
+        cases[f"optimizer with state in {place}, sequential"] = WholeCase(
+            _LATE, kinds=_FEW, fresh={"optimizer": make}
+        )
+    for name, method in OWN_METHODS.items():
+        cases[f"{name}, sequential"] = WholeCase(
+            {"engine": "sequential", "method": method}, kinds=_FEW, may_waive=True
+        )
+    for task in CLIENT_FORMS:
+        cases[f"{task}, sequential"] = WholeCase(
+            {"engine": "sequential"}, "spare scores", task, kinds=(*_FEW, *FORMS_OF_ONE)
+        )
+    return cases
+
+
+def _flower_cases() -> dict[str, WholeCase]:
+    """Return runs whose clients are Flower nodes, in this process."""
+    cases = {
+        f"{model}, flower": WholeCase({"engine": "flower"}, model, kinds=kinds, needs=("flwr",))
+        for model, kinds in (("plain", (*_FEW, "ignored")), ("frozen parameter", _FEW))
+    }
+    cases["condense, flower"] = WholeCase(
+        {**CONDENSE, "engine": "flower"}, "condensed", needs=("flwr",)
+    )
+    return cases
 
 
 def missing(case: WholeCase) -> list[str]:

@@ -33,6 +33,9 @@ def audit(
         str | None, typer.Option("--engine", help="Only whole runs of this engine.")
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to train: cpu or cuda.")] = "cpu",
+    jobs: Annotated[
+        int, typer.Option("--jobs", help="Processes that replay whole runs side by side.")
+    ] = 1,
     trials: Annotated[
         int, typer.Option("--trials", help="Rounds of --canary under each hypothesis.")
     ] = 400,
@@ -47,7 +50,7 @@ def audit(
     Without --replay or --canary it does the first, which takes seconds and is exact.
     """
     with interruptible(None):
-        _audit(replay, canary, cases, engine, device, trials, without_clip, seed, as_json)
+        _audit(replay, canary, cases, engine, device, jobs, trials, without_clip, seed, as_json)
 
 
 def _audit(
@@ -56,6 +59,7 @@ def _audit(
     cases: list[str] | None,
     engine: str | None,
     device: str,
+    jobs: int,
     trials: int,
     without_clip: bool,
     seed: int,
@@ -70,7 +74,7 @@ def _audit(
     tables: list[str] = []
     good = True
     if replay:
-        rounds, worlds = _replayed(cases, seed, engine, device)
+        rounds, worlds = _replayed(cases, seed, engine, device, jobs)
         good = all(finding.ok for finding in (*rounds, *worlds))
         report |= {"findings": _plain(rounds), "worlds": _plain(worlds)}
         tables += [auditing.replay_table(rounds)] if rounds else []
@@ -87,7 +91,7 @@ def _audit(
 
 
 def _replayed(
-    cases: list[str] | None, seed: int, engine: str | None, device: str
+    cases: list[str] | None, seed: int, engine: str | None, device: str, jobs: int
 ) -> tuple[list[Any], list[Any]]:
     """Return what was found in single rounds and accounts, and in whole runs."""
     from fedquilt import audit as auditing
@@ -102,7 +106,7 @@ def _replayed(
     found = auditing.replay([n for n in names if n in auditing.CASES], seed)
     found += auditing.replay_people([n.removeprefix(_PEOPLE) for n in names if n in people])
     chosen = [name for name in names if name in whole]
-    return found, auditing.replay_worlds(chosen, seed, engine=engine, device=device)
+    return found, auditing.replay_worlds(chosen, seed, engine=engine, device=device, jobs=jobs)
 
 
 def _plain(findings: Sequence[Any]) -> list[dict[str, object]]:

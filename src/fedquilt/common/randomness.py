@@ -3,14 +3,26 @@
 Every stream is a function of (seed, purpose, keys) alone: round 7 of client 12
 draws the same numbers whichever rounds ran before it in this process, on
 whichever engine.  That is what makes a resumed run equal an uninterrupted one.
-Privacy noise does not come from here (see `fedquilt.privacy.noise`).
+
+Noise that must stay secret, and secret coins, draw `secret_bytes`: the one place where the
+package asks the operating system for randomness that a release depends on.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import numpy as np
+
+
+def secret_bytes(size: int) -> bytes:
+    """Return bytes of the operating system's generator.
+
+    All noise and all secret coins come from here and from nowhere else, so that an audit
+    can hold them still (`fedquilt.audit.watch.known_entropy`) without knowing who draws.
+    """
+    return os.urandom(size)
 
 
 def _sequence(seed: int, purpose: str, keys: tuple[int, ...]) -> np.random.SeedSequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import generator
+from fedquilt.common.randomness import generator, secret_bytes
 from fedquilt.config.choices import SELECTIONS
 from fedquilt.population.availability import Availability
 
@@ -148,5 +147,5 @@ class CohortSelector:
 
 def secret_coins(size: int) -> NDArray[np.float64]:
     """Return uniform numbers in [0, 1) from the operating system's generator."""
-    bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
+    bits = np.frombuffer(secret_bytes(8 * size), dtype=np.uint64) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

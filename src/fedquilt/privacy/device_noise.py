@@ -14,11 +14,11 @@ A block of 64 bytes, under the block's number, makes eight standard normal numbe
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 import torch
 
+from fedquilt.common.randomness import secret_bytes
 from fedquilt.privacy.noise import SecretNoise
 
 _NUMBERS = 8  # of one block
@@ -33,7 +33,7 @@ class DeviceNoise(SecretNoise):
 
     def normal_on(self, device: torch.device, size: int) -> torch.Tensor:
         """Return `size` independent standard normal numbers in float64, on a GPU."""
-        return expand(os.urandom(32), size, device)
+        return expand(secret_bytes(32), size, device)
 
 
 def expand(key: bytes, size: int, device: torch.device) -> torch.Tensor:

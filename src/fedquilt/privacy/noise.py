@@ -1,7 +1,7 @@
 """Gaussian noise: where it comes from, and noise correlated over rounds.
 
 Whoever can reproduce the noise can subtract it.  So the default draws every
-number from `os.urandom`; a seeded source exists for reproducible experiments
+number from the operating system; a seeded source exists for reproducible experiments
 and says of itself that it protects nobody.
 
 Noise may be correlated over rounds, so that the sum over rounds has less of it (matrix
@@ -22,7 +22,6 @@ stands and only the cancellation across the restart is lost.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.pieces import LENGTH, LENGTH_ON_GPU, pieces
+from fedquilt.common.randomness import secret_bytes
 
 
 class NoiseStream(Protocol):
@@ -84,7 +84,7 @@ class SecretNoise:
     def normal(self, size: int) -> NDArray[np.float64]:
         """Return `size` independent standard normal numbers in float64."""
         pairs = (size + 1) // 2
-        bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
+        bits = np.frombuffer(secret_bytes(16 * pairs), dtype=np.uint64) >> np.uint64(11)
         uniform = bits.astype(np.float64)
         radius = np.sqrt(-2.0 * np.log((uniform[:pairs] + 1.0) * 2.0**-53))
         angle = uniform[pairs:] * (2.0 * np.pi * 2.0**-53)

@@ -1,0 +1,61 @@
+"""A run of the audit whose clients are Flower nodes of this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context, Message
+from torch import nn
+
+from fedquilt.audit.neighbours import CLIENTS, Data
+from fedquilt.audit.tasks import FORMS
+from fedquilt.flower.apps import client_app
+from fedquilt.flower.directory import PlaceDirectory
+from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.server import run_on_grid
+from fedquilt.flower.settings import FlowerSettings
+from fedquilt.record import RunResult
+from fedquilt.training_loop import Watching
+
+
+class _Nodes(InProcessGrid):
+    """Nodes whose logs are their own: in the field nobody else reads them."""
+
+    def _answer(self, message: Message) -> list[Message]:
+        before = logging.root.manager.disable
+        logging.disable()
+        try:
+            return super()._answer(message)
+        finally:
+            logging.disable(before)
+
+
+def on_nodes(
+    task: str,
+    model: Callable[[], nn.Module],
+    data: Data,
+    public_data: Data,
+    settings: dict[str, Any],
+    observer: Watching,
+) -> RunResult:
+    """Run on nodes that each have one client's data."""
+    inputs, targets = FORMS[task](data)
+
+    def held(context: Context) -> tuple[Any, Any]:
+        index = data.clients[int(context.node_config["partition-id"])]
+        return inputs[index], targets[index]
+
+    options = {name: value for name, value in settings.items() if name != "output_dir"}
+    grid = _Nodes(client_app(model, held), CLIENTS)
+    return run_on_grid(
+        grid,
+        PlaceDirectory(grid, CLIENTS),
+        model,
+        FORMS[task](public_data),
+        {**options, "engine": "sequential"},
+        FlowerSettings(poll=0.001),
+        output_dir=settings["output_dir"],
+        observer=observer,
+    )
