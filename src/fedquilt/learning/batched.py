@@ -12,7 +12,9 @@ still training are always the first ones.
 
 A client's row must be the same whoever stands beside it, or the others' data would
 show in its update.  Its batches and its random layers follow from its own seed
-(`draws`), and the program runs in shapes that compute alike (`shapes`).
+(`draws`).  Where clients are protected the program's shape and a client's row in it follow
+public numbers alone: everybody keeps its place in the cohort, and whoever has no step left stays,
+without moving.  Elsewhere the program shrinks to shapes that were seen to compute alike (`stack`).
 """
 
 from __future__ import annotations
@@ -147,10 +149,10 @@ class BatchedEngine:
         if self._planned is not None:
             planned = self._planned
 
-            def begin(members: list[int]) -> list[Running]:
+            def begin(members: list[int]) -> Running:
                 return self._begin(planned, start, members, round_index, learning_rate)
 
-            return self._arriving(groups, begin, begin(groups[0]) if groups else [])
+            return self._arriving(groups, begin, begin(groups[0]) if groups else None)
         updates = self._train_groups(start, groups, rows, round_index, learning_rate)
         return self._put_back_after(updates)
 
@@ -179,32 +181,26 @@ class BatchedEngine:
         members: list[int],
         round_index: int,
         learning_rate: float,
-    ) -> list[Running]:
-        """Queue the training of some clients, those of each width as one program."""
-        widths = self._widths(members)
-        running = []
-        for width in sorted(set(widths)):
-            group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            table = BatchTable(self.task, group, self.settings, round_index, True, set(group))
-            running.append(planned.begin(start, table, learning_rate))
-        return running
+    ) -> Running:
+        """Queue the training of some clients, as one program."""
+        table = BatchTable(self.task, members, self.settings, round_index, True, set(members))
+        return planned.begin(start, table, learning_rate)
 
     def _arriving(
         self,
         groups: list[list[int]],
-        begin: Callable[[list[int]], list[Running]],
-        running: list[Running],
+        begin: Callable[[list[int]], Running],
+        running: Running | None,
     ) -> Iterator[ClientUpdate]:
         """Yield the updates of all groups; the first one is `running`."""
-        for number, members in enumerate(groups):
-            parts = running if number == 0 else begin(members)
+        for members in groups:
+            part, running = running or begin(members), None
             done: dict[int, ClientUpdate] = {}
-            for part in parts:
-                deltas, losses = part.result()
-                for delta, loss, client in zip(deltas, losses, part.clients, strict=True):
-                    size = len(self.task.clients[client])
-                    done[client] = ClientUpdate(client, delta, size, loss if size else math.nan)
-            running, parts = [], []
+            deltas, losses = part.result()
+            for delta, loss, client in zip(deltas, losses, part.clients, strict=True):
+                size = len(self.task.clients[client])
+                done[client] = ClientUpdate(client, delta, size, loss if size else math.nan)
+            del part, deltas
             for client in members:
                 yield done.pop(client)
 
@@ -237,7 +233,8 @@ class BatchedEngine:
         widths = self._widths(members)
         for width in sorted(set(widths)):
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            alike = self._shapes.rows_are_alike(rows, width)
+            # What one step shows to be alike need not be so in all: a claim does not rest on it.
+            alike = not self.settings.silent and self._shapes.rows_are_alike(rows, width)
             # Under a secret coin a client's row would follow who else was kept: one by one.
             alone = self.settings.group_rows and not alike
             # Where a row's place matters, everybody keeps its own in programs of all widths.
@@ -283,7 +280,7 @@ class BatchedEngine:
         pull = learning_rate * mu
         anchors = stack.spread(start, 1) if pull else []
         state = None if optimizer.is_plain else RuleState(optimizer, weights, stacked=True)
-        loss_sum = torch.zeros(count, device=start.device)
+        loss_sum = torch.zeros(rows, device=start.device)
         leaves: list[torch.Tensor] = []
         program = self._program(table, rows, width)
         for step in table.steps(program, rows, width, stack):
@@ -305,7 +302,7 @@ class BatchedEngine:
                 seen = torch.where(step.moving, seen, 0.0)
             loss_sum[: step.active] += seen
         deltas = stack.gather([tensor[:count] for tensor in weights], start)
-        return deltas, (loss_sum / table.seen.to(start.device)).tolist()
+        return deltas, (loss_sum[:count] / table.seen.to(start.device)).tolist()
 
     def _make_planned(self, model: nn.Module) -> PlannedTraining | None:
         """Return the fast way of a network of standard layers; None: it takes the general one."""
@@ -462,9 +459,7 @@ class BatchTable:
             settings.epochs,
         )
         self._begins, self._sizes = _batch_table(self._shuffles, settings)
-        # Row numbers, not how many: unsorted clients may end in any order.
-        last = np.arange(1, len(clients) + 1) * (self._sizes > 0)
-        self.active: list[int] = last.max(axis=1, initial=0).tolist()
+        self.active: list[int] = (self._sizes > 0).sum(axis=1).tolist()
         self.widths: list[int] = self._sizes.max(axis=1, initial=0).tolist()
         self.seen = torch.from_numpy(self._sizes.sum(axis=0)).clamp(min=1)
 
@@ -511,17 +506,16 @@ class BatchTable:
         hidden = self._hidden(rows)
         has_samples = sizes[..., 0] > 0
         trains = torch.from_numpy(has_samples).to(device)
-        all_train = [
-            bool(has_samples[t, : self.active[first + t]].all()) for t in range(len(shapes))
-        ]
         for t, (count, width) in enumerate(shapes):
-            active = self.active[first + t]
+            # Unsorted rows all count, and all are masked: how many train is not for others to see.
+            active = self.active[first + t] if self.sorted_rows else rows
+            all_train = self.sorted_rows and bool(has_samples[t, :active].all())
             yield Step(
                 active,
                 there[t, :count, :width],
                 shares[t, :count, :width],
                 lengths[t, :active, 0].float(),
-                None if all_train[t] else trains[t, :active],
+                None if all_train else trains[t, :active],
                 [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )
