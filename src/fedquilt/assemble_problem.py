@@ -27,7 +27,8 @@ from fedquilt.data import (
 )
 from fedquilt.data.holdings import Holdings
 from fedquilt.data.identity import shared_sample
-from fedquilt.data.leaf import with_people_noted
+from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
+from fedquilt.data.samples import Samples
 from fedquilt.learning.streams import wake
 from fedquilt.models import make_model
 from fedquilt.problem import Own, Problem, make_problem
@@ -95,12 +96,15 @@ def problem_from(
     finite = not MODE_TABLE[config.mode].noised
     if isinstance(train, ImageDataset) and isinstance(test, ImageDataset):
         train = with_people_noted(train, test)
+    given_apart = clients is None
     if clients is None:
         train_set, clients = clients_data(_each_client(train), finite=finite)
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
     test_set = None if test is None else as_samples(test, "test")
+    if given_apart and not finite:
+        train_set = _said_as_of_test(train_set, test_set)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -129,6 +133,16 @@ def problem_from(
         config, model, train_set, test_set, parts, roster, none, own, tests, checked
     )
     return config, problem
+
+
+def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:
+    """Return the samples of clients with what the test data say of their form.
+
+    In which type one client holds them, and how many classes it knows of, is its own.
+    """
+    people = tuple(note for note in train.notes if note == SHARED_PEOPLE)
+    notes, classes = ((), None) if test is None else (test.notes, test.num_classes)
+    return dataclasses.replace(train, notes=(*notes, *people), num_classes=classes)
 
 
 def named_clients(

@@ -443,11 +443,14 @@ def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
 
 
 def make_fresh(parent: Path, stem: str) -> Path:
-    """Create the folder, numbering it when two runs start in the same second."""
+    """Create the folder, numbering it when two runs start in the same second.
+
+    It is its owner's: the length of a private file says something of the clients' data.
+    """
     for number in range(1, 1000):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(0o700)
             storage.sync_folder(parent)
             return path
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")
