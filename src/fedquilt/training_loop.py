@@ -469,7 +469,7 @@ def _refusal_notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Who sent what is no secret there.
     """
-    lost = sum(0 < len(line["cohort"]) == len(line.get("non_finite", ())) for line in lines)
+    lost = sum(0 < len(line["cohort"]) == len(line.get("non_finite") or ()) for line in lines)
     if not lost:
         return []
     return [f"every update was NaN or infinity and left out in {lost} of {len(lines)} rounds"]
