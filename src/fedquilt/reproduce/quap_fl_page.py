@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from fedquilt.reproduce.tables import (
     mean,
     named,
     origin,
+    origin_of,
     preface,
     table,
 )
@@ -50,11 +51,14 @@ WHY = {
         'epochs. "Code\'s settings" are those of the code published with it (0.005 x 0.995^t, 3 '
         'epochs), "documents\' settings" those of its API document (0.01, 5 epochs, no decay); all '
         "else is alike. At the small rate FedAvg is short of steps on CIFAR-10: it still rises in "
-        "round 200, and is no upper bound. Noise as such helps nobody: it makes the classifier's "
-        "weights long, and a longer classifier is a larger step for the convolutions below it "
-        "(`benchmarks/noisy_head.py`: with the classifier held at its length the same noise leaves "
-        "nothing to learn with, a long random one without any noise does better than the noisy "
-        "one, and FedAvg with a larger rate best of all)."
+        "round 200, and is no upper bound."
+    ),
+    "head": (
+        "A small form of the CIFAR-10 experiment (`benchmarks/noisy_head.py`, one seed): the mean "
+        "of clients without noise, and what noise on the dense layers does at the published rate. The "
+        "column on the right says how long the first dense layer is against its start. Noise makes "
+        "the dense layers long, and a longer one is a larger step for the convolutions below; the "
+        "third arm has the same noise without the length, the fourth the length without noise."
     ),
     "table3": (
         "The clip follows the 90th percentile between 0.1 and 1, as in the published settings; "
@@ -74,7 +78,13 @@ WHY = {
 }
 
 
-def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figure: str) -> str:
+def markdown(
+    scale: str,
+    kept: Mapping[str, Kept],
+    sent: Mapping[str, int],
+    figure: str,
+    arms: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
     """Return the section of one scale; a table none of whose cells is kept is left out."""
     if not kept and not sent:
         return NONE_KEPT
@@ -82,6 +92,7 @@ def markdown(scale: str, kept: Mapping[str, Kept], sent: Mapping[str, int], figu
         _head(scale, kept),
         _table1(sent),
         _table2(scale, kept),
+        _head_arms(arms or {}),
         _table3(scale, kept),
         f"![Figures 2, 3 and 4]({figure})\n" if figure else "",
         _figure4(scale, kept),
@@ -141,6 +152,17 @@ def _table2(scale: str, kept: Mapping[str, Kept]) -> str:
     head = ("data", "method", "paper", "code's settings", noise, "documents' settings", noise)
     why = _why("table2", [*code.values(), *documents.values()], kept)
     return table("Table 2: final accuracy", head, rows, why)
+
+
+def _head_arms(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what noise on the classifier does by itself, and what its length does."""
+    rows = [
+        (name, *(f"{arm[key]:.1f}" for key in ("half", "end")), f"{arm['length']:.1f}")
+        for name, arm in arms.items()
+    ]
+    title = "Why noise lifts accuracy where the rate is small"
+    head = ("arm", "half way", "end", "length")
+    return table(title, head, rows, f"{WHY['head']} {origin_of(list(arms.values()))}")
 
 
 def _why(part: str, rows: Iterable[Sequence[Cell]], kept: Mapping[str, Kept]) -> str:

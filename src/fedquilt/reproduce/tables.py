@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -76,11 +77,15 @@ def mean(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
 
 
 def origin(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> str:
-    """Return from which state of the code the kept cells of a table come.
+    """Return from which state of the code the kept cells of a table come."""
+    return origin_of([kept[cell.name].record for cell in cells if cell.name in kept])
 
-    A digest stands for a state; the same state may have been committed more than once.
+
+def origin_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return from which state of the code records come: a digest stands for a state.
+
+    The same state may have been committed more than once.
     """
-    records = [kept[cell.name].record for cell in cells if cell.name in kept]
     states: dict[str, set[str]] = {}
     for record in records:
         said = record.get("commit") or "commit not recorded"
