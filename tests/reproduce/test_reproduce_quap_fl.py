@@ -300,3 +300,15 @@ def test_the_page_shows_what_is_kept(scale: str) -> None:
     figure = f"reproduction/quap-fl/{scale}/figures.png" if folder.is_dir() else ""
     text = PAPERS["quap-fl"].markdown(scale, folder, figure)
     assert text in (root / "reproduction.md").read_text()
+
+
+def test_readme_prints_what_is_kept_of_the_papers_own_networks() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = " ".join((root / "README.md").read_text().split())
+    said = re.search(r"`quap_fl` reaches ([\d.]+) % on MNIST and ([\d.]+) % on CIFAR-10", text)
+    assert said is not None
+    rows = quap_fl.table2("full")
+    kept = kept_cells(root / "docs" / "reproduction" / "quap-fl" / "full", quap_fl.cells("full"))
+    for dataset, shown in zip(("mnist", "cifar10"), said.groups(), strict=True):
+        values = [kept[cell.name].accuracy for cell in rows[dataset, "quap_fl"]]
+        assert shown == f"{100 * sum(values) / len(values):.1f}"

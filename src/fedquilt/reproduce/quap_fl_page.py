@@ -55,10 +55,11 @@ WHY = {
     ),
     "head": (
         "A small form of the CIFAR-10 experiment (`benchmarks/noisy_head.py`, one seed): the mean "
-        "of clients without noise, and what noise on the dense layers does at the published rate. The "
-        "column on the right says how long the first dense layer is against its start. Noise makes "
-        "the dense layers long, and a longer one is a larger step for the convolutions below; the "
-        "third arm has the same noise without the length, the fourth the length without noise."
+        "of clients without noise, and what noise on the dense layers does at the published rate. "
+        "The column on the right says how long the first dense layer is against its start. Noise "
+        "makes the dense layers long, and a longer one is a larger step for the convolutions "
+        "below; the third arm has the same noise without the length, the fourth the length "
+        "without noise."
     ),
     "table3": (
         "The clip follows the 90th percentile between 0.1 and 1, as in the published settings; "
