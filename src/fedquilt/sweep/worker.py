@@ -44,19 +44,25 @@ def main() -> None:
 
     torch.set_num_threads(1)
     while True:
-        job = json.loads(jobs.get())
+        line = jobs.get()
+        if not line:
+            return
+        job = json.loads(line)
         answer: dict[str, Any] = {"refused": None}
         try:
             run_point(job["config"], Path(job["place"]), job["tracker"], job["baselines"])
         except FedquiltError as error:
             answer["refused"] = str(error)
+        jobs.task_done()  # before whoever waits for the answer closes the input
         print(json.dumps(answer), flush=True)
 
 
 def _read(jobs: queue.Queue[str]) -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)
+    if jobs.unfinished_tasks:
+        os._exit(0)  # in the middle of a point
+    jobs.put("")
 
 
 if __name__ == "__main__":
