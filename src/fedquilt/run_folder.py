@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.checkpoint_files import Checkpoint, CheckpointFiles, Expected
 from fedquilt.common import storage, untrusted
-from fedquilt.common.errors import RunFolderError, StorageError
+from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.common.printable import printable
 from fedquilt.common.shapes import Shape, check
 from fedquilt.common.storage import storage_errors
@@ -75,6 +75,8 @@ _FILES = (
     *(f"ledger.sqlite{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
 
+_JUST_MADE_SECONDS = 60.0
+
 
 class RunFolder:
     """One run on disk."""
@@ -100,6 +102,7 @@ class RunFolder:
         stem = run_stem(config)
         with storage_errors(output_dir):
             storage.make_folder(Path(output_dir))
+            _remove_unbegun(Path(output_dir))
             folder = cls(make_fresh(Path(output_dir), stem))
             try:
                 folder.acquire(is_new=True)
@@ -169,6 +172,13 @@ class RunFolder:
             if not is_new:
                 self._make_names_durable()
         storage.remove_leftovers(self.path)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a process has left that was killed while it drew a finished run."""
+        if any(self.path.glob(".*.tmp")):
+            with contextlib.suppress(FedquiltError):  # somebody writes, or nobody may
+                self.acquire()
+                self.close()
 
     def _make_names_durable(self) -> None:
         """Sync what a process that was killed has renamed, before anything is built on it.
@@ -440,6 +450,24 @@ def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{where}: expected round {number}")
     check(record, ROUND, where, RunFolderError)
     return dict(record)
+
+
+def _remove_unbegun(parent: Path) -> None:
+    """Remove the folders of runs that were killed before they had a configuration.
+
+    They hold a lock that nobody holds, and nothing else.
+    """
+    for lock in parent.glob("*_seed*/.lock"):
+        folder = lock.parent
+        if (folder / "config.toml").exists() or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # in nobody's way, or just being made
+            if time.time() - lock.stat().st_mtime > _JUST_MADE_SECONDS:
+                with storage.lock_file(lock):
+                    storage.remove_leftovers(folder)
+                    if [path.name for path in folder.iterdir()] == [lock.name]:
+                        lock.unlink()
+                        folder.rmdir()
 
 
 def make_fresh(parent: Path, stem: str) -> Path:

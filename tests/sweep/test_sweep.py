@@ -247,3 +247,20 @@ def test_the_command(cli: Callable[..., Said], here: Path) -> None:
     assert cli("sweep", "--resume", "s", "--seed", 1).code == 2
     assert "must be given" in cli("sweep", *options).err
     assert "must be a folder" in cli("sweep", "--resume", "nowhere").err
+
+
+def test_a_worker_without_a_point_ends_in_order() -> None:
+    """What it has made elsewhere, sockets of worker processes, is removed at its end."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import atexit; atexit.register(print, 'in order'); "
+            "from fedquilt.sweep.worker import main; main()",
+        ],
+        env=environment(),
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "in order\n"

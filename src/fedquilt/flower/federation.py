@@ -344,7 +344,7 @@ class Federation:
             raise InvalidValueError(
                 f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
             )
-        number = len(self.roster().keys[name]) + 1
+        number = len(self.roster().keys.get(name, ())) + 1  # one that it lacks is refused below
         stem = f"{name}-key{number}"
         public = keys.make_node_key(self.folder / "nodes" / stem)
         roster = self.roster().rotated(name, fingerprint(public))

@@ -49,7 +49,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     while True:
-        job = json.loads(jobs.get())
+        line = jobs.get()
+        if not line:
+            return
+        job = json.loads(line)
         answer: dict[str, str | None] = {"refused": None, "failed": None}
         place = Path(job["place"])
         try:
@@ -58,13 +61,16 @@ def main() -> None:
             # A run that was begun has failed, whatever stopped it: it may have released rounds.
             refused = isinstance(error, _REFUSALS) and not begun_runs(place)
             answer["refused" if refused else "failed"] = str(error)
+        jobs.task_done()  # before whoever waits for the answer closes the input
         print(json.dumps(answer), flush=True)
 
 
 def _read(jobs: queue.Queue[str]) -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)
+    if jobs.unfinished_tasks:
+        os._exit(0)  # in the middle of a point
+    jobs.put("")
 
 
 if __name__ == "__main__":
