@@ -3,11 +3,16 @@
 Each world is a run of one round with the same noise.  The victim is client 0, and every
 client's clip is 1, so the released sum may move by 1 when the victim's data are taken away,
 and not at all between two worlds in which the victim sends nothing.
+
+Below, the victim is the last to train and clips are next to nothing, so that all worlds release
+the same weights: whatever is measured of them must then be the same number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.data import ImageDataset
+from fedquilt.errors import InvalidValueError
 
 CLIENTS = 30
 SAMPLES = 12
@@ -186,3 +192,193 @@ def test_the_classes_are_the_models_not_the_largest_label_of_somebody() -> None:
         mode="certified", num_rounds=1, output_dir=None,
     )  # fmt: skip
     assert done.result["metadata"]["num_classes"] == 4
+
+
+class Schedule(torch.optim.SGD):
+    """Its rate falls after so many steps, counted in its class, or wherever `count` keeps them."""
+
+    steps = 0
+
+    def __init__(self, params, lr, count=None) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(params, lr)
+        self._count = count or self._by_class
+
+    def _by_class(self) -> int:
+        Schedule.steps += 1
+        return Schedule.steps
+
+    def step(self, closure=None) -> None:  # type: ignore[no-untyped-def, override]
+        rate = self.param_groups[0]["lr"]
+        self.param_groups[0]["lr"] = rate * 0.1 if self._count() > 100 else rate
+        super().step()
+        self.param_groups[0]["lr"] = rate
+
+
+def counting_in_a_closure():  # type: ignore[no-untyped-def]
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return steps
+
+    return lambda params, lr: Schedule(params, lr, count)
+
+
+class CountingFactory:
+    """Makes optimisers that count their steps in it."""
+
+    steps = 0
+
+    def count(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def __call__(self, params, lr) -> Schedule:  # type: ignore[no-untyped-def]
+        return Schedule(params, lr, self.count)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [lambda: Schedule, lambda: partial(Schedule), counting_in_a_closure, CountingFactory],
+    ids=["class", "partial", "closure", "object"],
+)
+def test_the_state_of_an_own_optimizer_does_not_survive_clients(factory) -> None:  # type: ignore[no-untyped-def]
+    sums = []
+    for held in ((SAMPLES, None), (1, NAN), (SAMPLES, NAN)):
+        Schedule.steps = 0
+        sums.append(released(seeded(LogSoftmax), world(*held), optimizer=factory()))
+    rounding = 2**-22 * float(sums[0].norm())
+    assert float((sums[0] - sums[1]).norm()) <= 1 + rounding
+    assert torch.equal(sums[1], sums[2])
+
+
+class OfClass(nn.Module):
+    """Centres its outputs by a mean that its class keeps."""
+
+    centre = torch.zeros(4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).centre = torch.zeros(4)
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x.flatten(1))
+        if self.training:
+            type(self).centre = 0.5 * self.centre + 2 * out.detach().mean(0)
+        return out - self.centre
+
+
+def centring():  # type: ignore[no-untyped-def]
+    """Return a forward hook that keeps the mean in its closure."""
+    centre = torch.zeros(4)
+
+    def hook(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
+        nonlocal centre
+        if module.training:
+            centre = 0.5 * centre + 2 * out.detach().mean(0)
+        return out - centre
+
+    return hook
+
+
+class Closed(nn.Module):
+    """Calls a function with the mean in its closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.centred = nn.Linear(16, 4), centring()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.centred(self, (), self.fc(x.flatten(1)))
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
+    model[1].register_forward_hook(centring())
+    return model
+
+
+class Defaulted(nn.Linear):
+    """Keeps the mean in a default argument."""
+
+    def forward(self, x: torch.Tensor, centre: list[float] = [0.0]) -> torch.Tensor:  # noqa: B006
+        out = super().forward(x.flatten(1))
+        if self.training:
+            centre[0] = 0.5 * centre[0] + 2 * float(out.mean())
+        return out * (1 + centre[0])
+
+
+def hooked_within() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    model[3].register_forward_hook(centring())
+    return model
+
+
+LEFT_BEHIND: dict[str, Callable[[], nn.Module]] = {
+    "class": OfClass,
+    "closure": Closed,
+    "hook": hooked,
+    "default": lambda: Defaulted(16, 4),
+}
+
+
+def looked_at(kind: Callable[[], nn.Module], change: str, **options) -> list[dict[str, object]]:
+    """Return what every round of a run says, the last of 12 clients having this data."""
+    draws = np.random.default_rng(1)
+    inputs = torch.from_numpy(draws.standard_normal((12 * 8, 1, 4, 4)).astype(np.float32))
+    labels = torch.from_numpy(draws.integers(0, 4, 12 * 8))
+    test = inputs[:40].flip(0).clone() + 0.5, labels[:40].flip(0).clone()
+    clients = [np.arange(8 * k, 8 * k + 8) for k in range(12)]
+    if change == "nothing":
+        clients[-1] = clients[-1][:0]
+    elif change == "shifted":
+        inputs[-8:] += 100
+    elif change == "nan":
+        inputs[-1] = NAN
+    lines: list[dict[str, object]] = []
+    done = fedquilt.run(
+        seeded(kind), (inputs, labels), test, clients, output_dir=None, mode="certified",
+        noise_seed=1, num_rounds=2, clients_per_round=1.0, availability="always", clip_norm=1e-30,
+        epsilon=6.0, learning_rate=0.5, batch_size=4, eval_every=1, **options,
+        observer=lambda _, line: lines.append(dict(line)),
+    )  # fmt: skip
+    looked = ("test_loss", "test_accuracy", "tiers")
+    measured = [{k: v for k, v in line.items() if k in looked} for line in lines]
+    assert len(measured) == 2
+    assert all(math.isfinite(line["test_loss"]) for line in measured)
+    # What is handed out is in the same state: its outputs are those that were measured.
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(done.model(test[0]), test[1])
+    assert float(loss) == pytest.approx(measured[-1]["test_loss"], rel=1e-5)
+    return measured
+
+
+WORLDS = ["data", "nothing", "shifted", "nan"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("where", LEFT_BEHIND)
+def test_what_is_measured_is_not_what_the_last_client_left_behind(where: str, engine: str) -> None:
+    found = [looked_at(LEFT_BEHIND[where], change, engine=engine) for change in WORLDS]
+    assert found == [found[0]] * len(WORLDS)
+
+
+def test_worker_processes_leave_nothing_behind_either() -> None:
+    shifted = looked_at(OfClass, "shifted", engine="processes")
+    assert shifted == looked_at(OfClass, "data", engine="sequential")
+
+
+@pytest.mark.parametrize("where", LEFT_BEHIND)
+def test_a_stack_of_clients_refuses_state_that_they_would_share(where: str) -> None:
+    with pytest.raises(InvalidValueError, match="engine='batched' cannot train this model"):
+        looked_at(LEFT_BEHIND[where], "data", engine="batched")
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord"])
+def test_slices_leave_nothing_behind_in_one_another(method: str) -> None:
+    """Hooks are cut with their layers: narrow models share what the whole one holds."""
+    options = {"method": method, "tiers": "1,1/2"}
+    found = [looked_at(hooked_within, change, **options) for change in WORLDS]
+    assert found == [found[0]] * len(WORLDS)

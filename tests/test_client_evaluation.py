@@ -47,10 +47,16 @@ def data(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs[:, 0] > inputs[:, 1]).long()
 
 
-def run(clients: Any = PARTS, samples: Any = None, test: Any = None, **changes: Any) -> RunResult:
+def run(
+    clients: Any = PARTS,
+    samples: Any = None,
+    test: Any = None,
+    model: type[nn.Linear] = nn.Linear,
+    **changes: Any,
+) -> RunResult:
     torch.manual_seed(0)
     train = data() if samples is None else samples
-    return fedquilt.run(nn.Linear(4, 2), train, test, clients, **settings(**changes))
+    return fedquilt.run(model(4, 2), train, test, clients, **settings(**changes))
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -256,23 +262,37 @@ class Silent(SecretNoise):
 WORLDS = ["nothing", "nan", "right", "wrong", "one"]
 
 
-def world(kind: str) -> tuple[dict[str, list[int]], tuple[torch.Tensor, torch.Tensor]]:
-    """Return the federation with other data at client c."""
+def world(
+    kind: str, victim: str = "c"
+) -> tuple[dict[str, list[int]], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the federation with other data at one client."""
     parts, (inputs, targets) = dict(PARTS), data()
     if kind == "nothing":
-        parts["c"] = []
+        parts[victim] = []
     elif kind == "one":
-        parts["c"] = [50]
+        parts[victim] = [50]
     else:
-        mine = torch.tensor(parts["c"])
+        mine = torch.tensor(parts[victim])
         inputs[mine] = float("nan") if kind == "nan" else inputs[mine]
         right = (inputs[mine, 0] > inputs[mine, 1]).long()
         targets[mine] = 1 - right if kind == "wrong" else right
     return parts, (inputs, targets)
 
 
+class Centred(nn.Linear):
+    """Its class keeps a mean of the outputs that it saw in training."""
+
+    centre = torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.training:
+            Centred.centre = 0.5 * self.centre + 20 * out.detach().mean(0)
+        return out - self.centre
+
+
 def released(
-    kind: str, monkeypatch: pytest.MonkeyPatch, **changes: Any
+    kind: str, monkeypatch: pytest.MonkeyPatch, victim: str = "c", **changes: Any
 ) -> tuple[list[np.ndarray[Any, Any]], list[float], dict[str, Any]]:
     """Return the sums that evaluations noise, what each client paid, and the public lines."""
     from fedquilt import client_evaluation
@@ -293,7 +313,7 @@ def released(
         return added[-1]
 
     monkeypatch.setattr(evaluation, "contribution", watched)
-    parts, samples = world(kind)
+    parts, samples = world(kind, victim)
     # A rate of almost zero: the model is the same in all worlds, and only evaluations differ.
     settings = {"evaluation_share": 0.3, "learning_rate": 1e-30, "clip_norm": 1e-30, **changes}
     lines: list[dict[str, Any]] = []
@@ -305,10 +325,17 @@ def released(
     return sums, norms, lines[-1]
 
 
-@pytest.mark.parametrize("adjacency", ["zero_out", "replace_one"])
-def test_neighbouring_worlds(monkeypatch: pytest.MonkeyPatch, adjacency: str) -> None:
-    """No data at client c move a sum further than its charge says."""
-    found = {kind: released(kind, monkeypatch, adjacency=adjacency) for kind in WORLDS}
+@pytest.mark.parametrize(
+    ("adjacency", "model", "victim"),
+    [("zero_out", nn.Linear, "c"), ("replace_one", nn.Linear, "c"), ("zero_out", Centred, "e")],
+)
+def test_neighbouring_worlds(
+    monkeypatch: pytest.MonkeyPatch, adjacency: str, model: type[nn.Linear], victim: str
+) -> None:
+    """No data at a client move a sum further than its charge says, were it the last to train."""
+    Centred.centre = torch.zeros(2)
+    options = {"adjacency": adjacency, "model": model}
+    found = {kind: released(kind, monkeypatch, victim, **options) for kind in WORLDS}
     base = found["nothing"]
     assert len(base[0]) == 2
     furthest = 0.0

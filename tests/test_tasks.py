@@ -261,6 +261,49 @@ def test_targets_of_another_form_in_the_test_data() -> None:
         run(linear(), (X, CLASSES), (X, X))
 
 
+HUGGING_FACE = {
+    "BertForSequenceClassification": {"max_position_embeddings": 16},
+    "DistilBertForSequenceClassification": {"n_layers": 1, "dim": 8, "n_heads": 2, "hidden_dim": 8},
+    "GPT2LMHeadModel": {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16},
+    "LlamaForCausalLM": {"max_position_embeddings": 16},
+    "ViTForImageClassification": {"image_size": 4, "patch_size": 2, "num_channels": 1},
+}
+SMALL = {
+    "vocab_size": WORDS, "num_labels": 3, "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_models_of_hugging_face_train_under_a_claim_as_without(name: str) -> None:
+    """Little noise and no clip: along the plain update, one client less is an eighth less."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    model = seeded(lambda: kind(kind.config_class(**SMALL | HUGGING_FACE[name])))
+    predicts = name in ("GPT2LMHeadModel", "LlamaForCausalLM")
+    if name.startswith("ViT"):
+        inputs = {"pixel_values": X[:, :4].repeat(1, 4).view(-1, 1, 4, 4)}
+    else:
+        inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    train = inputs, IDS if predicts else CLASSES
+    quick = {
+        **QUICK, "num_rounds": 1, "loss": "next_token" if predicts else "cross_entropy",
+        "learning_rate": 0.2 if name.startswith("ViT") else 1.0,
+    }  # fmt: skip
+    claiming = {
+        "mode": "certified", "noise_seed": 3, "epsilon": 1e4, "clip_norm": 2.0,
+        "normalise_updates": False,
+    }  # fmt: skip
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    plain, claimed = (
+        nn.utils.parameters_to_vector(run(model, train, train, **quick | how).model.parameters())
+        for how in ({}, claiming)
+    )
+    assert (plain - start).norm() > 0.05
+    share = (plain - start) @ (claimed - start) / (plain - start).norm() ** 2
+    assert float(share) == pytest.approx(1, abs=0.1)
+
+
 def test_learning_rate_schedules() -> None:
     def rates(**options: Any) -> list[float]:
         config = RunConfig(num_rounds=6, learning_rate=1.0, **options)

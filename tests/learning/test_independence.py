@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import io
 import itertools
+import math
 import random
+import re
+from collections.abc import Iterator
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -95,10 +103,27 @@ class Numbered(float):
     """A number with an attribute."""
 
 
-class Helper:
-    """Keeps its state in its class."""
+class Meta(type):
+    """A class of classes that keeps something itself."""
 
     held = torch.zeros(10)
+
+
+class Helper(metaclass=Meta):
+    """Keeps its state in its class, and in defaults of its methods."""
+
+    held = torch.zeros(10)
+    __dunder__ = torch.zeros(10)
+
+    def __call__(self, value: torch.Tensor | None, seen: list[torch.Tensor] = []) -> list:  # noqa: B006  # type: ignore[type-arg]
+        seen += [] if value is None else [value]
+        return seen
+
+    def _all(self, seen: list[torch.Tensor] = []) -> list[torch.Tensor]:  # noqa: B006
+        return seen
+
+    all = property(_all)
+    del _all
 
 
 class Hidden(nn.Module):
@@ -139,6 +164,10 @@ class Hidden(nn.Module):
             ),
             "object array": lambda: self.array[0],
             "bytes": lambda: none + self.bytes.tell() / 100,
+            "metaclass": lambda: Meta.held,
+            "dunder attribute": lambda: Helper.__dunder__,
+            "default of a call": lambda: (self.helper(None) or [none])[-1],
+            "default of a property": lambda: (self.helper.all or [none])[-1],
         }
         return places[self.where]()
 
@@ -154,13 +183,18 @@ class Hidden(nn.Module):
             "gradient of a buffer": lambda: setattr(self.constant, "grad", value),
             "object array": lambda: self.array.__setitem__(0, value),
             "bytes": lambda: self.bytes.write(b"x" * int(10 * value.abs().sum())),
+            "metaclass": lambda: setattr(Meta, "held", value),
+            "dunder attribute": lambda: setattr(Helper, "__dunder__", value),
+            "default of a call": lambda: self.helper(value),
+            "default of a property": lambda: self.helper.all.append(value),
         }
         places[self.where]()
 
 
 HIDDEN = (
     *("slot", "list attribute", "number attribute", "class of a helper", "default", "bytes"),
-    *("new attribute of the class", "gradient of a buffer", "object array"),
+    *("new attribute of the class", "gradient of a buffer", "object array", "metaclass"),
+    *("dunder attribute", "default of a call", "default of a property"),
 )
 
 
@@ -391,6 +425,56 @@ class Worldly(nn.Module):
 def test_state_that_cannot_be_put_back_is_refused(engine: str) -> None:
     with pytest.raises(InvalidValueError, match=r"cannot be put back .a global|depends on"):
         make_engine(engine, make(Worldly), task_of(), HOW)
+
+
+class Counted(nn.Linear):
+    """Its class holds something of which no copy can be kept."""
+
+    numbers: ClassVar[Iterator[int]] = (number for number in range(10**9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(1)) * (0.1 if next(self.numbers) > 10**6 else 1.0)
+
+
+def test_a_generator_of_a_class_is_refused_by_its_name() -> None:
+    with pytest.raises(InvalidValueError, match=r"cannot be put back .numbers\)"):
+        make_engine("sequential", make(Counted, 64, 10), task_of(), HOW)
+
+
+ABSENT = object()
+
+
+class Ordinary(nn.Module):
+    """Holds what models of other libraries hold: nothing of it has a state."""
+
+    pattern = re.compile("x")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+        self.kinds = (list[int], int | None, Fraction(1, 3), Path("x"), datetime.date(2020, 1, 1))
+
+    @torch.no_grad()
+    @contextlib.contextmanager
+    def quiet(self, *, given: object = ABSENT) -> Iterator[None]:
+        yield
+
+    @quiet(None)
+    def forward(
+        self, x: torch.Tensor, mask: object = ABSENT, how: object = (..., math, len, Enum)
+    ) -> torch.Tensor:
+        assert mask is ABSENT
+        with torch.enable_grad():
+            return self.fc(x.flatten(1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sentinels_and_other_values_that_cannot_change_are_no_state(engine: str) -> None:
+    model = make(Ordinary)
+    assert all(
+        delta.norm() > 0
+        for delta in updates(make_engine(engine, model, task_of(), HOW), model).values()
+    )
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])

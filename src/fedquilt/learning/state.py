@@ -451,6 +451,6 @@ def _plain(state: Any) -> str:
 
 _ABSENT = object()
 # The generators of whole libraries: each client begins with a seed of its own (`seeded_layers`).
-_SEEDED = (random.random.__self__, np.random.rand.__self__)
+_SEEDED = tuple(getattr(draw, "__self__", None) for draw in (random.random, np.random.rand))
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 _SET_BY_TRAIN = ("training",)  # `train()` and `eval()` set it before every use

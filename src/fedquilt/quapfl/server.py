@@ -314,7 +314,7 @@ class QuAPFLServer:
             self._federation.weights = self._problem.flat.read().clone()
 
     def _load_model(self) -> None:
-        """Take all tensors of the caller's model, frozen ones too; nothing that clients left."""
+        """Take all tensors of the caller's model, frozen ones too."""
         flat = self._problem.flat
         flat.restore()
         flat.module.load_state_dict(self.model.state_dict())

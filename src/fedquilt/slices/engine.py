@@ -49,7 +49,9 @@ def class_mask(model: nn.Module, task: Task) -> ClassMask | None:
     """
     if not task.is_classification:
         return None
+    state = ModuleState(model, model.parameters())
     outputs = outputs_of(trees.call_with(model, task.public().inputs))
+    state.restore()  # all slices of the model share its class, closures and hooks
     hidden = torch.ones(len(task.clients), outputs.shape[-1], dtype=torch.bool)
     labels = task.targets.cpu().numpy()
     for client, samples in enumerate(task.clients):
