@@ -99,6 +99,8 @@ class Problem:
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    left_out: frozenset[int] = field(default=frozenset(), repr=False)
+    """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
         """Return a salted digest of each data set as it was given, before any front."""
@@ -199,8 +201,9 @@ def make_problem(
     if checked is not None:
         _check_validation(task, flat.module, checked)
         fit.refuse_outside(*checked, ranges, task.objective, "validation")
+    left_out = frozenset[int]()
     if MODE_TABLE[config.mode].noised:
-        task = fit.without_spoilt(task, ranges)
+        task, left_out = fit.without_spoilt(task, ranges)
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
     wanted = config.metrics if own.metrics is None else own.metrics
@@ -222,6 +225,7 @@ def make_problem(
         own=own,
         metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
+        left_out=left_out,
         data={
             name: data
             for name, data in (("training", train), ("test", test), ("validation", validation))
