@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,77 @@ def test_where_nobody_is_protected_it_is_an_error_that_names_the_sample() -> Non
         run(seeded(Words), (words, IDS), (IDS, IDS), loss="next_token")
     with pytest.raises(InvalidValueError, match="test sample 4 holds 9 in inputs"):
         run(seeded(Words), (IDS, IDS), (words, IDS), **{**PRIVATE, "loss": "next_token"})
+
+
+CARDINALITIES = (2, 50, 300)
+TABLE = torch.stack([torch.arange(CLIENTS * SAMPLES) * 7 % size for size in CARDINALITIES], 1)
+
+
+class Table(nn.Module):
+    """An embedding a column; or one of all, in which columns begin at places of their own."""
+
+    def __init__(self, joint: bool = False) -> None:
+        super().__init__()
+        sizes = (sum(CARDINALITIES),) if joint else CARDINALITIES
+        self.columns = nn.ModuleList(nn.Embedding(size, 4) for size in sizes)
+        self.begins = torch.tensor([0, 2, 52])
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.columns) == 1:
+            return self.head(self.columns[0](x + self.begins).flatten(1))
+        parts = zip(self.columns, x.unbind(1), strict=True)
+        return self.head(torch.cat([table(part) for table, part in parts], 1))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_every_column_of_a_table_has_a_range_of_its_own(joint: bool) -> None:
+    options = {**PRIVATE, "noise_seed": None, "engine": "sequential"}
+    model, data = seeded(lambda: Table(joint)), (TABLE, CLASSES)
+    for changes in ({}, options):
+        run(model, data, data, **changes)  # nobody is refused
+    ranges = ((0, 351), (-2, 349), (-52, 299)) if joint else ((0, 1), (0, 49), (0, 299))
+    for column, (least, most) in enumerate(ranges):
+        wrong = TABLE.clone()
+        wrong[5, column] = most + 1
+        where = f"{most + 1} in column {column} of inputs; the model takes {least}"
+        message = rf"training sample 5 holds {where}\.\.{most}"
+        with pytest.raises(InvalidValueError, match=message):
+            run(model, (wrong, CLASSES), data)
+        wrong[5, column] = most
+        run(model, (wrong, CLASSES), data, num_rounds=1)
+
+
+def test_who_is_left_out_is_in_the_owners_file_and_on_the_owners_screen_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = TABLE.clone()
+    wrong[3 * SAMPLES + 1, 1] = 50
+    nobody = [*PARTS[:3], [], *PARTS[4:]]
+    options = {**PRIVATE, "engine": "sequential"}
+    seen, public = [], []
+    for place, (table, parts, terminal) in enumerate(
+        [(TABLE, nobody, True), (wrong, PARTS, False), (wrong, PARTS, True)]
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda there=terminal: there, raising=False)
+        folder = tmp_path / str(place)
+        made = seeded(Table), (table, CLASSES), (TABLE, CLASSES), parts
+        done = run(*made, **{**options, "output_dir": str(folder), "progress": False})
+        lines = (done.folder / "private.jsonl").read_text().splitlines()
+        shown = capsys.readouterr()
+        seen.append(([json.loads(line) for line in lines], shown.err))
+        rounds = (done.folder / "rounds.jsonl").read_bytes()
+        public.append((shown.out, rounds, done.summary()["statement"], len(done.result)))
+    assert public[0] == public[1] == public[2]
+    cohorts = [json.loads(line)["cohort"] for line in public[0][1].splitlines()]
+    for (lines, _), left in zip(seen, ([], [3], [3]), strict=True):
+        for line, cohort in zip(lines, cohorts, strict=True):
+            assert cohort == list(range(CLIENTS))
+            assert line.get("left_out", []) == left
+            assert line["signal_norm"] > 0
+    assert [("for the owner alone: 1 clients" in err, ": 3;" in err) for _, err in seen] == [
+        (False, False), (False, False), (True, True),
+    ]  # fmt: skip
 
 
 def test_labels_from_one_get_a_hint() -> None:

@@ -105,6 +105,8 @@ class Problem:
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
     withheld: tuple[str, ...] = ()
+    left_out: frozenset[int] = field(default=frozenset(), repr=False)
+    """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
         """Return a salted digest of each data set as it was given, before any front."""
@@ -205,10 +207,11 @@ def make_problem(
     if checked is not None:
         _check_validation(task, flat.module, checked)
         fit.refuse_outside(*checked, ranges, task.objective, "validation")
+    left_out = frozenset[int]()
     # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
     ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task = fit.without_spoilt(task, ranges, ignores=ignores)
+        task, left_out = fit.without_spoilt(task, ranges, ignores=ignores)
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics
@@ -234,6 +237,7 @@ def make_problem(
         metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
         withheld=_ON_TEST if SHARED_PEOPLE in train.notes and by_people else (),
+        left_out=left_out,
         data={
             name: data
             for name, data in (("training", train), ("test", test), ("validation", validation))

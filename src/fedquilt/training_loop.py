@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -133,6 +135,7 @@ class Experiment:
         self._looked: tuple[str, ...] = ()  # what the last evaluation measured
         self._withheld: dict[str, Any] = {}  # and what of it is for the owner alone
         self._unbooked: _Unbooked | None = None
+        self._unheard: set[int] = set()
         federation.method.report_to(self.observer.working)
 
     @property
@@ -221,7 +224,7 @@ class Experiment:
 
     def _book(self, record: RoundRecord, seconds: float) -> str | None:
         """Evaluate, keep and show a round; return why none should follow."""
-        line = as_line(record, seconds) | self._spent()
+        line = as_line(record, seconds) | self._spent() | self._left_out(record)
         private = None
         if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
@@ -242,6 +245,13 @@ class Experiment:
         self._record(line, private, amend=early)
         self.observer(self.config, line | self._standing(line))
         return stopped
+
+    def _left_out(self, record: RoundRecord) -> dict[str, Any]:
+        """Return who of the cohort trained on nothing, as the model cannot take their samples."""
+        unfit: frozenset[int] = getattr(self.subject, "left_out", frozenset())
+        left_out = [client for client in record.cohort if client in unfit]
+        self._unheard.update(left_out, record.non_finite)
+        return {"left_out": left_out} if left_out else {}
 
     def _spent(self) -> dict[str, Any]:
         """Return how the clients' epsilons of this run are spread, where it has a bound."""
@@ -433,6 +443,7 @@ class Experiment:
         path = None if self.folder is None else self.folder.path
         tensors, synthetic = dict(module.state_dict()), self.method.synthetic()
         measured = None if self.clients is None else self.clients.last or None
+        _tell_owner(sorted(self._unheard), path)
         return RunResult(result, statement, tensors, module, path, synthetic, measured)
 
     def _close_account(
@@ -450,6 +461,19 @@ class Experiment:
         statement = dataclasses.replace(statement, notes=(*statement.notes, *notes))
         result["statement"] = statement.as_json()
         return statement
+
+
+def _tell_owner(unheard: list[int], folder: Path | None) -> None:
+    """Say who counted for nothing, on a terminal alone: what goes elsewhere, others may read."""
+    if not unheard or not sys.stderr.isatty():
+        return
+    some = ", ".join(map(str, unheard[:10])) + (", ..." if len(unheard) > 10 else "")
+    where = "" if folder is None else f"; rounds in {folder / 'private.jsonl'}"
+    words = (
+        f"for the owner alone: {len(unheard)} clients counted for nothing in a round or in all, as "
+        f"the model cannot take what they hold or their update was not finite: {some}{where}"
+    )
+    print(words, file=sys.stderr)
 
 
 def limit_notes(lines: Sequence[Mapping[str, Any]], max_agg_norm: float) -> list[str]:

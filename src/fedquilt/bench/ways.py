@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch.nn import functional
 from fedquilt.bench.work import ROUNDS_OF_A_RUN, Work
 from fedquilt.common.errors import WorkerError
 from fedquilt.learning import FlatModel, choose_engine, evaluate, make_engine
-from fedquilt.learning.devices import deal
 from fedquilt.learning.threads import one_thread
 
 
@@ -237,3 +236,20 @@ def python_of(environment: Path) -> Path:
     """Return the interpreter of a virtual environment."""
     inner = ("Scripts", "python.exe") if sys.platform == "win32" else ("bin", "python")
     return environment.joinpath(*inner)
+
+
+def deal(clients: Sequence[int], sizes: Sequence[int], hands: int) -> list[list[int]]:
+    """Deal clients to hands, the largest first, each to the hand that has least.
+
+    `sizes[i]` is that of `clients[i]`.
+
+    >>> deal([7, 3, 2, 9], [5, 9, 1, 4], 2)
+    [[3], [7, 9, 2]]
+    """
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    loads = [0] * hands
+    for place in sorted(range(len(clients)), key=lambda place: -sizes[place]):
+        hand = loads.index(min(loads))
+        dealt[hand].append(clients[place])
+        loads[hand] += sizes[place]
+    return dealt

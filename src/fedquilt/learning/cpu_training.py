@@ -29,7 +29,7 @@ from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, trai
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
 from fedquilt.learning.threads import one_thread
-from fedquilt.learning.trial import FLOAT32, disagreement
+from fedquilt.learning.trial import FLOAT32, disagreement, moved_by_a_pass
 
 _log = logging.getLogger(__name__)
 
@@ -334,8 +334,7 @@ class CpuTraining:
             )
             if reason:
                 raise NoPlanError(f"its gradient by hand is {reason}")
-        self._autograd_gradient(start, like.inputs)
-        moved = flat.state.moved()
+        moved = moved_by_a_pass(flat, like.inputs, self._draws)
         flat.write(start)
         if moved:
             raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")

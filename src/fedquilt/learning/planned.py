@@ -19,7 +19,13 @@ from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
 from fedquilt.learning.shuffles import Stretch
 from fedquilt.learning.stack import clients_that_fit
-from fedquilt.learning.trial import BFLOAT16, TF32, disagreement, drawn_tokens
+from fedquilt.learning.trial import (
+    BFLOAT16,
+    TF32,
+    disagreement,
+    drawn_tokens,
+    moved_by_a_pass,
+)
 
 if TYPE_CHECKING:
     from fedquilt.learning.program import Program
@@ -184,7 +190,7 @@ class PlannedTraining:
             *(by_hand, by_autograd, start, inputs, len(inputs), _UNITS[self._type]),
             vocabulary=self.plan.vocabulary,
         )
-        moved = self._flat.state.moved()
+        moved = moved_by_a_pass(self._flat, like.inputs, draws)
         self._flat.write(start)
         if reason:
             raise NoPlanError(f"its steps by hand are {reason}")

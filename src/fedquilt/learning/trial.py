@@ -20,7 +20,10 @@ import torch
 
 from fedquilt.common import trees
 from fedquilt.common.trees import Tree
+from fedquilt.learning.draws import ClientDraws, bits_of, own_draws
 from fedquilt.learning.engine import public_inputs
+from fedquilt.learning.flat import FlatModel
+from fedquilt.learning.state import ModuleState
 
 FLOAT32, TF32, BFLOAT16 = 2.0**-18, 2.0**-9, 2.0**-7
 """How far weights and inputs are moved: 64 units of rounding, which tiled sums (Winograd) need some
@@ -70,6 +73,20 @@ def disagreement(
         else:
             return words
     return None
+
+
+def moved_by_a_pass(flat: FlatModel, inputs: Tree, draws: ClientDraws | None) -> list[str]:
+    """Return what a pass in training changes beside weights: another way would leave it alone."""
+    flat.restore()
+    flat.module.train()
+    state = ModuleState(flat.module, flat.parameters)
+    with own_draws(draws):
+        if draws is not None:
+            draws.begin(bits_of(0, 0))
+        trees.call_with(flat.module, inputs)
+    moved = state.moved()
+    flat.restore()
+    return moved
 
 
 def _samples(like: Tree, count: int, scale: float, seed: int, vocabulary: int | None) -> Any:
