@@ -5,10 +5,13 @@ Every case holds; and with its hole put back, exactly the check that was meant f
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +22,12 @@ from torch import nn
 from fedquilt import audit
 from fedquilt.audit import whole
 from fedquilt.audit.neighbours import KINDS, MODELS, NOTHING, Net
-from fedquilt.audit.watch import Recorder, known_entropy, watched_run
+from fedquilt.audit.watch import Recorder, Seen, differing, known_entropy, watched_run
 from fedquilt.audit.whole_cases import WholeCase
 from fedquilt.condense.certified_engine import CertifiedEngine
+from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import run_config
 from fedquilt.learning import ClientUpdate
 from fedquilt.learning.local import train_client
 from fedquilt.learning.state import ModuleState
@@ -278,6 +283,40 @@ def test_noise_that_the_audit_does_not_hold_still_is_found(
     found = problems("even clips, sequential", ("nothing", "replaced"))
     assert all("moved" in problem for problem in found)
     assert len(found) > 3
+
+
+# Test samples that are clients' own.
+
+
+def write_leaf(place: Path, shifted: int) -> None:
+    """Write six people's samples as LEAF does; the last one's test labels are shifted."""
+    draws = np.random.default_rng(4)
+    for part, shift in (("train", 0), ("test", shifted)):
+        people = {}
+        for number in range(6):
+            labels = (np.arange(4) + number + (shift if number == 5 else 0)) % 62
+            people[f"f{number}"] = {"x": draws.random((4, 784)).tolist(), "y": labels.tolist()}
+        content = {"users": [*people], "num_samples": [4] * 6, "user_data": people}
+        file = place / "femnist" / part / "all.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
+
+
+def test_what_is_measured_on_clients_own_test_samples_is_withheld_or_stated(
+    tmp_path: Path,
+) -> None:
+    people = {"dataset": "femnist", "partition": "writer", "clients_per_round": 6}
+    short = {"num_rounds": 1, "local_epochs": 1, "availability": "always", "model": "linear"}
+    here = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "runs"), "device": "cpu"}
+    claim = {"mode": "certified", "epsilon": 6.0, "engine": "sequential"}
+    config = plain_config({**people, **short, **here, **claim})
+    worlds: list[Seen] = []
+    for shifted in (0, 9):
+        write_leaf(tmp_path, shifted)
+        worlds.append(watched_run(functools.partial(run_config, config), 0, *worlds))
+    assert [seen.error for seen in worlds] == [None, None]
+    stated = "test samples" in worlds[0].public["statement"]
+    assert stated or differing(worlds[0].public, worlds[1].public) == []
 
 
 # The command without typer.
