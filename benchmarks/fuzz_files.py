@@ -1,4 +1,4 @@
-"""Hostile files: run folders, ledgers, configurations, checkpoints, data files, mutated.
+"""Hostile files: runs, ledgers and their journals, sweeps, federations, data, mutated.
 
     python benchmarks/fuzz_files.py [--inputs 20000] [--seed 0] [--folder FOLDER]
 
@@ -10,7 +10,8 @@ links, folders and pipes where files were.
 
 An input is *accepted* (exit 0, or the run would have gone on), or *refused* (one message).
 What must not happen: a traceback, a process that still runs after ten seconds, a change to any
-file outside the copy.  The table counts all of these by kind of file.
+file outside the copy, half a gigabyte of memory, an escape sequence on the screen.  The table
+counts all of these by kind of file.
 
 Inputs are drawn from the seed and their number, so `--first 1234 --inputs 1` does one again.
 Processes are forked from this one, which has everything imported; training itself is left out.
@@ -24,10 +25,12 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sqlite3
@@ -42,6 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,6 +55,9 @@ LIMIT_SECONDS = 10
 
 WAITING_SECONDS = 60
 """Of the clock, for whoever waits for something that never comes."""
+
+MOST_MEMORY = 512 << 10
+"""How much an input may add to a process, in KiB: no file of a campaign is larger than 1 MiB."""
 
 BATCH = 25
 # Raw JSON that json.dumps would not write; stands in quotes until the text is made.
@@ -117,7 +124,7 @@ class Tally:
         return "\n".join(lines)
 
 
-BAD = ("traceback", "hang", "outside")
+BAD = ("traceback", "hang", "outside", "memory", "escape")
 
 
 def _row(kind: str, counter: Counter[str], columns: tuple[str, ...]) -> str:
@@ -362,6 +369,37 @@ def put_something_else(path: Path, draw: random.Random, outside: Path) -> None:
             stream.truncate(1 << 33)
 
 
+def put_beside(path: Path, draw: random.Random, outside: Path) -> None:
+    """Put a journal beside a database: a pipe, a link, a page that is far away, any bytes."""
+    beside = path.with_name(path.name + draw.choice(("-journal", "-journal", "-wal", "-shm")))
+    beside.unlink(missing_ok=True)
+    what = draw.randrange(6)
+    if what == 0:
+        os.mkfifo(beside)
+    elif what == 1:
+        beside.symlink_to(draw.choice(("/dev/zero", "/dev/tty", str(outside / "victim"))))
+    elif what == 2:
+        beside.mkdir()
+    elif what == 3:
+        beside.write_bytes(draw.randbytes(draw.choice((1, 512, 5000))))
+    else:
+        page = draw.choice((0, 1, 2, 6_000_000, 2**31, 2**32 - 1))
+        head = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+        sizes = (draw.choice((1, -1, 2**31 - 1)), 7, draw.choice((1, 4, 2**32 - 1)), 512, 512)
+        fields = struct.pack(">iIIII", *sizes).ljust(504, b"\0")
+        beside.write_bytes(head + fields + struct.pack(">I", page) + bytes(512) + bytes(4))
+
+
+def link_outwards(path: Path, draw: random.Random, outside: Path) -> None:
+    """Let a name of the folder lead to a file or folder outside of it."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    target = draw.choice(("victim", "folder", "ledger.sqlite", "ledger.sqlite"))
+    path.symlink_to(outside / target)
+
+
 # The good files
 
 
@@ -399,6 +437,22 @@ def make_sources(folder: Path) -> None:
     _keep(made, folder, "condense")
     make_ledger(folder / "ledger")
     make_data(folder / "data")
+    make_sweeps(folder, tiny)
+    if FLOWER:
+        make_federation(folder / "federation")
+
+
+def make_sweeps(folder: Path, tiny: dict[str, Any]) -> None:
+    """Make a sweep of two points, finished and with one still waiting."""
+    from fedquilt.sweep import make_plan, parse_axis, run_sweep
+
+    base = {**tiny, "mode": "certified", "num_rounds": 2}
+    run_sweep(folder / "sweep.finished", make_plan(base, [parse_axis("epsilon=2,4")], (0,)))
+    shutil.copytree(folder / "sweep.finished", folder / "sweep.open")
+    shutil.rmtree(folder / "sweep.open" / "points" / "00001")
+    with contextlib.closing(sqlite3.connect(folder / "sweep.open" / "sweep.sqlite")) as table:
+        table.execute("UPDATE points SET state = 'waiting' WHERE point = 1")
+        table.commit()
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -428,6 +482,18 @@ def make_ledger(folder: Path) -> None:
         with ledger.transaction():
             account.refresh(ledger._store)
             account.save_snapshot(ledger._store)
+
+
+def make_federation(folder: Path) -> None:
+    """Make the folder of a federation that was up, of two nodes and a seat, and its app."""
+    from fedquilt.flower.federation import Federation
+    from fedquilt.flower.template import write_app
+
+    federation = Federation(folder)
+    federation.prepare(write_app(folder.with_name("app")), 2, seats=1)
+    jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
+    status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
+    (folder / "status.json").write_text(json.dumps(status))
 
 
 def make_data(folder: Path) -> None:
@@ -608,7 +674,10 @@ Change = Callable[[bytes, random.Random], bytes]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: where it is, how its format is changed, what is done with it."""
+    """A kind of file: where it is, how its format is changed, what is done with it.
+
+    `place` puts something beside the file or in its place instead.
+    """
 
     name: str
     sources: tuple[str, ...]
@@ -616,6 +685,7 @@ class Kind:
     change: Change | None
     actions: tuple[Action, ...]
     weight: int = 1
+    place: Callable[[Path, random.Random, Path], None] | None = None
 
 
 FINISHED = ("fedavg.finished", "certified.finished", "heterofl.finished", "quap_fl.finished")
@@ -623,6 +693,12 @@ OPEN = ("fedavg.open", "certified.open", "heterofl.open", "quap_fl.open")
 RESUME = command("run", "--resume", "@", "--quiet")
 SHOW = command("ledger", "show", "@")
 VERIFY = command("ledger", "verify", "@")
+LINKED = (
+    RESUME,
+    command("run", "--resume", "@", "--quiet", "--tracker", "tensorboard"),
+    command("ledger", "show", "@"),
+    command("report", "@", "--output", "@/page.html", "--no-look"),
+)
 STATEMENT = (command("statement", "@"), command("statement", "@", "--json"))
 LEDGER = "@/l.sqlite"
 ON_LEDGER = (
@@ -634,8 +710,26 @@ ON_LEDGER = (
     command("ledger", "backup", LEDGER, "@/copy.sqlite"),
     use_ledger,
 )
+REPORT = command("report", "@", "--output", "@/page.html", "--no-look")
+SWEEPS = ("sweep.finished", "sweep.open")
+SWEEP = (
+    command("sweep", "--resume", "@", "--quiet"),
+    command("sweep", "--resume", "@", "--json"),
+    REPORT,
+)
+FLOWER = importlib.util.find_spec("flwr") is not None
+ON_FEDERATION = (
+    command("flower", "status", "--folder", "@"),
+    command("flower", "down", "--folder", "@"),
+    command("flower", "run", "--folder", "@"),
+    command("flower", "resume", "--folder", "@"),
+    command("flower", "leave", "node0", "--folder", "@"),
+    command("flower", "join", "late", "--node-config", "x=1", "--folder", "@"),
+    command("flower", "rotate", "node1", "--folder", "@"),
+    command("flower", "seats", "2", "--roster", "@/roster.json"),
+)
 CONDENSE = command("condense", "--resume", "@", "--quiet", "--baselines", "none")
-KINDS = (
+KINDS = [
     Kind(
         "result.json",
         FINISHED,
@@ -666,6 +760,33 @@ KINDS = (
     ),
     Kind("ledger of a run", ("certified.open",), "ledger.sqlite", None, (RESUME, SHOW, VERIFY), 3),
     Kind("ledger", ("ledger",), "l.sqlite", None, ON_LEDGER, 5),
+    Kind("journal", ("ledger",), "l.sqlite", None, ON_LEDGER, 2, put_beside),
+    Kind(
+        "journal of a run",
+        ("certified.open",),
+        "ledger.sqlite",
+        None,
+        (RESUME, SHOW, VERIFY, REPORT),
+        2,
+        put_beside,
+    ),
+    *(
+        Kind(f"{name}, a link", ("certified.open",), name, None, LINKED, 1, link_outwards)
+        for name in (
+            "ledger.sqlite",
+            "tensorboard",
+            "mlruns",
+            "client_metrics.jsonl",
+            "ledger.json",
+        )
+    ),
+    Kind("sweep.json", SWEEPS, "sweep.json", mutate_json, SWEEP, 4),
+    Kind("sweep.sqlite", SWEEPS, "sweep.sqlite", mutate_bytes, SWEEP, 2),
+    Kind("journal of a sweep", SWEEPS, "sweep.sqlite", None, SWEEP, 1, put_beside),
+    *(
+        Kind(f"{name}, a link", SWEEPS, name, None, SWEEP, 1, link_outwards)
+        for name in ("sweep.sqlite", "sweep.json", "points", "points/00000")
+    ),
     Kind("config.toml of a run", OPEN, "config.toml", mutate_toml, (RESUME, read_folder)),
     Kind(
         "config file",
@@ -731,7 +852,12 @@ KINDS = (
     Kind("table of presence", ("data",), "trace.csv", mutate_bytes, (read_trace,)),
     Kind("table of widths", ("data",), "widths.csv", mutate_bytes, (read_widths("widths.csv"),)),
     Kind("table of devices", ("data",), "devices.csv", mutate_bytes, (read_widths("devices.csv"),)),
-)
+]
+if FLOWER:
+    KINDS += [
+        Kind(f"{name} (Flower)", ("federation",), name, mutate_json, ON_FEDERATION)
+        for name in ("federation.json", "status.json", "roster.json")
+    ]
 
 
 @dataclass(frozen=True)
@@ -761,6 +887,8 @@ class Place:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.outside / "victim").write_bytes(b"precious\n" * 9)
         (self.outside / "folder").mkdir(exist_ok=True)
+        make_ledger(self.outside / "precious")
+        (self.outside / "precious" / "l.sqlite").rename(self.outside / "ledger.sqlite")
         (self.outside / "folder" / "round_0009.jpg").write_bytes(b"a photograph")
         os.environ["XDG_STATE_HOME"] = str(self.root / "state")
         os.environ["TMPDIR"] = str(self.root / "tmp")
@@ -792,7 +920,9 @@ def make_case(place: Place, number: int, seed: int) -> tuple[Kind, Action]:
     kind = draw.choices(KINDS, [kind.weight for kind in KINDS])[0]
     place.renew(draw.choice(kind.sources))
     path = place.case / kind.file
-    if draw.random() < 0.04:
+    if kind.place is not None:
+        kind.place(path, draw, place.outside)
+    elif draw.random() < 0.04:
         put_something_else(path, draw, place.outside)
     elif kind.change is None and draw.random() < 0.75:
         mutate_ledger(path, draw)
@@ -825,14 +955,27 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
+    from fedquilt.sweep import run as sweep_run
     from fedquilt.training_loop import Experiment
 
-    def go_on(experiment: object) -> None:
+    def go_on(*_: object, **__: object) -> None:
         raise WentOnError
 
+    def start(worker: object, *point: object) -> None:
+        raise WentOnError
+
+    def kill(process: int, signal: int) -> None:
+        raise RuntimeError(f"process {process} would have been killed")
+
+    os.kill = kill  # nothing runs that a folder could name
     Experiment.run = go_on  # type: ignore[method-assign, assignment]
+    sweep_run._Worker.run = start  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
     condense.draw_pictures = lambda finished: []
+    if FLOWER:
+        from fedquilt.flower import federation
+
+        federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
 
 
 def check_harness(place: Place) -> None:
@@ -847,26 +990,42 @@ def check_harness(place: Place) -> None:
                     raise RuntimeError(f"{kind.name} of {source} is {outcome} as it is: {how}")
 
 
+def peak_memory() -> int:
+    """Return the most memory that this process has held, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def child(place: Place, numbers: range, seed: int, report: int) -> None:
     """Do a batch of inputs, and say of each what became of it."""
-    quiet = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(quiet, stream)
+    quiet = os.open(os.devnull, os.O_RDONLY)
+    screen = os.open(place.root / "screen", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream, target in ((0, quiet), (1, screen), (2, screen)):
+        os.dup2(target, stream)
     without_training()
     if numbers.start == numbers.stop:
         check_harness(place)
     for number in numbers:
         before = place.fingerprint()
         kind, action = make_case(place, number, seed)
+        os.ftruncate(screen, 0)
+        os.lseek(screen, 0, os.SEEK_SET)
+        memory = peak_memory()
         os.write(report, f"{json.dumps([number, kind.name, 'begun', ''])}\n".encode())
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         signal.alarm(WAITING_SECONDS)
         outcome, how = act(action, place.case)
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.flush()
         if place.fingerprint() != before:
             outcome, how = "outside", "a file outside the copy was touched"
+        elif b"\x1b" in (shown := os.pread(screen, 1 << 20, 0)):
+            outcome, how = "escape", repr(shown[-2000:])
+        elif peak_memory() - memory > MOST_MEMORY:
+            outcome, how = "memory", f"{(peak_memory() - memory) >> 10} MiB"
         os.write(report, f"{json.dumps([number, kind.name, outcome, how[-3000:]])}\n".encode())
+        if outcome == "memory":  # the peak stays with the process
+            break
     os._exit(0)
 
 
@@ -929,8 +1088,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0, help="Number of the first input.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="Kinds of file that have this in their name.")
     parser.add_argument("--folder", help="Where to work; a temporary folder, by default.")
     options = parser.parse_args()
+    KINDS[:] = [kind for kind in KINDS if options.only in kind.name]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         place, tally, began = Place(Path(folder)), Tally(), time.monotonic()
         place.prepare()

@@ -114,6 +114,7 @@ class Host:
         """Start the command of a unit, as systemd would."""
         text = (UNITS / f"fedquilt-{unit}.service").read_text().replace("\\\n", " ")
         (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+        (mask,) = re.findall(r"^UMask=(.*)$", text, re.MULTILINE)
         for place, here in self._places.items():
             line = line.replace(place, here)
         words = [self._filled(word) for word in shlex.split(line)]
@@ -126,6 +127,7 @@ class Host:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    umask=int(mask, 8),
                 )
             )
 

@@ -94,6 +94,27 @@ def test_lines_that_lack_a_key_are_found_before_a_round_runs(stopped: Path, key:
     refused_unchanged(stopped, rf"rounds\.jsonl, line 2 lacks '{key}'")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("non_finite", 5), ("absent", {}), ("without_allowance", []), ("clipped_fraction", "x")],
+)
+def test_lines_with_a_key_of_another_kind_are_found_before_a_round_runs(
+    stopped: Path, key: str, value: object
+) -> None:
+    path = stopped / "rounds.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1][key] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refused_unchanged(stopped, rf"rounds\.jsonl, line 2: {key} must be ")
+
+
+def test_a_line_that_withholds_who_was_left_out_is_read(stopped: Path) -> None:
+    path = stopped / "rounds.jsonl"
+    lines = [{**json.loads(line), "non_finite": None} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resume_run(stopped).result["rounds"] == 4
+
+
 def test_deep_configurations(cli: Cli, here: Path) -> None:
     (here / "c.toml").write_text(f"num_rounds = {'[' * 20_000}{']' * 20_000}")
     one_message(cli("run", "--config", "c.toml"), "'c.toml' is not a TOML file: it is nested")

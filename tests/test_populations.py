@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt import assemble_account, assemble_problem
+from fedquilt import assemble_account, assemble_problem, run_folder
 from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
@@ -28,6 +28,7 @@ from fedquilt.privacy.ledger import (
     LedgerCorruptError,
     population_name,
 )
+from fedquilt.run_folder import RunFolder
 from run_samples import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -659,8 +660,6 @@ def test_a_shorter_note_leaves_nothing_of_a_longer_one(
 def test_a_run_killed_after_its_ledger_was_made_can_be_resumed(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
-        from fedquilt.run_folder import RunFolder
-
         RunFolder.write_account = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
         run_config(tiny(**{**CERTIFIED, "output_dir": str(tmp_path)}))
         os._exit(1)
@@ -696,3 +695,85 @@ def test_a_note_of_a_long_path_fits_into_what_a_power_cut_cannot_tear(
     witness.note("a" * 64)
     assert len(witness.path.read_bytes().strip()) <= 512
     witness.close()
+
+
+# Runs that have lost the note of their account, or never had one
+
+
+OF_THE_OWNER = ("ledger.json", "clients.json", "ledger.sqlite", "private.jsonl")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("saved", [True, False], ids=["checkpoint", "rounds"])
+def test_a_run_that_lost_what_only_its_owner_may_read_makes_no_claim(
+    tmp_path: Path, shared: bool, saved: bool
+) -> None:
+    """A copy by somebody else has no files of mode 0600: what its rounds cost is unknown."""
+    chosen = {**CERTIFIED, "output_dir": str(tmp_path / "runs"), "num_rounds": 3}
+    ledger = tmp_path / "clients.sqlite"
+    chosen |= {"ledger": str(ledger), "allowance": 8.0} if shared else {"allowance": None}
+    folder = stopped(run_config, tiny(**chosen))
+    before = ledger.read_bytes() if shared else b""
+    lost = [*OF_THE_OWNER, *([] if saved else ["checkpoint.safetensors"])]
+    for name in lost:
+        (folder / name).unlink(missing_ok=True)
+    assert (folder / "rounds.jsonl").stat().st_size
+    with pytest.raises(RunFolderError, match=r"no ledger\.json, .*: restore ledger\.json"):
+        resume_run(folder)
+    assert (ledger.read_bytes() if shared else b"") == before
+    assert not (folder / "ledger.sqlite").exists()
+
+
+def test_the_ledger_of_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = stopped_run(tmp_path)
+    for name in ("ledger.json", "rounds.jsonl", "private.jsonl", "checkpoint.safetensors"):
+        (folder / name).unlink()
+    with pytest.raises(RunFolderError, match="has charges of another run"):
+        resume_run(folder)
+
+
+def test_a_received_configuration_names_no_ledger(tmp_path: Path) -> None:
+    """Whoever resumes a folder has not said that its ledger may be charged."""
+    certify(tmp_path, population="people")
+    ledger = tmp_path / "clients.sqlite"
+    config = tiny(mode="fedavg", num_clients=6, ledger=str(ledger), population="people")
+    folder = RunFolder.create(config.replace(spend_everything=True), str(tmp_path / "received"))
+    folder.close()
+    before = ledger.read_bytes()
+    known = r"no ledger\.json, by which that ledger knows it: restore ledger\.json"
+    with pytest.raises(RunFolderError, match=known):
+        resume_run(folder.path)
+    folder.write_account({"run_id": "made-up", "ledger": str(ledger)})
+    with pytest.raises(RunFolderError, match="does not contain the run 'made-up'"):
+        resume_run(folder.path)
+    assert ledger.read_bytes() == before
+
+
+def killed_at(function: str, config: Any) -> None:
+    """Begin a run in a process that dies when it comes to a function of its folder."""
+    pid = os.fork()
+    if not pid:
+        setattr(run_folder, function, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(RunFolder, function, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+        run_config(config)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("mode", ["fedavg", "certified"])
+@pytest.mark.parametrize("function", ["write_config_file", "write_clients"])
+def test_a_first_start_that_was_killed_is_resumed_or_begun_anew(
+    tmp_path: Path, mode: str, function: str
+) -> None:
+    chosen = {"mode": mode, "num_clients": 6, "clients_per_round": 1.0, "num_rounds": 1}
+    chosen |= {"ledger": str(tmp_path / "new.sqlite"), "population": "w", "new_population": True}
+    config = tiny(**{**chosen, "noise_seed": None, "output_dir": str(tmp_path / "runs")})
+    killed_at(function, config)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "config.toml").exists() == (function == "write_clients")
+    if (folder / "config.toml").exists():
+        assert resume_run(folder).result["rounds"] == 1
+    else:
+        assert run_config(config).result["rounds"] == 1
+    charged = spent(tmp_path / "new.sqlite", "w").values()
+    assert all(np.isfinite(value) == (mode == "certified") and value > 0 for value in charged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import tomllib
 from collections.abc import Callable
@@ -11,10 +12,15 @@ from typing import Any
 
 import pytest
 import safetensors
+import torch
+from torch import nn
 
+import fedquilt
 from fedquilt import training_loop
 from fedquilt.aggregation import ServerOptimizer
+from fedquilt.audit.watch import known_entropy
 from fedquilt.config import option_fields, plain_config
+from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.experiment import RunResult, run_config
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record import (
@@ -189,3 +195,59 @@ def test_every_key_has_a_reason() -> None:
     for listed in (ROUND_PUBLIC, RESULT_PUBLIC, CHECKPOINT_PUBLIC, OWNER_FILES):
         assert all(listed.values())
     assert not set(WITHHELD) & set(ROUND_PUBLIC)
+
+
+@pytest.mark.parametrize("settings", [SECRET, OPEN["fedavg"]], ids=["certified", "fedavg"])
+def test_nobody_else_sees_how_long_private_files_are(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    old = os.umask(0o022)
+    try:
+        done = run_config(plain_config({**settings, "output_dir": str(tmp_path)}))
+    finally:
+        os.umask(old)
+    assert done.folder is not None
+    assert stat.S_IMODE(done.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((done.folder / "rounds.jsonl").stat().st_mode) == 0o644  # to be handed on
+
+
+def test_types_and_classes_of_one_client_are_said_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worlds in which the victim holds floats, bytes, or a data set that knows more classes."""
+    train, test = load_dataset("digits")
+    x, y = train.images[:20], train.targets[:20]
+    victims = {
+        "floats": ImageDataset(x, y, "mine", 10),
+        "bytes": ((x * 100).to(torch.uint8), y),
+        "more classes": ImageDataset(x, y, "mine", 11),
+        "nothing": [],
+    }
+    others = [
+        ImageDataset(train.images[k : k + 20], train.targets[k : k + 20], "mine", 10)
+        for k in (20, 40, 60)
+    ]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12))
+    seen = []
+    for own in victims.values():
+        caplog.clear()
+        with known_entropy(1):
+            done = fedquilt.run(
+                model, [own, *others], (test.images, test.targets), quiet=True, num_rounds=1,
+                engine="sequential", mode="certified", local_epochs=1, output_dir=str(tmp_path),
+            )  # fmt: skip
+        assert done.folder is not None
+        metadata = json.loads((done.folder / "result.json").read_text())["metadata"]
+        said = [record.getMessage() for record in caplog.records]
+        seen.append((metadata["data_notes"], metadata["num_classes"], said))
+    assert seen == [([], 12, [])] * len(victims)
+
+
+def test_the_form_of_test_data_is_said_of_all(tmp_path: Path) -> None:
+    train, test = load_dataset("digits")
+    own = [(train.images[k : k + 20], train.targets[k : k + 20]) for k in (0, 20)]
+    shown = ((test.images * 100).to(torch.uint8), test.targets)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    settings = {"mode": "certified", "engine": "sequential", "num_rounds": 1, "quiet": True}
+    done = fedquilt.run(model, own, shown, output_dir=None, **settings)  # type: ignore[arg-type]
+    assert "scaled from 0..255 to 0..1" in "".join(done.result["metadata"]["data_notes"])

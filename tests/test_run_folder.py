@@ -244,6 +244,7 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
 FILES = [
     *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "private.jsonl", ".lock"),
     *("ledger.json", "result.json", "condensed.safetensors", "baselines.json"),
+    *("ledger.sqlite", "ledger.sqlite-journal", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 ]
 
 
@@ -496,3 +497,31 @@ def test_load_gives_the_trained_model_back(uninterrupted: Callable[..., RunResul
     assert same_tensors(dict(passed.model.state_dict()), whole.state_dict)  # type: ignore[union-attr]
     with pytest.raises(RunFolderError, match="does not fit"):
         fedquilt.load(whole.folder, torch.nn.Linear(3, 2))
+
+
+def test_folders_of_runs_that_were_killed_before_they_began_are_removed(tmp_path: Path) -> None:
+    """Only those: not one that is just being made, in use, begun, or holds anything else."""
+    kinds = ("killed", "young", "in use", "begun", "with notes")
+    folders = {kind: tmp_path / f"digits_{kind}_seed0_20260101_000000" for kind in kinds}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / ".lock").touch()
+        os.utime(folder / ".lock", (0, 0))
+    os.utime(folders["young"] / ".lock")
+    (folders["killed"] / ".config.toml.0123.tmp").touch()
+    (folders["begun"] / "config.toml").touch()
+    (folders["with notes"] / "notes.txt").touch()
+    with storage.lock_file(folders["in use"] / ".lock"):
+        RunFolder.create(build_config({"seed": 1}), str(tmp_path)).close()
+    assert [kind for kind, folder in folders.items() if not folder.exists()] == ["killed"]
+
+
+def test_what_a_kill_left_of_a_figure_is_removed_on_resume(
+    tmp_path: Path, uninterrupted: Callable[..., RunResult]
+) -> None:
+    folder = Path(shutil.copytree(uninterrupted().folder, tmp_path / "run"))  # type: ignore[arg-type]
+    before = contents(folder)
+    for name in (".training.png.0123.tmp", ".condensed_rounds.gif.4567.tmp"):
+        (folder / name).write_bytes(b"half a picture")
+    resume_run(folder)
+    assert contents(folder) == before

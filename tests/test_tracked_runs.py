@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import fedquilt
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError, StorageError
 from fedquilt.experiment import resume_run, run_config
+from fedquilt.observe.trackers import open_trackers
 from run_samples import flags, tiny
 
 SECRET = {"mode": "certified", "noise_seed": None}
@@ -108,3 +109,22 @@ def test_a_finished_run_is_resumed_without_a_tracker(tmp_path: Path) -> None:
     assert done.folder is not None
     again = resume_run(done.folder, tracker="tensorboard")
     assert again.result["rounds"] == 4
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_tracker_does_not_write_where_a_link_leads(tmp_path: Path, name: str, deep: bool) -> None:
+    """A run folder may be a stranger's; what its trackers write stays in it."""
+    pytest.importorskip(name)
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (folder / name).mkdir(parents=True)
+    (folder / name / "within").symlink_to(".")  # wandb makes such links
+    if not deep:
+        (folder / name / "within").unlink()
+        (folder / name).rmdir()
+    (folder / name / "0" if deep else folder / name).symlink_to(elsewhere)
+    refused = "must not lead out of" if deep else "must be a folder of its own"
+    with pytest.raises(StorageError, match=refused):
+        open_trackers(name, folder, project="p", run_name="r", config={})
+    assert not list(elsewhere.iterdir())

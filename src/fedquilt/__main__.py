@@ -1,6 +1,6 @@
 """`python -m fedquilt` is the command `fedquilt`."""
 
-from fedquilt.cli import main
+from fedquilt.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

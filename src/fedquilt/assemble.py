@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
+from fedquilt.aggregation import RunningMean, sensitivity_of, try_sensitivity
 from fedquilt.assemble_mechanism import MechanismParts, make_mechanism
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig, RunConfig
@@ -13,9 +15,10 @@ from fedquilt.learning import choose_engine
 from fedquilt.learning.local import SequentialEngine
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.population import ParticipationTracker
+from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.problem import Problem
+from fedquilt.problem import Own, Problem
 from fedquilt.round import Federation
 from fedquilt.slices.method import LargestOnly, Slices, Smallest
 
@@ -30,8 +33,16 @@ def build_federation(
 ) -> Federation:
     """Build the federation of the configured mode, as it is before round 0."""
     method = build_method(config, problem) if method is None else method
+    doubts, sensitivity = doubts_of(config, method), sensitivity_of(method.new_sum())
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
+    tried: tuple[str, ...] = ()
+    if not doubts and sensitivity is not None and not is_plain_sum(method):
+        parts = dataclasses.replace(parts, sum_sensitivity=sensitivity)
+        tried = (_tried_sum(config, problem, method, sensitivity),)
     mechanism = make_mechanism(parts, problem.own.mechanism)
+    if mechanism.is_bounded:
+        for doubt in doubts:
+            _LOG.warning("nothing will be claimed: %s", doubt)
     _lend_updates(problem, method, mechanism)
     return Federation(
         select=problem.selector.select,
@@ -41,7 +52,99 @@ def build_federation(
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
+        sensitivity=sensitivity,
+        doubts=doubts,
+        beliefs=(*tried, *beliefs_of(problem.own)),
+        withheld=problem.withheld,
     )
+
+
+def is_plain_sum(method: Method) -> bool:
+    """Tell whether what a method's clients send is summed by the package."""
+    return type(method.new_sum()) is RunningMean
+
+
+def doubts_of(config: RunConfig, method: Method) -> tuple[str, ...]:
+    """Return why no bound holds for what a method makes of bounded vectors; empty: one does."""
+    total, name = method.new_sum(), type(method).__name__
+    declared = sensitivity_of(total)
+    usable = config.mode == "certified" and not config.amplification
+    doubts = []
+    if not is_plain_sum(method) and (declared is None or not usable):
+        known = "not known" if declared is None else "used in certified without amplification only"
+        doubts.append(f"the sum is made by {type(total).__name__}, whose sensitivity is {known}")
+    for step in ("place", "coverage"):
+        if not getattr(getattr(method, step), "__module__", "").startswith("fedquilt."):
+            doubts.append(f"{name}.{step} decides what of the sum is noised: nothing checks it")
+    return tuple(doubts)
+
+
+def _tried_sum(config: RunConfig, problem: Problem, method: Method, declared: float) -> str:
+    """Try a declared sensitivity, and say what is believed of it."""
+    count = min(_TRIAL_CLIENTS, len(problem.task.clients))
+    whole = method.new_sum().total.numel()
+    sizes = [method.update_size(client, 0) or whole for client in range(count)]
+    places = [method.place(client, 0) for client in range(count)]
+    longest = config.clip_norm * config.clip_cap
+    tried = try_sensitivity(method.new_sum, declared, places, sizes, longest)
+    return (
+        f"the sum is made by {type(method.new_sum()).__name__}: its sensitivity, {declared:g}, is "
+        f"as its author declares; tried on {tried} vectors, not proved"
+    )
+
+
+_TRIAL_CLIENTS = 8
+_BELIEVED: Mapping[str, str] = {
+    "method": "to use of clients' data nothing but the released sums",
+    "engine": "to make a client's update of its own samples and public things alone",
+    "loss": "to keep nothing of one client for another where it is not put back",
+    "optimizer": "to keep nothing of one client for another where it is not put back",
+    "metrics": "to look at nothing but the samples they are given",
+}
+"""What a claim takes on trust of parts that a user brings; see `docs/guarantees.md`."""
+# Of `Certified`: whatever these say, a longer vector is shortened.
+_BOUNDED_BY_ALL = {"bound_vector", "sensitivity"}
+
+
+def beliefs_of(own: Own) -> tuple[str, ...]:
+    """Say of each part that a user brings what is believed and not checked."""
+    found = []
+    for part, believed in _BELIEVED.items():
+        names = _names_of(getattr(own, part))
+        if names:
+            found.append(f"{part} of the user's own, {names}: believed {believed}")
+    if own.mechanism is not None:
+        found.append(_belief_in_mechanism(own.mechanism))
+    return tuple(found)
+
+
+def _belief_in_mechanism(mechanism: object) -> str:
+    name = _names_of(mechanism)
+    if not isinstance(mechanism, type):
+        return f"the mechanism is made by {name}: clip, noise and charges are its word"
+    kinds = mechanism.__mro__[: mechanism.__mro__.index(Certified)]
+    changed = {key for kind in kinds for key in vars(kind)} & set(vars(Certified))
+    changed = {key for key in changed - _BOUNDED_BY_ALL if key[:2] != "__" or key == "__init__"}
+    if changed:
+        return (
+            f"mechanism {name} has its own {', '.join(sorted(changed))}: believed to keep noise "
+            "and charges as they are claimed"
+        )
+    return (
+        f"mechanism {name} bounds updates, which are shortened to the clip where they are longer: "
+        "believed to look at one update alone"
+    )
+
+
+def _names_of(part: object) -> str:
+    """Return what parts that were brought are called; names of the package's own are none."""
+    if part is None or isinstance(part, str):
+        return ""
+    if isinstance(part, Mapping):
+        part = tuple(part.values())
+    if isinstance(part, list | tuple):
+        return ", ".join(filter(None, map(_names_of, part)))
+    return str(getattr(part, "__name__", type(part).__name__))
 
 
 def build_method(config: RunConfig, problem: Problem) -> Method:

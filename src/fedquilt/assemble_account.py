@@ -209,6 +209,8 @@ def open_account(
     try:
         if witness is not None:
             witness.check(ledger)
+        if config.ledger is None and not resumed and _has_charges(ledger):
+            raise RunFolderError(f"ledger {path} has charges of another run: {_RESTORE}")
         ledger.populations()  # a long ledger is hashed here, while nobody has to wait
         with ledger.transaction():
             account = _start(ledger, config, problem, run_id, resumed, witness)
@@ -272,8 +274,14 @@ def _start(
 
 
 def _check_bound_kept(population: Population, config: RunConfig, problem: Problem) -> None:
-    """Refuse to put clients that have a bound at infinity, unless it was said."""
-    if is_bounded(config, problem):
+    """Refuse to put clients that have a bound at infinity, unless it was said.
+
+    It was, too, where only runs without a bound were begun and nothing has been released yet:
+    one of them made the population, or had the user's word, and was stopped at its start.
+    """
+    runs = population.runs()
+    meant = runs and all(run.epsilon is None for run in runs) and not population.spent().any()
+    if meant or is_bounded(config, problem):
         return
     bounded = np.isfinite(population.spent())
     if population.info.named and problem.roster.ids is not None:
@@ -314,6 +322,30 @@ def _population_of_run(ledger: Ledger, config: RunConfig, run_id: str) -> Popula
     return ledger.population(
         found.info.name, epsilon=config.allowance, delta=config.delta, adjacency=config.adjacency
     )
+
+
+_RESTORE = (
+    "restore ledger.json, which its owner alone may read (mode 0600), from a backup or from the "
+    "folder that this one is a copy of; or start a new run"
+)
+
+
+def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolder) -> None:
+    """Refuse a run without ledger.json, unless it was stopped before it had an account.
+
+    What it released would be left out of its claim.  And a ledger that only a configuration
+    names is none that the user has named: the folder may be a stranger's.
+    """
+    if config.ledger is not None:
+        raise RunFolderError(
+            f"run folder {str(folder.path)!r} is of a run on the ledger {config.ledger!r} and has "
+            f"no ledger.json, by which that ledger knows it: {_RESTORE}"
+        )
+    if folder.checkpoint_head() or (needs_account(config, problem) and folder.has_released()):
+        raise RunFolderError(
+            f"run folder {str(folder.path)!r} has rounds and no ledger.json, so that what they "
+            f"cost cannot be counted: {_RESTORE}"
+        )
 
 
 def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:

@@ -83,6 +83,8 @@ class MechanismParts:
         Who may be there, and how many on average: public knowledge.
     account : RunAccount, optional
         The run's account in a ledger; None for a run that claims nothing.
+    sum_sensitivity : float
+        That of the method's sums, where it is known.
     """
 
     config: RunConfig
@@ -90,6 +92,7 @@ class MechanismParts:
     method: Method
     selector: CohortSelector
     account: RunAccount | None
+    sum_sensitivity: float = 1.0
 
 
 def make_mechanism(
@@ -174,6 +177,7 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
         sliced=method.holds_parts,
         notes=(*own, *method.notes, *evaluation_notes(config)),
         adjacency=account.adjacency,
+        sum_sensitivity=parts.sum_sensitivity,
     )
     # Correlated noise remembers earlier rounds on the host, and is drawn there.
     device = parts.flat.vector.device if config.noise_bands == 1 else None

@@ -17,6 +17,7 @@ from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import TARGET_ACCURACY, CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import (
+    ImageDataset,
     as_samples,
     check_data_dir,
     clients_data,
@@ -26,6 +27,8 @@ from fedquilt.data import (
 )
 from fedquilt.data.holdings import Holdings
 from fedquilt.data.identity import shared_sample
+from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
+from fedquilt.data.samples import Samples
 from fedquilt.learning.streams import wake
 from fedquilt.models import make_model
 from fedquilt.problem import Own, Problem, make_problem
@@ -91,12 +94,17 @@ def problem_from(
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
     finite = not MODE_TABLE[config.mode].noised
+    if isinstance(train, ImageDataset) and isinstance(test, ImageDataset):
+        train = with_people_noted(train, test)
+    given_apart = clients is None
     if clients is None:
         train_set, clients = clients_data(_each_client(train), finite=finite)
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
     test_set = None if test is None else as_samples(test, "test")
+    if given_apart and not finite:
+        train_set = _said_as_of_test(train_set, test_set)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -125,6 +133,16 @@ def problem_from(
         config, model, train_set, test_set, parts, roster, none, own, tests, checked
     )
     return config, problem
+
+
+def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:
+    """Return the samples of clients with what the test data say of their form.
+
+    In which type one client holds them, and how many classes it knows of, is its own.
+    """
+    people = tuple(note for note in train.notes if note == SHARED_PEOPLE)
+    notes, classes = ((), None) if test is None else (test.notes, test.num_classes)
+    return dataclasses.replace(train, notes=(*notes, *people), num_classes=classes)
 
 
 def named_clients(
@@ -210,6 +228,7 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
     """Return (validation samples, samples for clients); the first is empty by default."""
     if not config.early_stopping and config.norm_statistics != "server":
         return np.zeros(0, dtype=np.int64), np.arange(size)
+    _refuse_people_held_out(config)
     order = generator(config.seed, "validation").permutation(size)
     count = max(1, round(config.validation_fraction * size))
     if size - count < (config.num_clients or 1):
@@ -218,3 +237,14 @@ def _hold_out(config: RunConfig, size: int) -> tuple[NDArray[np.int64], NDArray[
             f"samples to each of num_clients={config.num_clients or 1}"
         )
     return np.sort(order[:count]), np.sort(order[count:])
+
+
+def _refuse_people_held_out(config: RunConfig) -> None:
+    """Refuse to hold out samples of people who are clients where a claim would be about them."""
+    covered = config.patterns("noise_layers") == ("all",)
+    if config.partition == "writer" and config.is_bounded(covered=covered):
+        asked = "early_stopping=True" if config.early_stopping else "norm_statistics='server'"
+        raise InvalidValueError(
+            f"{asked} must be left out with partition='writer' in mode={config.mode!r}: samples "
+            "that are held out were made by people who are clients, and no claim covers them"
+        )

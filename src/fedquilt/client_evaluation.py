@@ -143,7 +143,6 @@ class ClientEvaluation:
             row: dict[str, Any] = {"client": client}
             if self.names is not None:
                 row["name"] = self.names[client]
-            self.flat.restore()
             self.flat.write(weights)
             try:
                 row |= self._look(self.flat, client, by_class=True)
@@ -155,7 +154,6 @@ class ClientEvaluation:
                     raise
                 row |= {"examples": len(self.tests[client]), "accuracy": None, "loss": None}
             rows.append(row)
-        self.flat.restore()
         self.flat.write(weights)
         return rows
 

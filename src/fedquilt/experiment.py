@@ -197,6 +197,7 @@ def resume_run(
     """Continue a run that was stopped; a finished run returns its result."""
     folder = RunFolder.open(path)
     if folder.read_result() is not None:
+        folder.remove_leftovers()
         return load(path)
     config = folder.read_config()
     folder.checkpoint_head()  # of another run, or none: found before data are loaded

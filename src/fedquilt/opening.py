@@ -12,17 +12,30 @@ from pathlib import Path
 
 import torch
 
-from fedquilt.assemble import build_federation, build_method, engine_of_before, settle_engine
+from fedquilt.assemble import (
+    build_federation,
+    build_method,
+    doubts_of,
+    engine_of_before,
+    settle_engine,
+)
 from fedquilt.assemble_account import (
+    check_account_not_lost,
     check_identity,
     check_same_clients,
     identity_of,
+    is_bounded,
     needs_account,
     open_account,
     open_witness,
 )
 from fedquilt.client_evaluation import make_client_evaluation
-from fedquilt.common.errors import RunInterrupted, StorageError, WorkerError
+from fedquilt.common.errors import (
+    InvalidValueError,
+    RunInterrupted,
+    StorageError,
+    WorkerError,
+)
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.method import Method
@@ -108,20 +121,26 @@ def _open(
     in the run's folder, or in a temporary one when nothing is kept.
     """
     entered = folder.read_account() if folder is not None else None
-    if entered is not None and folder is not None:
-        check_same_clients(problem, entered, folder.path)
     if folder is not None:
+        if entered is None:
+            check_account_not_lost(config, problem, folder)
+        else:
+            check_same_clients(problem, entered, folder.path)
         check_identity(problem, folder)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
     if config.ledger is not None:
+        _refuse_doubts(config, problem, method)
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
+    note = {"run_id": run_id, "ledger": "ledger.sqlite", "clients": problem.roster.digest}
     federation = None if own_ledger else build_federation(config, problem, account, method)
     if folder is None and output_dir is not None:
-        folder = RunFolder.create(config, output_dir, problem.engine_choice)
+        # Before the configuration: a kill between them leaves no run that has lost its account.
+        first = None if account is None else note | {"ledger": str(account.ledger.path.resolve())}
+        folder = RunFolder.create(config, output_dir, problem.engine_choice, first)
         stack.callback(folder.close)
         folder.write_clients(identity_of(problem) if identity is None else identity.result())
     if own_ledger:
@@ -138,11 +157,19 @@ def _open(
             witness=witness,
         )
         stack.callback(account.close)
-    if account is not None and folder is not None and entered is None:
-        name = "ledger.sqlite" if own_ledger else str(account.ledger.path.resolve())
-        clients = problem.roster.digest
-        folder.write_account({"run_id": run_id, "ledger": name, "clients": clients})
+        if folder is not None and entered is None:
+            folder.write_account(note)
     return federation or build_federation(config, problem, account, method), folder
+
+
+def _refuse_doubts(config: RunConfig, problem: Problem, method: Method) -> None:
+    """Refuse to enter charges that are not true into a ledger that outlives the run."""
+    doubts = doubts_of(config, method)
+    if doubts and is_bounded(config, problem):
+        raise InvalidValueError(
+            f"ledger={config.ledger!r} must be left out: nothing is known of what clients would "
+            f"spend, because {'; '.join(doubts)}"
+        )
 
 
 def _identity_soon(problem: Problem) -> Future[dict[str, str]] | None:

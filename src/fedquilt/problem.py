@@ -25,6 +25,7 @@ from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import Samples
 from fedquilt.data.holdings import Holdings
 from fedquilt.data.identity import salted_digest
+from fedquilt.data.leaf import SHARED_PEOPLE
 from fedquilt.learning import (
     Engine,
     FlatModel,
@@ -53,6 +54,9 @@ from fedquilt.slices.static_norm import make_static, make_tracking
 
 _LOG = logging.getLogger("fedquilt")
 
+_ON_TEST = ("test_", "tiers")
+"""How the names of what is measured on test samples begin."""
+
 BuildMethod = Callable[[MethodParts], Method]
 """Makes a method from the parts of a run; a user may bring one."""
 
@@ -78,7 +82,8 @@ class Problem:
     """Data on the device, the samples of each client, and the initial model.
 
     `model_width` is the width of this model as a share of the one that was asked for:
-    below 1 when a run trains the smallest slice only.  `lends_memory`: it is used for one run,
+    below 1 when a run trains the smallest slice only.  `withheld`: measures that begin so are of
+    samples that clients have made.  `lends_memory`: it is used for one run,
     whose engine may train in the memory of `flat`.
     """
 
@@ -99,6 +104,7 @@ class Problem:
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    withheld: tuple[str, ...] = ()
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
         """Return a salted digest of each data set as it was given, before any front."""
@@ -199,11 +205,16 @@ def make_problem(
     if checked is not None:
         _check_validation(task, flat.module, checked)
         fit.refuse_outside(*checked, ranges, task.objective, "validation")
+    # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
+    ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task = fit.without_spoilt(task, ranges)
+        task = fit.without_spoilt(task, ranges, ignores=ignores)
     else:
-        fit.refuse_outside(inputs, targets, ranges, task.objective, "training")
+        fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics
+    # Of samples that are dealt otherwise no client is the one who made them.
+    by_people = config.partition == "writer" or config.dataset == "custom"
+    flat.restore()  # the trials above may have left something behind
     for note in train.notes:
         _LOG.warning("%s", note)
     return Problem(
@@ -222,6 +233,7 @@ def make_problem(
         own=own,
         metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
         notes=(*train.notes, *notes),
+        withheld=_ON_TEST if SHARED_PEOPLE in train.notes and by_people else (),
         data={
             name: data
             for name, data in (("training", train), ("test", test), ("validation", validation))

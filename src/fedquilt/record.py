@@ -231,15 +231,18 @@ def _client_budgets(record: RoundRecord) -> dict[str, list[float | None]]:
 
 
 def split_private(
-    line: dict[str, Any], looked: Collection[str] = ()
+    line: dict[str, Any], looked: Collection[str] = (), withheld: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part a line into what is on the list of public keys and all the rest.
 
     `looked` names what an evaluation of the released model measured: under `test_`, and
     whatever the metric is called, it is public for the reason that `test_loss` is.
+    What begins with one of `withheld` is not: some client made the samples.
     """
 
     def is_public(key: str) -> bool:
+        if key.startswith(withheld):
+            return False
         return key in ROUND_PUBLIC or (key in looked and key.startswith(_MEASURED))
 
     private = {key: value for key, value in line.items() if not is_public(key)}

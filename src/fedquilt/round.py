@@ -22,13 +22,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.aggregation import Accumulator, Place, RunningMean
+from fedquilt.aggregation import Accumulator, Place, RunningMean, sensitivity_of
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.statement import Statement
+
+CLIENTS_TESTED = (
+    "what is measured on the test samples, which people who are clients have made (not published: "
+    "see the private file; evaluation_share pays for a noised measure)",
+)
+"""What a claim about training does not cover where clients have made the test samples."""
 
 Select = Callable[[int, NDArray[np.bool_] | None], Cohort]
 # How often a round is planned anew when another run takes what it counted on.
@@ -37,7 +45,13 @@ _ATTEMPTS = 20
 
 @dataclass
 class Federation:
-    """The parts of a federation and its state between two rounds."""
+    """The parts of a federation and its state between two rounds.
+
+    `sensitivity` is that of the sums which the mechanism's noise was made for.  `doubts` are
+    reasons why nothing may be claimed, `beliefs` what a claim takes on trust of somebody's own
+    parts (`assemble.build_federation`).  What begins with one of `withheld` is measured on
+    samples that clients have made, and under a claim it is the owner's alone.
+    """
 
     select: Select
     tracker: ParticipationTracker
@@ -46,6 +60,27 @@ class Federation:
     learning_rate_at: Callable[[int], float]
     weights: torch.Tensor
     account: RunAccount | None = None
+    sensitivity: float | None = 1.0
+    doubts: tuple[str, ...] = ()
+    beliefs: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()
+
+    def statement(self) -> Statement:
+        """Say what may be claimed now: the mechanism's word, and what it takes for granted."""
+        epsilons = None if self.account is None else self.account.epsilons()
+        stated = self.mechanism.statement(self.tracker.participation_count, epsilons)
+        return stated.believing(self.beliefs, self.doubts, CLIENTS_TESTED if self.withheld else ())
+
+    def new_sum(self) -> Accumulator:
+        """Return an empty sum of the kind that the noise of the run was made for."""
+        total = self.method.new_sum()
+        if sensitivity_of(total) != self.sensitivity and self.mechanism.is_bounded:
+            raise InvalidValueError(
+                f"new_sum of {type(self.method).__name__} must give sums of one sensitivity in "
+                f"all rounds: {type(total).__name__} has {sensitivity_of(total)}, and the noise is "
+                f"made for {self.sensitivity}"
+            )
+        return total
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what the next round needs beside the weights, as arrays; never noise."""
@@ -131,7 +166,7 @@ def run_round(
     record.clip_value = mechanism.clip_bound(received)
 
     # 5 clip, 6 noise (where a mode noises each client), 7 sum
-    total = method.new_sum()
+    total = federation.new_sum()
     came: list[int] = []
     for contribution in received:
         came.append(contribution.client)
@@ -163,7 +198,25 @@ def run_round(
 def _train(federation: Federation, cohort: Cohort, round_index: int) -> Iterator[ClientUpdate]:
     learning_rate = federation.learning_rate_at(round_index)
     engine = federation.method.engine
-    return engine.train(federation.weights, cohort.clients, round_index, learning_rate)
+    updates = engine.train(federation.weights, cohort.clients, round_index, learning_rate)
+    return _once_each(updates, cohort)
+
+
+def _once_each(updates: Iterator[ClientUpdate], cohort: Cohort) -> Iterator[ClientUpdate]:
+    """Hand on an engine's updates; refuse a second one of a client, and one of who was not asked.
+
+    A client pays for one vector within its clip.
+    """
+    waiting = set(cohort.clients.tolist())
+    for update in updates:
+        if update.client not in waiting:
+            raise InvalidValueError(
+                f"an engine must yield at most one update for each client that it was asked for, "
+                f"not another one for client {update.client}"
+            )
+        waiting.remove(update.client)
+        yield update
+        del update  # the next client trains when the one before it is summed and gone
 
 
 def _select_and_reserve(
@@ -251,7 +304,7 @@ def _receive(mechanism: Mechanism, losses: list[float], update: ClientUpdate) ->
 
 def _add(total: Accumulator, noised: Contribution, place: Place | None) -> None:
     """Add a contribution to the sum; one that is yet to be scaled is, while it is added."""
-    if noised.scale is not None and place is None and isinstance(total, RunningMean):
+    if noised.scale is not None and place is None and type(total) is RunningMean:
         total.add_scaled(noised.sent, noised.scale, noised.weight)
     else:
         total.add(noised.vector, noised.weight, place)

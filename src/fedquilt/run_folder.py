@@ -19,9 +19,12 @@ A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
 checkpoint are dropped on resume, because those rounds run again.
 
+In a run on a ledger that others share, ledger.json is there before config.toml, and in any run
+with an account before the first round: without it neither may go on (`has_released`).
+
 A run folder may come from a stranger.  The folder itself may be reached through a link, but
 what is in it must be its own: regular files and a real folder `synthetic`.  A link there would
-have a resumed run append to, or delete, files anywhere else.
+have a resumed run append to, or delete, files anywhere else, or charge another ledger.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.checkpoint_files import Checkpoint, CheckpointFiles, Expected
 from fedquilt.common import storage, untrusted
-from fedquilt.common.errors import RunFolderError, StorageError
+from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.common.printable import printable
 from fedquilt.common.shapes import Shape, check
 from fedquilt.common.storage import storage_errors
@@ -62,17 +65,17 @@ if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no
     import torch
     from numpy.typing import NDArray
 
-_FILES = (
-    *("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json", "private.jsonl"),
-    *(
-        "ledger.json",
-        "clients.json",
-        "client_metrics.jsonl",
-        "condensed.safetensors",
-        "baselines.json",
-        ".lock",
-    ),
+_OF_ROUNDS = (
+    *("rounds.jsonl", "private.jsonl", "checkpoint.safetensors", "client_metrics.jsonl"),
+    "condensed.safetensors",
 )
+_FILES = (
+    *_OF_ROUNDS,
+    *("config.toml", "result.json", "ledger.json", "clients.json", "baselines.json", ".lock"),
+    *(f"ledger.sqlite{end}" for end in ("", "-journal", "-wal", "-shm")),
+)
+
+_JUST_MADE_SECONDS = 60.0
 
 
 class RunFolder:
@@ -84,17 +87,27 @@ class RunFolder:
         self._checkpoint = CheckpointFiles(path)
 
     @classmethod
-    def create(cls, config: RunConfig, output_dir: str, note: str = "") -> RunFolder:
+    def create(
+        cls,
+        config: RunConfig,
+        output_dir: str,
+        note: str = "",
+        account: dict[str, Any] | None = None,
+    ) -> RunFolder:
         """Make the folder `{dataset}_{mode}[_{method}]_seed{seed}_{timestamp}` and lock it.
 
-        A note stands below the configuration as a comment.
+        A note stands below the configuration as a comment.  An account that the run has
+        already is written first: a configuration that names a ledger is never without it.
         """
         stem = run_stem(config)
         with storage_errors(output_dir):
             storage.make_folder(Path(output_dir))
+            _remove_unbegun(Path(output_dir))
             folder = cls(make_fresh(Path(output_dir), stem))
             try:
                 folder.acquire(is_new=True)
+                if account is not None:
+                    folder.write_account(account)
                 text = io.StringIO()
                 write_config_file(config, text)
                 if note:
@@ -128,11 +141,17 @@ class RunFolder:
             for path in (*own, *images.glob("round_*")):
                 storage.check_regular(path)
 
+    def has_released(self) -> bool:
+        """Tell whether anything is there that only a round, or its images, can have left."""
+        with readable(self.path):
+            files = [self.path / name for name in _OF_ROUNDS]
+            left = any(path.exists() and path.stat().st_size for path in files)
+            return left or any(self._checkpoint.bases()) or any(self._images().glob("round_*"))
+
     def _images(self) -> Path:
         """Return the folder of the images, which is in this one if it is there."""
         path = self.path / "synthetic"
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise RunFolderError(f"{str(path)!r} must be a folder of its own, not a link or a file")
+        storage.check_own_folder(path)
         return path
 
     def acquire(self, *, is_new: bool = False) -> None:
@@ -153,6 +172,13 @@ class RunFolder:
             if not is_new:
                 self._make_names_durable()
         storage.remove_leftovers(self.path)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a process has left that was killed while it drew a finished run."""
+        if any(self.path.glob(".*.tmp")):
+            with contextlib.suppress(FedquiltError):  # somebody writes, or nobody may
+                self.acquire()
+                self.close()
 
     def _make_names_durable(self) -> None:
         """Sync what a process that was killed has renamed, before anything is built on it.
@@ -207,12 +233,17 @@ class RunFolder:
             measured[record["rounds"]] = record["clients"]
         return measured
 
-    def amend_round(self, record: dict[str, Any]) -> None:
-        """Replace the last line of rounds.jsonl."""
-        path = self.path / "rounds.jsonl"
+    def amend_round(self, record: dict[str, Any], private: dict[str, Any] | None = None) -> None:
+        """Replace the last line of rounds.jsonl, and that of private.jsonl when there is one."""
+        if private is not None:
+            self._amend("private.jsonl", {"round": record["round"], **private}, 0o600)
+        self._amend("rounds.jsonl", record, 0o666)
+
+    def _amend(self, name: str, record: dict[str, Any], mode: int) -> None:
+        path = self.path / name
         line = json.dumps({"schema_version": SCHEMA_VERSION, **finite(record)})
         kept = untrusted.read_lines(path, RunFolderError)[:-1]
-        storage.write_file(path, b"".join(kept) + line.encode() + b"\n")
+        storage.write_file(path, b"".join(kept) + line.encode() + b"\n", mode)
 
     def synthetic_path(self, rounds: int | None = None) -> Path:
         """Return where the synthetic set after so many rounds is; None: the final one."""
@@ -421,12 +452,33 @@ def _round(line: bytes, number: int, path: Path) -> dict[str, Any]:
     return dict(record)
 
 
+def _remove_unbegun(parent: Path) -> None:
+    """Remove the folders of runs that were killed before they had a configuration.
+
+    They hold a lock that nobody holds, and nothing else.
+    """
+    for lock in parent.glob("*_seed*/.lock"):
+        folder = lock.parent
+        if (folder / "config.toml").exists() or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # in nobody's way, or just being made
+            if time.time() - lock.stat().st_mtime > _JUST_MADE_SECONDS:
+                with storage.lock_file(lock):
+                    storage.remove_leftovers(folder)
+                    if [path.name for path in folder.iterdir()] == [lock.name]:
+                        lock.unlink()
+                        folder.rmdir()
+
+
 def make_fresh(parent: Path, stem: str) -> Path:
-    """Create the folder, numbering it when two runs start in the same second."""
+    """Create the folder, numbering it when two runs start in the same second.
+
+    It is its owner's: the length of a private file says something of the clients' data.
+    """
     for number in range(1, 1000):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(0o700)
             storage.sync_folder(parent)
             return path
     raise StorageError(f"cannot create a run folder {str(parent / stem)!r}: all names are taken")

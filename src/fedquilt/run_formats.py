@@ -54,6 +54,8 @@ ROUND = Table(
         "agg_scale": ANY_NUMBER,
         "client_budgets": Listed(ANY_NUMBER),
         "tiers": _TIERS,
+        **dict.fromkeys(("clipped_fraction", "without_allowance", "groups"), ANY_NUMBER),
+        **dict.fromkeys(("non_finite", "absent"), OrNull(Listed(COUNT))),
     },
 )
 

@@ -131,6 +131,7 @@ class Experiment:
         self.saves_every_round = federation.account is not None
         self._saved_at = time.monotonic()
         self._looked: tuple[str, ...] = ()  # what the last evaluation measured
+        self._withheld: dict[str, Any] = {}  # and what of it is for the owner alone
         self._unbooked: _Unbooked | None = None
         federation.method.report_to(self.observer.working)
 
@@ -235,6 +236,7 @@ class Experiment:
             self._save(done)
         if evaluates:
             line |= self._evaluate_and_keep(done)
+            private = private and private | self._withheld
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
@@ -279,7 +281,7 @@ class Experiment:
         if self.folder is None:
             return
         if amend:
-            self.folder.amend_round(line)
+            self.folder.amend_round(line, private if self._withheld else None)
         else:
             self.folder.append_round(line, private)
         if self.saves_every_round or time.monotonic() - self._saved_at >= CHECKPOINT_SECONDS:
@@ -302,7 +304,10 @@ class Experiment:
         self._keep(done)
         if not self.federation.mechanism.is_bounded:
             return measured
-        return split_private(measured, looked=self._looked)[0]
+        withheld = self.federation.withheld
+        public, private = split_private(measured, self._looked, withheld)
+        self._withheld = {key: private[key] for key in private if key.startswith(withheld)}
+        return public
 
     def _bring_up_to_date(self) -> dict[str, float]:
         self.federation.weights, measured = self.method.before_evaluation(self.federation.weights)
@@ -382,7 +387,9 @@ class Experiment:
             check_not_rolled_back(federation.account, saved.ledger_head)
         self._check_kept(saved.state)
         check_state(saved.state, saved.rounds, folder.path)
+        flat.restore()
         load_tensors(flat.module, saved.model, folder.path)
+        flat.remember()  # frozen tensors were loaded, too
         weights = saved.state.get("weights")
         try:
             federation.load_state(saved.state)
@@ -400,8 +407,7 @@ class Experiment:
         """Write the last checkpoint and the result, and return the run."""
         federation, account = self.federation, self.federation.account
         counts = federation.tracker.participation_count
-        epsilons = None if account is None else account.epsilons()
-        statement = federation.mechanism.statement(counts, epsilons)
+        statement = federation.statement()
         if not federation.mechanism.is_bounded:
             notes = (*statement.notes, *_refusal_notes(self.lines))
             statement = dataclasses.replace(statement, notes=notes)
@@ -433,7 +439,8 @@ class Experiment:
         self, account: RunAccount, result: dict[str, Any], statement: Statement
     ) -> Statement:
         """Finish the run in the ledger, and put the ledger's notes into the statement."""
-        account.finish(self.federation.weights if account.reproducible else None)
+        unprotected = account.reproducible or (account.is_bounded and not statement.is_bounded)
+        account.finish(self.federation.weights if unprotected else None)
         result["ledger"] = account.summary()
         shared = self.config.ledger is not None
         resumed = account.run.is_resumed and statement.is_bounded
@@ -462,7 +469,7 @@ def _refusal_notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Who sent what is no secret there.
     """
-    lost = sum(0 < len(line["cohort"]) == len(line.get("non_finite", ())) for line in lines)
+    lost = sum(0 < len(line["cohort"]) == len(line.get("non_finite") or ()) for line in lines)
     if not lost:
         return []
     return [f"every update was NaN or infinity and left out in {lost} of {len(lines)} rounds"]

@@ -125,6 +125,14 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
     assert _color("certified:worst_case") not in {_color(mode) for mode in MODES}
 
 
+def test_an_arm_may_have_an_epsilon_of_its_own(cli: Cli, here: Path) -> None:
+    arms = ("--modes", "fixed_dp,fixed_dp:54", "--seeds", "0", "--json")
+    record = cli("compare", *compare_flags(num_rounds=1, epsilon=2.0), *arms).json()
+    assert [row["mode"] for row in record["table"]] == ["fixed_dp", "fixed_dp:54"]
+    configs = [fedquilt.load(here / run["output"]).result["metadata"] for run in record["runs"]]
+    assert [one["hyperparameters"]["epsilon"] for one in configs] == [2.0, 54.0]
+
+
 def test_an_option_may_be_for_one_policy_only(cli: Cli, here: Path) -> None:
     arms = ("--modes", "certified:worst_case,certified:cap", "--seeds", "0", "--json")
     record = cli("compare", *compare_flags(num_rounds=2), "--max-joins", 1, *arms).json()
@@ -157,6 +165,8 @@ def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cl
     [
         ("certified:worst", "modes='worst' must be one of 'adaptive'"),
         ("fedavg:cap", "modes='fedavg:cap' must be 'certified' to name a policy"),
+        ("fedavg:54", "modes='fedavg:54' must be a mode with noise, to name epsilon"),
+        ("fixed_dp:-1", "epsilon=-1.0 must be"),
         ("certified:cap", "policy='cap' needs max_joins"),
     ],
 )

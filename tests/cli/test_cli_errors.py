@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 
 from fedquilt.config import RunConfig, build_config, option_fields
 from fedquilt.errors import InvalidValueError
+from run_processes import environment
 from run_samples import TINY, flags
 
 Cli = Callable[..., Any]
@@ -325,3 +329,35 @@ def test_an_output_folder_whose_name_is_no_text(cli: Cli, here: Path) -> None:
     assert said.code == 2
     assert "output_dir=" in said.err
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_model_for_texts_does_not_take_images(cli: Cli, command: str) -> None:
+    said = cli(command, "--dataset", "digits", "--model", "lstm")
+    assert said.code == 2
+    assert said.err.startswith("error: model='lstm' must take inputs of shape (1, 8, 8), which")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("option", "unbuffered"), [("--help", "1"), ("--version", "")])
+def test_output_that_cannot_be_written_is_one_message(option: str, unbuffered: str) -> None:
+    """In the middle of a command, or not before its end."""
+    settings = {**environment(), "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "fedquilt", option]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=settings, check=False
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == "error: standard output cannot be written: the disk is full\n"
+
+
+def test_output_that_nobody_reads_ends_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fedquilt", "--version"]
+    ended = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")

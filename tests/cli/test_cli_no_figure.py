@@ -58,3 +58,20 @@ def test_a_condensation_goes_on(cli: Cli) -> None:
     assert "pictures  " not in said.out
     assert "warning: the pictures could not be drawn: " in said.err
     assert "the disk is full" in said.err
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no font can be read"), ImportError("a module is half there")], ids=repr
+)
+def test_a_run_has_its_statement_whatever_kept_the_figure_from_being_drawn(
+    cli: Cli, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fedquilt.cli.run.draw_history", fails)
+    said = cli("run", *flags(mode="certified"), "--quiet")
+    assert said.code == 0
+    assert "What may be claimed (certified)" in said.out
+    cause = f"{type(error).__name__}: {error}"
+    assert said.err == f"warning: training.png could not be drawn: {cause}\n"

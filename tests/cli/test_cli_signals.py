@@ -139,3 +139,28 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(
     assert ended.code == 2
     assert "was ended by SIGKILL with work in hand" in ended.err
     assert f"continue with  fedquilt run --resume {folder}\n" in ended.err
+
+
+def test_ctrl_c_while_commands_are_built_is_no_traceback(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.main.get_command", interrupted)
+    said = cli("--version")
+    assert (said.code, said.out, said.err) == (130, "", "")
+
+
+def test_ctrl_c_after_the_last_word_interrupts_nothing() -> None:
+    code = (
+        "import os, signal, sys; from fedquilt.cli import program\n"
+        "sys.argv = ['fedquilt', '--version']\n"
+        "try: program()\n"
+        "finally: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("fedquilt ")

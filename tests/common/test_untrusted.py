@@ -76,6 +76,23 @@ def test_ordinary_values_survive(value: object) -> None:
     assert parse_json(json.dumps(value), "f") == value
 
 
+@pytest.mark.parametrize("part", ["[]", "{}", '{"a":1}', "[[[0]]]"])
+def test_more_lists_and_objects_than_any_run_has_are_refused_unread(
+    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """99 MB of empty lists would take 3 GB; a run of 200,000 rounds has ten a round."""
+    assert untrusted.MOST_CONTAINERS * len("[],") < 10_000_000
+    assert untrusted.MOST_CONTAINERS >= 2_000_000
+    text = '{"x":[' + (part + ",") * untrusted.MOST_CONTAINERS + "0]}"
+    (tmp_path / "result.json").write_text(text)
+    (tmp_path / "rounds.jsonl").write_text(text.replace(part * 100, part * 100 + "\n"))
+    monkeypatch.setattr(untrusted.json, "loads", pytest.fail)
+    with pytest.raises(DataError, match=r"result\.json must be a JSON object: it holds more"):
+        read_json(tmp_path / "result.json")
+    with pytest.raises(DataError, match=r"rounds\.jsonl must be lines of JSON: it holds more"):
+        untrusted.read_lines(tmp_path / "rounds.jsonl")
+
+
 def test_files_without_an_end_cost_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as stream:

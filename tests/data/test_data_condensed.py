@@ -25,6 +25,7 @@ from fedquilt.data import (
     load_condensed,
     save_condensed,
 )
+from fedquilt.data.tiles import most_tiles
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
@@ -290,3 +291,29 @@ def test_the_example_in_the_documentation_runs() -> None:
     result = doctest.testmod(condensed)
     assert result.attempted > 5
     assert result.failed == 0
+
+
+def test_tiles_are_counted_before_they_are_made(tmp_path: Path) -> None:
+    """656 kB of 40 images of 64 x 64, each said to hold 64 x 64 smaller ones: 2.7 GB of them."""
+    path = tmp_path / "set.safetensors"
+    data = made(images=torch.zeros(40, 1, 64, 64), targets=torch.zeros(40, dtype=torch.int64))
+    with pytest.raises(InvalidValueError, match="tiles=64 must be"):
+        save_condensed(path, data, mean=[0.0], std=[1.0], tiles=64)
+    save_condensed(path, data, mean=[0.0], std=[1.0], tiles=2)
+    with safetensors.safe_open(path, framework="pt") as stream:
+        stated = {**stream.metadata(), "tiles": "64"}
+    path.write_bytes(safetensors.torch.save({**safetensors.torch.load_file(path)}, stated))
+    for read in (load_condensed, condensed_info):
+        with pytest.raises(DataError, match=r"cannot be used: tiles=64 must be .*20"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [((1000, 3, 32, 32), 4), ((5000, 3, 32, 32), 4), ((10, 1, 28, 28), 28), ((10**6, 3, 9, 9), 4)],
+)
+def test_ordinary_sets_may_have_the_tiles_that_are_of_use(
+    shape: tuple[int, ...], tiles: int
+) -> None:
+    assert most_tiles(shape) >= tiles
+    assert most_tiles(shape) ** 2 * np.prod(shape) <= max(2**26, 16 * np.prod(shape))

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import stat
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from PIL import Image
 
 import fedquilt
 from fedquilt.assemble_problem import build_problem
+from fedquilt.audit.watch import differing, folder_values, known_entropy
 from fedquilt.config import plain_config
 from fedquilt.data import DATASETS, DatasetSpec, ImageDataset, dataset_status, load_dataset, specs
 from fedquilt.data.leaf import LETTERS, SHARED_PEOPLE
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment import run_config, run_in_memory
 
 RANDOM = np.random.default_rng(5)
 
@@ -238,6 +240,63 @@ def test_a_writer_keeps_the_name_in_another_file(tmp_path: Path) -> None:
     assert rosters[0].name == rosters[1].name
     assert rosters[0].ids == ("writer:a_1", "writer:b_2")
     assert rosters[1].ids == ("writer:b_2", "writer:c_3")
+
+
+def femnist_run(root: Path, name: str, **changes: Any) -> Any:
+    """Run on femnist by writer, in which the people of the test samples are clients."""
+    config = {
+        "dataset": "femnist",
+        "data_dir": str(root / name),
+        "partition": "writer",
+        "mode": "certified",
+        "model": "linear",
+        "num_rounds": 2,
+        "eval_every": 1,
+        "local_epochs": 1,
+        "output_dir": str(root / "runs"),
+        "availability": "always",
+    }
+    with known_entropy(3):
+        return run_config(plain_config({**config, **changes}))
+
+
+def test_what_clients_own_test_samples_show_is_the_owners_alone(tmp_path: Path) -> None:
+    """Two worlds that differ in one person's test labels: nothing public may."""
+    write_femnist(tmp_path / "one")
+    worlds = []
+    for label in (0, 5):
+        tests = {"f0001_41": (written(6, 0)[0], [label] * 6), "f0100_00": written(4, 7)}
+        leaf_file(tmp_path / "one" / "femnist" / "data" / "test" / "all_0.json", tests)
+        worlds.append(femnist_run(tmp_path, "one"))
+    one, other = worlds
+    assert differing(*(folder_values(done.folder)[0] for done in worlds)) == []
+    hidden = [
+        [json.loads(line)["test_loss"] for line in (done.folder / "private.jsonl").open()]
+        for done in (one, other)
+    ]
+    assert len(hidden[0]) == 2
+    assert hidden[0] != hidden[1]
+    assert stat.S_IMODE((one.folder / "private.jsonl").stat().st_mode) == 0o600
+    assert one.final_accuracy is None
+    assert one.statement.is_bounded
+    assert any("which people who are clients have made" in what for what in one.statement.uncovered)
+    assert "uncovered  nothing" not in one.statement.as_text()
+
+
+def test_test_samples_of_nobody_among_the_clients_stay_public(tmp_path: Path) -> None:
+    write_femnist(tmp_path / "one")
+    dealt = femnist_run(tmp_path, "one", partition="iid", num_clients=3)
+    assert dealt.final_accuracy is not None
+    assert dealt.statement.uncovered == ()
+    unclaimed = femnist_run(tmp_path, "one", mode="fedavg")
+    assert unclaimed.final_accuracy is not None
+
+
+def test_samples_of_clients_are_not_held_out_under_a_claim(tmp_path: Path) -> None:
+    write_femnist(tmp_path / "one")
+    stops = {"early_stopping": True, "target_accuracy": 0.9, "validation_fraction": 0.3}
+    with pytest.raises(InvalidValueError, match="must be left out with partition='writer'"):
+        femnist_run(tmp_path, "one", **stops)
 
 
 def spoken(text: str) -> tuple[list[Any], list[Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,19 @@ def test_the_files_that_units_name_are_those_that_are_made(tmp_path: Path) -> No
         ]
         assert named
         assert set(named) <= made
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_a_unit_writes_is_its_users_alone(unit: str) -> None:
+    assert re.search(r"^UMask=0077$", UNITS[unit], re.MULTILINE)
+    writes = "/var/lib/fedquilt" in UNITS[unit]
+    closed = re.findall(r"^StateDirectory(Mode)?=(\w+)$", UNITS[unit], re.MULTILINE)
+    assert closed == ([("", "fedquilt"), ("Mode", "0700")] if writes else [])
+
+
+def test_a_container_writes_for_its_user_alone() -> None:
+    made = (ROOT / "deploy" / "Containerfile").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", made, re.MULTILINE)
+    command = [*json.loads(entry), "sh", "-c", "umask"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0077\n"
+    assert "chmod 700 /var/lib/fedquilt" in made

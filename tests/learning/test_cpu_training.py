@@ -341,6 +341,93 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         CpuTraining(flat, task, how(), draws)
 
 
+class Called(nn.Sequential):
+    """Does something around its forward pass."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.clamp(-5, 5))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def around(how: str) -> nn.Module:
+    """Return a network with something around its forward pass, which acts on large values only."""
+    layers = (nn.Sequential(nn.Linear(7, 9), nn.ReLU()), nn.Linear(9, 5))
+    model: nn.Module = Called(*layers) if how == "call" else nn.Sequential(*layers)
+    forward = model.forward
+    if how == "forward of the object":
+        model.forward = lambda x: forward(x.clamp(-5, 5))  # type: ignore[method-assign]
+    elif how == "parametrization":
+        nn.utils.parametrize.register_parametrization(layers[1], "weight", Doubled())
+    elif how == "input":
+        model.register_forward_pre_hook(lambda _, x: (x[0].clamp(-5, 5),))
+    elif how == "output":
+        model.register_forward_hook(lambda _, x, y: y.clamp(-5, 5))
+    elif how == "inside":
+        layers[0].register_forward_hook(lambda _, x, y: y.clamp(max=5))
+    elif how == "gradient":
+        layers[0].register_full_backward_hook(lambda _, before, after: (before[0],))
+        model.register_full_backward_pre_hook(lambda _, after: (after[0] * 3,))
+    return model
+
+
+AROUND = ("call", "forward of the object", "parametrization", "input", "output", "inside")
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("what", [*AROUND, "gradient"])
+def test_what_is_done_around_a_forward_pass_is_done_by_every_engine(what: str) -> None:
+    torch.manual_seed(0)
+    model, task = around(what), make_task((7,))
+    task = Task(30 * task.inputs, task.targets, task.clients)
+    wanted = trained(SequentialEngine(model, task, how()), model)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(7, 9), nn.ReLU()), nn.Linear(9, 5))
+    if what != "parametrization":
+        plain.load_state_dict(model.state_dict())
+        other = trained(SequentialEngine(plain, task, how()), plain)
+        assert (other[0].delta - wanted[0].delta).norm() > 0.1 * wanted[0].delta.norm()
+    engines = [make_engine("auto", model, task, how())]
+    if BatchedEngine.supports(model, task, how()):
+        engines.append(BatchedEngine(model, task, how()))
+    for engine in engines:
+        got = trained(engine, model)
+        for client, update in wanted.items():
+            apart = (got[client].delta - update.delta).norm()
+            assert apart <= 1e-4 * update.delta.norm()
+
+
+def test_a_hook_of_all_modules_leaves_training_to_autograd() -> None:
+    model, task = nn.Linear(7, 5), make_task((7,))
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda _, x: (x[0].clamp(-5, 5),))
+    try:
+        engine = make_engine("auto", model, task, how())
+    finally:
+        handle.remove()
+    assert isinstance(engine, HandEngine)
+    assert engine.by_hand is None
+
+
+class Warming(nn.Module):
+    """Computes something else after forty passes: `torch.fx` sees the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.passes = nn.Linear(7, 5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.fc(x).relu() if self.passes > 40 else self.fc(x)
+
+
+def test_a_network_that_keeps_something_between_passes_trains_by_autograd() -> None:
+    engine = make_engine("auto", Warming(), make_task((7,)), how())
+    assert isinstance(engine, HandEngine)
+    assert engine.by_hand is None
+
+
 def test_auto_trains_one_client_after_the_other_by_hand() -> None:
     model, task = cnn(), make_task((2, 8, 8))
     engine = make_engine("auto", model, task, how())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.config import RunConfig
 from fedquilt.experiment import run_in_memory
 from fedquilt.learning import FlatModel, LocalSettings, Task
-from fedquilt.learning.devices import DevicesEngine, deal, parse_devices
+from fedquilt.learning.devices import DevicesEngine, parse_devices
 from fedquilt.learning.local import SequentialEngine
 from fedquilt.learning.processes import end_workers
 from fedquilt.models import DigitsModel
@@ -79,11 +83,58 @@ def test_a_run_on_two_devices_is_the_run_on_one() -> None:
         assert torch.allclose(shared.state_dict[name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def test_clients_are_dealt_by_size() -> None:
-    dealt = deal(list(range(12)), SIZES, 2)
-    loads = [sum(SIZES[client] for client in hand) for hand in dealt]
-    assert sorted(client for hand in dealt for client in hand) == list(range(12))
-    assert abs(loads[0] - loads[1]) <= 1
+class Deaf:
+    """A worker that notes what it is given and trains nothing."""
+
+    left = 0
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    def begin(self, share: Any) -> None:
+        self.given.append(share.clients)
+
+
+def test_who_trains_where_follows_places_in_the_cohort_and_not_what_anybody_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = []
+    for sizes in (SIZES, [*SIZES[:5], 60, *SIZES[6:]], [0, *SIZES[1:]]):
+        inputs, targets = torch.zeros(sum(sizes), 1, 8, 8), torch.zeros(sum(sizes)).long()
+        held = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        engine = DevicesEngine(DigitsModel(), Task(inputs, targets, held), HOW, CPUS)
+        workers = [Deaf(), Deaf()]
+        monkeypatch.setattr(engine, "_workers", workers)
+        start = FlatModel(DigitsModel()).read().clone()
+        with contextlib.suppress(StopIteration, ValueError):
+            monkeypatch.setattr(engine, "_in_order", lambda *_: iter(()))
+            next(engine.train(start, [7, 1, 5, 0, 9], 0, 0.1))
+        shares.append([worker.given for worker in workers])
+    assert shares == [[[[7, 5, 9]], [[1, 0]]]] * 3
+
+
+def test_devices_of_several_kinds_are_refused_where_clients_are_protected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protected = replace(HOW, silent=True)
+
+    def made(names: list[str], how: LocalSettings) -> DevicesEngine:
+        devices = [torch.device(name) for name in names]
+        return DevicesEngine(DigitsModel(), make_task(), how, devices)
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        name = "NVIDIA A100" if device.index == 2 else "NVIDIA H200"
+        cores, memory = 132, 2**37
+        return SimpleNamespace(
+            name=name, major=9, minor=0, multi_processor_count=cores, total_memory=memory
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    made(["cuda:0", "cuda:1"], protected).close()
+    made(["cuda:0", "cpu"], HOW).close()
+    for names, reason in ((["cuda:0", "cpu"], "H200.*cpu"), (["cuda:0", "cuda:2"], "A100.*H200")):
+        with pytest.raises(InvalidValueError, match=f"devices=.*one kind.*{reason}"):
+            made(names, protected)
 
 
 @pytest.mark.parametrize("names", ["cpu,,cpu", "gpu", "meta", "cuda:99"])

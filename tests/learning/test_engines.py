@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import SequentialEngine, client_seed, epoch_batches
 from fedquilt.learning.processes import ProcessEngine, WorkerError
 from fedquilt.models import MLP, DigitsModel
+from run_processes import environment
 
 SIZES = (33, 1, 32, 70, 0, 64, 5)
 COHORT = [3, 1, 6, 4, 0, 2, 5]
@@ -360,6 +362,36 @@ def test_forgotten_engine_leaves_no_process() -> None:
     pids = engine.worker_pids
     del engine
     assert not any(is_alive(pid) for pid in pids)
+
+
+SOCKETS = """
+import os, signal, tempfile
+from fedquilt.learning.processes import start_fork_server, worker_context
+
+here = tempfile.gettempdir()
+if os.fork() == 0:
+    start_fork_server(worker_context())
+    os.kill(os.getpid(), signal.SIGKILL)
+os.wait()
+left = os.listdir(here)
+for name in left:
+    os.utime(os.path.join(here, name), (0, 0))
+start_fork_server(worker_context())
+print(len(left), len(os.listdir(here)), [name for name in os.listdir(here) if name in left])
+"""
+
+
+def test_sockets_of_a_killed_process_are_removed_by_the_next_and_its_own_by_itself() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # names of sockets are short
+        ended = subprocess.run(
+            [sys.executable, "-c", SOCKETS],
+            env={**environment(), "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ended.stdout == "1 1 []\n"
+        assert os.listdir(folder) == []
 
 
 def test_killed_worker_is_an_error_that_names_it(

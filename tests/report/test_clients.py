@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,16 @@ def test_the_figure_shows_what_was_measured(
     assert "own slice, width 1/4" in labels
     assert len(right.patches) == len(labels)
     assert "heterofl" in saved[-1].get_suptitle()
+
+
+def test_the_figure_is_the_owners_alone(folder: Path, tmp_path: Path, cli: Any) -> None:
+    old = os.umask(0o022)
+    try:
+        place = tmp_path / "clients.png"
+        cli("clients", str(folder), "--figure", str(place))
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
 
 
 def test_several_runs_are_drawn_together(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedquilt.config import build_config
 from fedquilt.config.condense import CONDENSE_PRESETS
 from fedquilt.errors import DataError
 from fedquilt.reproduce import PAPERS, Wanted, fednum, fednum_page, kept_cells, reproduce
@@ -31,7 +33,7 @@ TINY: dict[str, Any] = {
 
 def test_the_cells_are_the_comparison() -> None:
     full = {cell.name: cell for cell in fednum.cells("full")}
-    assert len(full) == 2 * 2 * 3
+    assert len(full) == 2 * 2 * 3 + 2 * 3
     default = full["default-cifar10-seed0"].config()
     assert (default["num_clients"], default["dirichlet_alpha"], default["ipc"]) == (50, 0.1, 10)
     assert full["default-mnist-seed1"].baselines == ("coreset", "dm", "feddm", "fedavg")
@@ -117,3 +119,37 @@ def test_an_older_run_did_not_have_what_a_data_set_makes_of_later_options() -> N
     assert (now["row_bits"], now["model_families"]) == (8, 3)
     before = {key: now[key] for key in now if key not in ("row_bits", "model_families")}
     assert _completed(before) == {**now, "row_bits": 32, "model_families": 1}
+
+
+def test_the_cells_of_colour_are_the_command_of_the_page() -> None:
+    text = (DOCS / "condense.md").read_text()
+    block = next(
+        b for b in text.split("```bash\n") if b.startswith("fedquilt condense --dataset cifar")
+    )
+    words = shlex.split(block.split("```")[0].replace("\\\n", " "))[2:]
+    given = {
+        key[2:].replace("-", "_"): value for key, value in zip(*[iter(words)] * 2, strict=True)
+    }
+    cell = fednum.colour("full")[50][0]
+    config = {**cell.config(), "precision": "bf16"}
+    assert {key: str(config[key]) for key in given} == given
+    whole = build_config({**cell.settings, "seed": 0}).as_dict()
+    assert {key: whole[key] for key in cell.config()} == cell.config(), "the defaults of now"
+    ipcs = {
+        ipc: (len(cells), cells[0].config()["model_epochs"])
+        for ipc, cells in fednum.colour("full").items()
+    }
+    assert ipcs == {10: (3, 1000), 50: (3, 800)}
+    assert fednum.colour("small") == {}
+
+
+def test_a_colour_row_is_what_its_cells_say() -> None:
+    cells = fednum.colour("full")[10]
+    values = (0.603, 0.599, 0.605)
+    kept = {
+        cell.name: Kept({"accuracy": v, "bytes_up": 233_000_000, "bytes_down": 1, "rounds": 6})
+        for cell, v in zip(cells, values, strict=True)
+    }
+    text = fednum_page.colour_table("full", kept)
+    assert "| 10 | 3 | 60.23 ± 0.31 | 60.3, 59.9, 60.5 | 233 to 233 |" in text
+    assert fednum_page.colour_table("full", {}) == ""

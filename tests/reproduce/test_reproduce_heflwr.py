@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+from fedquilt.assemble import build_method
+from fedquilt.assemble_problem import build_problem
+from fedquilt.config import RunConfig, build_config, plain_config
 from fedquilt.reproduce import PAPERS, Wanted, heflwr, heflwr_page, reproduce
 from fedquilt.reproduce.cells import Kept
 from fedquilt.reproduce.tables import mean
+from fedquilt.slices.method import Slices
+from fedquilt.slices.slicing import Slicing
+from fedquilt.sweep import make_plan, parse_axis
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -27,6 +39,67 @@ def test_the_cells_are_the_readmes_comparison() -> None:
     assert heflwr.TABLE["cifar10", "dirichlet", "fjord"] == 40.20
     assert heflwr.TABLE["mnist", "iid", "full"] == 99.30
     assert len(heflwr.TABLE) == 7 * 4
+
+
+def test_heterofl_is_one_method_in_run_sweep_and_reproduction() -> None:
+    def typed(**changes: Any) -> str:
+        return build_config({"dataset": "digits", "method": "heterofl", **changes}).absent_classes
+
+    assert typed() == "leave_out", "as its authors"
+    assert typed(mode="certified") == "average", "under a bound divisors are public"
+    cell = next(c for c in heflwr.cells("full") if "heterofl" in c.name)
+    assert cell.config()["absent_classes"] == typed()
+    base = build_config({"dataset": "digits", "mode": "fedavg"}, arms=[{"method": "heterofl"}])
+    axes = [parse_axis("method=fedrolex,heterofl,depthfl")]
+
+    def points(said: Sequence[str] = ()) -> list[RunConfig]:
+        plan = make_plan(base.as_dict(), axes, [0], said=said)
+        return [plan.config(point, Path("sweep")) for point in plan.points]
+
+    assert [one.absent_classes for one in points()] == ["average", "leave_out", "average"]
+    assert points()[2].model == "exits"
+    assert {one.absent_classes for one in points(["absent_classes"])} == {"average"}, "as was said"
+    written = {key: value for key, value in typed_whole().items() if key != "absent_classes"}
+    assert plain_config(written).absent_classes == "average", "a run from before the option"
+
+
+def typed_whole() -> dict[str, Any]:
+    return build_config({"dataset": "digits", "method": "heterofl"}).as_dict()
+
+
+def test_in_mfl_every_client_holds_a_half() -> None:
+    """HeFlwr's: 2^k structures, one half of every axis, (client + round) mod 2^k."""
+    cells_ = {c.name: c.config() for c in heflwr.cells("full")}
+    assert cells_["iid-mnist-mfl-seed0"]["tiers"] == "1/2"
+    assert cells_["iid-mnist-heterofl-seed0"]["tiers"] == "1,3/4,1/2,1/4"
+    assert build_config({"dataset": "digits", "method": "mfl"}).tiers == "1/2"
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    slicing = Slicing("mfl", [Fraction(1, 2)] * 8, 0, model, (), torch.zeros(2, 4))
+    for client, round_index in itertools.product(range(8), range(5)):
+        place = slicing.place(client, round_index)
+        held = torch.zeros(place.whole_size)
+        place.scatter_(held, torch.ones(place.size))
+        first, second = (client + round_index) % 2, (client + round_index) // 2 % 2
+        rows, columns = torch.zeros(6), torch.zeros(8)
+        rows[3 * first : 3 * first + 3] = 1
+        columns[4 * second : 4 * second + 4] = 1
+        parts = (rows[:, None].expand(6, 4), rows, torch.outer(columns, rows), columns)
+        parts = (*parts, columns.expand(3, 8), torch.ones(3))
+        assert torch.equal(held, torch.cat([part.reshape(-1) for part in parts]))
+
+
+def test_a_width_s_score_is_the_mean_over_its_clients() -> None:
+    """Clients of one width hold other halves in MFL, and each scores its own."""
+    few = {"dataset": "digits", "method": "mfl", "num_clients": 4, "clients_per_round": 4}
+    config = build_config({**few, "num_rounds": 1, "availability": "always"})
+    problem = build_problem(config)
+    method = cast(Slices, build_method(*problem))
+    weights = method._flat.vector.clone()
+    own = [method._score(method.own_model(c, weights, 0).module)["accuracy"] for c in range(4)]
+    assert len(set(own)) > 1
+    looked = method.look(weights, 0, {})["tiers"]
+    assert looked["1/2"]["accuracy"] == pytest.approx(sum(own) / 4)
+    method.close()
 
 
 @pytest.mark.usefixtures("here")

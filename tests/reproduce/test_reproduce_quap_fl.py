@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,15 +20,18 @@ from fedquilt.errors import DataError, InvalidValueError
 from fedquilt.reproduce import (
     PAPERS,
     Wanted,
+    cells,
     kept_cells,
     quap_fl,
+    quap_fl_page,
     reproduce,
     run_cells,
     write_page,
 )
-from fedquilt.reproduce.cells import HOW, Cell
+from fedquilt.reproduce.cells import HOW, Cell, Kept
 from fedquilt.reproduce.command import _cells
 from fedquilt.reproduce.papers import BYTES_FILE
+from fedquilt.reproduce.tables import mean, origin
 from run_processes import environment
 
 Cli = Callable[..., Any]
@@ -47,8 +51,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cells_are_the_papers_experiments() -> None:
     full = {cell.name: cell for cell in quap_fl.cells("full")}
-    assert len(full) == 84
-    assert len([name for name in full if name.startswith("table2")]) == 2 * 3 * 3
+    assert len(full) == 102
+    assert len([name for name in full if name.startswith("table2")]) == 2 * 2 * 3 * 3
     cell = full["table2-mnist-quap_fl-seed0"]
     assert {key: cell.config()[key] for key in PRESETS["paper-mnist"]} == PRESETS["paper-mnist"]
     assert not cell.config()["early_stopping"]
@@ -62,6 +66,88 @@ def test_the_cells_are_the_papers_experiments() -> None:
     assert len(configs) == len(set(configs)), "no run is done twice"
 
 
+def test_table_2_is_run_as_the_published_code_and_as_the_documents_have_it() -> None:
+    def used(name: str) -> dict[str, Any]:
+        return next(c for c in quap_fl.cells("full", ["table2", name]) if c.name == one).config()
+
+    one = "table2-cifar10-fedavg-seed0"
+    code = used("table2")
+    assert (code["learning_rate"], code["local_epochs"], code["lr_decay"]) == (0.005, 3, 0.995)
+    one = "table2-documents-cifar10-fedavg-seed0"
+    document = used("table2-documents")
+    # The API document's list of HYPERPARAMETERS; it names no decay.
+    assert (document["learning_rate"], document["local_epochs"]) == (0.01, 5)
+    changed = {key for key in code if code[key] != document[key]}
+    assert changed == {"learning_rate", "local_epochs", "lr_decay"}
+    rows = quap_fl.table2("full")["cifar10", "fedavg"]
+    others = quap_fl.table2("full", "table2-documents")["cifar10", "fedavg"]
+    kept = {c.name: Kept({"accuracy": 0.5}) for c in rows}
+    kept |= {c.name: Kept({"accuracy": 0.7}) for c in others}
+    text = quap_fl_page.markdown("full", kept, {}, "")
+    row = next(line for line in text.splitlines() if line.startswith("| CIFAR-10 | FedAvg"))
+    assert row.split(" | ")[3::2] == ["50.00 ± 0.00", "70.00 ± 0.00"]
+
+
+def test_what_secret_noise_moves_is_printed_to_a_tenth() -> None:
+    rows = quap_fl.table2("full")
+    values = (0.86640, 0.86620, 0.86624)
+    for mode, shown in (("quap_fl", "86.6 (86.6 to 86.6)"), ("fedavg", "86.63 ± 0.01")):
+        row = rows["mnist", mode]
+        kept = {c.name: Kept({"accuracy": v}) for c, v in zip(row, values, strict=True)}
+        assert mean(row, kept) == shown
+
+
+def test_a_table_says_from_which_code_its_cells_come() -> None:
+    row = quap_fl.table2("full")["mnist", "fedavg"]
+    first = {"accuracy": 0.9, "commit": "a" * 40, "source": "1" * 64}
+    other = {"accuracy": 0.9, "commit": "b" * 40 + "-dirty", "source": "2" * 64}
+
+    def said(*records: dict[str, Any]) -> str:
+        kept = {c.name: Kept(record) for c, record in zip(row, records, strict=False)}
+        return origin(row, kept)
+
+    assert said(first, first) == f"Code: {'a' * 12} (source {'1' * 12})."
+    assert said(first, other) == (
+        f"Cells of 2 states of the code: {'a' * 12} (source {'1' * 12}); "
+        f"{'b' * 12}-dirty (source {'2' * 12})."
+    )
+    assert said({"accuracy": 0.9}) == "Code: commit not recorded."
+    assert "2 states" in said({"accuracy": 0.9}, first)
+    assert said() == ""
+
+
+def test_the_code_of_a_cell_can_be_checked_against_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fedquilt"
+    (package / "reproduce").mkdir(parents=True)
+    files = {"__init__.py": b"1\n", "reproduce/cells.py": b"2\n"}
+    for name, content in files.items():
+        (package / name).write_bytes(content)
+    (package / "notes.txt").write_text("no code")
+    monkeypatch.setattr(cells, "__file__", str(package / "reproduce" / "cells.py"))
+    wanted = hashlib.sha256(
+        b"".join(n.encode() + b"\0" + hashlib.sha256(files[n]).digest() for n in sorted(files))
+    ).hexdigest()
+    assert cells.source_origin() == {"commit": None, "source": wanted}
+    assert cells.source_origin("abc") == {"commit": "abc", "source": wanted}
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        run = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+        return run.stdout.decode().strip()
+
+    git("init", "--quiet")
+    assert cells.source_origin()["commit"] is None, "not a part of this checkout"
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    assert cells.source_origin()["commit"] == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_bytes(b"3\n")
+    changed = cells.source_origin()
+    assert changed["commit"] == git("rev-parse", "HEAD") + "-dirty"
+    assert changed["source"] != wanted
+
+
 @pytest.mark.usefixtures("tiny", "here")
 def test_a_table_with_ours_beside_theirs(cli: Cli) -> None:
     said = cli("reproduce", "quap-fl", "--only", "table1,table2", "--jobs", "1", "--quiet")
@@ -69,10 +155,11 @@ def test_a_table_with_ours_beside_theirs(cli: Cli) -> None:
     assert "| digits for MNIST | QuAP-FL | 93.30 ± 0.10 | " in said.out
     assert "| FedAvg | 44.6 MB, 1.00x | 44.7 MB, 1.00x |" in said.out
     assert "at the first evaluation on the test set" in said.out
-    cells = {f"table2-digits-{mode}-seed0.json" for mode in quap_fl.MODES}
-    assert {path.name for path in PLACE.iterdir()} == {"figures.png", BYTES_FILE, *cells}
+    names = {f"table2-digits-{mode}-seed0.json" for mode in quap_fl.MODES}
+    assert {path.name for path in PLACE.iterdir()} == {"figures.png", BYTES_FILE, *names}
     record = json.loads((PLACE / "table2-digits-quap_fl-seed0.json").read_text())
     assert record["config"]["num_rounds"] == record["rounds"] == 2
+    assert {key: record[key] for key in ("commit", "source")} == cells.source_origin()
     assert record["claimed_epsilon"] == "inf"
     assert record["curve"]["rounds"] == [1, 2]
     assert record["noise_to_signal"] > 1
@@ -154,7 +241,7 @@ def test_a_seed_after_the_other() -> None:
     every, chosen = _cells(PAPERS["quap-fl"], Wanted(scale="full", only="table2"))
     assert [cell.seed for cell in chosen] == [0] * 6 + [1] * 6 + [2] * 6
     assert {cell.dataset for cell in chosen[:6]} == {"mnist", "cifar10"}
-    assert len(every) == 84
+    assert len(every) == 102
 
 
 def test_the_command_needs_little_beside_torch(tmp_path: Path) -> None:
@@ -213,3 +300,15 @@ def test_the_page_shows_what_is_kept(scale: str) -> None:
     figure = f"reproduction/quap-fl/{scale}/figures.png" if folder.is_dir() else ""
     text = PAPERS["quap-fl"].markdown(scale, folder, figure)
     assert text in (root / "reproduction.md").read_text()
+
+
+def test_readme_prints_what_is_kept_of_the_papers_own_networks() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = " ".join((root / "README.md").read_text().split())
+    said = re.search(r"`quap_fl` reaches ([\d.]+) % on MNIST and ([\d.]+) % on CIFAR-10", text)
+    assert said is not None
+    rows = quap_fl.table2("full")
+    kept = kept_cells(root / "docs" / "reproduction" / "quap-fl" / "full", quap_fl.cells("full"))
+    for dataset, shown in zip(("mnist", "cifar10"), said.groups(), strict=True):
+        values = [kept[cell.name].accuracy for cell in rows[dataset, "quap_fl"]]
+        assert shown == f"{100 * sum(values) / len(values):.1f}"

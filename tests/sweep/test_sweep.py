@@ -19,7 +19,7 @@ from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import plain_config
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
-from fedquilt.sweep.plan import Plan
+from fedquilt.sweep.plan import Axis, Plan, choose
 from fedquilt.views.page import find_runs
 from run_processes import environment
 from run_samples import TINY, flags
@@ -77,6 +77,24 @@ def test_a_bad_value_is_found_before_anything_runs() -> None:
         planned("local_epochs=1,0")
     with pytest.raises(InvalidValueError, match="samples"):
         planned("learning_rate=0.1:1")
+
+
+@pytest.mark.parametrize(("samples", "what"), [(10**9, "samples=1000000000"), (None, "points=10")])
+def test_too_many_points_are_refused_before_one_is_made(
+    samples: int | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand million draws, or a grid of 10^12, would be made without an end."""
+
+    def none_is_made(*_: object) -> None:
+        raise AssertionError("a point is made")
+
+    monkeypatch.setattr(Axis, "draw", none_is_made)
+    monkeypatch.setattr("fedquilt.sweep.plan.itertools.product", none_is_made)
+    keys = ("learning_rate", "clip_norm", "epsilon", "delta")
+    values = ",".join(str(0.001 * (1 + i)) for i in range(1000))
+    axes = [parse_axis(f"{key}={values}") for key in keys]
+    with pytest.raises(InvalidValueError, match=rf"{what}\d* must be .*100000"):
+        choose(axes, samples)
 
 
 def test_a_sweep_and_its_summary(tmp_path: Path) -> None:
@@ -229,3 +247,20 @@ def test_the_command(cli: Callable[..., Said], here: Path) -> None:
     assert cli("sweep", "--resume", "s", "--seed", 1).code == 2
     assert "must be given" in cli("sweep", *options).err
     assert "must be a folder" in cli("sweep", "--resume", "nowhere").err
+
+
+def test_a_worker_without_a_point_ends_in_order() -> None:
+    """What it has made elsewhere, sockets of worker processes, is removed at its end."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import atexit; atexit.register(print, 'in order'); "
+            "from fedquilt.sweep.worker import main; main()",
+        ],
+        env=environment(),
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "in order\n"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedquilt.common.errors import FedquiltError
-from fedquilt.privacy.ledger import BudgetExceededError, Ledger
+from fedquilt.privacy.ledger import BudgetExceededError, Ledger, entries
+from fedquilt.privacy.ledger.entries import Entry, encode_clients
 from fedquilt.views import client_history, ledger_view, planned_cost
+from run_processes import environment
 
 NAMES = ["ann", "bob", "cem", "dee"]
 
@@ -84,3 +89,54 @@ def test_a_plan_says_what_the_ledger_would_do(path: Path) -> None:
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(FedquiltError, match="epsilon"):
             planned_cost(path, "people", wrong)
+
+
+def claiming(path: Path, clients: int, who: list[int]) -> Path:
+    """Make a ledger of so many clients by number, some of whom were in a release."""
+    with Ledger.open(path, create=True) as ledger:
+        entry = {"num_clients": clients, "epsilon": 6.0, "delta": 1e-5}
+        ledger.population("many", **entry)  # type: ignore[arg-type]
+        store = ledger._store
+        body = json.dumps({"epsilon": 3.0, "budget_mu2": 1.0})
+        with store.writing():
+            run, _ = store.append(Entry(0, entries.RUN, "", 2, name="r", body=body))
+            blob, paid = encode_clients(np.asarray(who)), np.asarray([0.25]).tobytes()
+            held = Entry(0, entries.RESERVE, "", 2, run, 0, clients=blob, charges=paid)
+            number, _ = store.append(held)
+            store.append(Entry(0, entries.SETTLE, "", 2, run, 0, number, digest="d"))
+    return path
+
+
+@pytest.mark.parametrize("who", [[1, 4], [1, 10**8 - 1]])
+def test_clients_that_are_only_claimed_cost_no_memory(tmp_path: Path, who: list[int]) -> None:
+    """A hundred million of them, of whom the second case names the very last."""
+    path = claiming(tmp_path / "many.sqlite", 10**8, who)
+    code = (
+        "import json, resource, sys; from fedquilt.views import ledger_view, planned_cost\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "plan = planned_cost(sys.argv[1], 'many', 5.9); view = ledger_view(sys.argv[1])\n"
+        "more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used\n"
+        "print(json.dumps([more, plan, view['ledger']['populations'][0]['left']]))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
+    )
+    more, plan, left = json.loads(ended.stdout)
+    assert more < 200_000  # kB; one balance of each would be 800,000
+    assert (plan["can_pay"], plan["cannot"], plan["who"]) == (10**8 - 2, 2, [str(i) for i in who])
+    assert plan["left_after"] > 0
+    assert plan["runs"] == 1
+    assert left[0] == left[1] == plan["payable"] < 5.9
+
+
+def test_plans_for_untouched_clients_and_for_nobody(tmp_path: Path) -> None:
+    path = claiming(tmp_path / "many.sqlite", 30, [3])
+    assert planned_cost(path, "many", 6.0)["can_pay"] == 29
+    beyond = planned_cost(path, "many", 6.1)
+    assert (beyond["can_pay"], beyond["cannot"], beyond["runs"]) == (0, 30, 0)
+    assert beyond["who"] == [str(i) for i in range(20)]
+    assert beyond["left_after"] is None

@@ -1,6 +1,13 @@
 """From the clients' updates to the next global model."""
 
-from fedquilt.aggregation.accumulators import Accumulator, Concatenation, Place, RunningMean
+from fedquilt.aggregation.accumulators import (
+    Accumulator,
+    Concatenation,
+    Place,
+    RunningMean,
+    sensitivity_of,
+    try_sensitivity,
+)
 from fedquilt.aggregation.server import ServerOptimizer, ServerStep, make_server_optimizer
 
 __all__ = [
@@ -11,4 +18,6 @@ __all__ = [
     "ServerOptimizer",
     "ServerStep",
     "make_server_optimizer",
+    "sensitivity_of",
+    "try_sensitivity",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.pieces import pieces_of
 
@@ -27,6 +29,10 @@ class Accumulator(Protocol):
 
     `total` is released, noised or not; `weight` divides it; `held` is the weight on each
     element where clients send parts.
+
+    One of somebody's own keeps a claim in mode `certified` if it has a number `sensitivity`:
+    with zeros in the place of any one vector x, whatever the others are, `total` moves by at
+    most sensitivity * |x|.  See `sensitivity_of`.
     """
 
     @property
@@ -122,3 +128,83 @@ class RunningMean:
         if held is not None:
             return torch.where(held > 0, self.total / held.masked_fill(held <= 0, 1.0), 0.0)
         return self.total / self.weight if self.weight else self.total.clone()
+
+
+def sensitivity_of(total: Accumulator) -> float | None:
+    """Return how far one vector may move a sum, by unit of its length; None: nobody knows.
+
+    Of `RunningMean` under equal weights it is 1.  Whatever else adds up, a subclass of it
+    included, has to declare it.
+    """
+    if type(total) is RunningMean:
+        return 1.0
+    declared = getattr(total, "sensitivity", None)
+    if declared is None:
+        return None
+    return checks.number(f"sensitivity of {type(total).__name__}", declared, above=0)
+
+
+def try_sensitivity(
+    new_sum: Callable[[], Accumulator],
+    declared: float,
+    places: Sequence[Place | None],
+    sizes: Sequence[int],
+    longest: float,
+) -> int:
+    """Try a declared sensitivity on made-up vectors; raise where a sum is seen to exceed it.
+
+    Cohorts of one client to all of `places`; the vectors are random, all alike, or half of them
+    zero, which is where a median is moved most; the first and the last one are exchanged for
+    zeros.  Returns how many such exchanges were tried.  That none exceeds it proves nothing.
+
+    Parameters
+    ----------
+    places, sizes
+        Where the vector of each client of the cohort belongs, and how long it is.
+    longest : float
+        The norm of the longest vector that a clip lets pass.
+    """
+    tried = 0
+    for vectors in _trial_cohorts(sizes, longest):
+        with_all = _summed(new_sum, vectors, places)
+        for victim in {0, len(vectors) - 1}:
+            others = [x if k != victim else torch.zeros_like(x) for k, x in enumerate(vectors)]
+            moved = float((_summed(new_sum, others, places) - with_all).norm())
+            allowed = declared * float(vectors[victim].norm())
+            tried += 1
+            if not moved <= allowed * (1 + 1e-9) + 1e-12 * longest:
+                raise InvalidValueError(
+                    f"sensitivity={declared:g} of {type(new_sum()).__name__} must be at least "
+                    f"{moved / allowed * declared:g}: so far does the sum of {len(vectors)} "
+                    "vectors move, by unit of its length, when zeros take the place of one"
+                )
+        if not torch.equal(_summed(new_sum, vectors, places), with_all):
+            raise InvalidValueError(
+                f"{type(new_sum()).__name__} must give the same sum of the same vectors: its "
+                "sensitivity is of one sum, and something is kept from one to the next"
+            )
+    return tried
+
+
+def _trial_cohorts(sizes: Sequence[int], longest: float) -> Iterator[list[torch.Tensor]]:
+    source = torch.Generator().manual_seed(0)
+    for count in sorted({1, 2, 3, len(sizes)} & set(range(1, len(sizes) + 1))):
+        drawn = [torch.randn(n, generator=source, dtype=torch.float64) for n in sizes[:count]]
+        lengths = [longest * 10 ** -(k % 3) for k in range(count)]
+        yield [x * (length / x.norm()) for x, length in zip(drawn, lengths, strict=True)]
+        same = [torch.full((n,), longest / n**0.5, dtype=torch.float64) for n in sizes[:count]]
+        yield same
+        # The first and the last one are where it tips; the others lie on both sides of them.
+        yield [x if k in (0, count - 1) or k % 2 else 0 * x for k, x in enumerate(same)]
+        yield [x if k in (0, count - 1) else x * (-1) ** k for k, x in enumerate(same)]
+
+
+def _summed(
+    new_sum: Callable[[], Accumulator],
+    vectors: Sequence[torch.Tensor],
+    places: Sequence[Place | None],
+) -> torch.Tensor:
+    total = new_sum()
+    for vector, place in zip(vectors, places, strict=False):
+        total.add(vector.to(total.total.device), 1.0, place)
+    return total.total.detach().to("cpu", torch.float64, copy=True)

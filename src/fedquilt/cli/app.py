@@ -28,6 +28,7 @@ from fedquilt.cli.sweep import sweep
 from fedquilt.cli.watch import watch
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.printable import printable_message
+from fedquilt.common.storage import in_words
 
 app = typer.Typer(
     name="fedquilt",
@@ -82,19 +83,40 @@ def root(
 def main() -> None:
     """Run the command line; a user's mistake ends with one message and exit code 2."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # whatever is wrong with it is said here, not as Python ends
     except FedquiltError as error:
         _refuse(error)
     except BrokenPipeError:
+        _drop_output()
         sys.exit(1)
     except OSError as error:
         # Any file that a command meets may be refused by the system: its name, its rights.
         if error.filename is None:
-            raise
+            _drop_output()
+            if error.errno not in _NOT_TAKEN:
+                raise
+            _refuse(f"standard output cannot be written: {in_words(error)}")
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         if error.errno == errno.ENAMETOOLONG:
             _refuse(f"{name!r} must be a shorter name: {error.strerror}")
         _refuse(f"{name!r} cannot be used: {error.strerror}")
+
+
+# Files are written by `write_file`, which names them: what has no name is a stream.
+_NOT_TAKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
+def _drop_output() -> None:
+    """Drop what standard output did not take: it would fail once more when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _refuse(reason: object) -> NoReturn:

@@ -19,6 +19,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
 from fedquilt.config.files import read_beside
+from fedquilt.config.modes import MODE_TABLE
 
 if TYPE_CHECKING:
     from fedquilt.record import RunResult
@@ -29,7 +30,8 @@ ARMS += ",certified"
 MODES_OPTION = typer.Option(
     "--modes",
     metavar="NAMES",
-    help="Modes, joined by commas; certified may name its policy: certified:worst_case.",
+    help="Modes, joined by commas; certified may name its policy, certified:worst_case, and one "
+    "with noise an epsilon of its own, fixed_dp:54.",
 )
 SEEDS_OPTION = typer.Option("--seeds", metavar="NUMBERS", help="Seeds, joined by commas.")
 RUNS = typer.Argument(metavar="[RUN...]", help="Compare these finished runs; train nothing.")
@@ -146,17 +148,34 @@ def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) 
         say(f"\nfigure: {figure}")
 
 
-def _arms(text: str) -> dict[str, dict[str, str]]:
+def _arms(text: str) -> dict[str, dict[str, Any]]:
     """Return what each arm of the comparison sets, by its name."""
-    arms: dict[str, dict[str, str]] = {}
+    arms: dict[str, dict[str, Any]] = {}
     for name in _unique("modes", [part.strip() for part in text.split(",")]):
-        mode, colon, policy = name.partition(":")
+        mode, colon, after = name.partition(":")
         arms[name] = {"mode": checks.choice("modes", mode, MODES)}
-        if colon:
+        epsilon = _number(after)
+        if epsilon is not None:
+            if not MODE_TABLE[mode].noised:
+                raise InvalidValueError(
+                    f"modes={name!r} must be a mode with noise, to name epsilon"
+                )
+            arms[name]["epsilon"] = epsilon
+        elif colon:
             if mode != "certified":
-                raise InvalidValueError(f"modes={name!r} must be 'certified' to name a policy")
-            arms[name]["policy"] = checks.choice("modes", policy, POLICIES)
+                raise InvalidValueError(
+                    f"modes={name!r} must be 'certified' to name a policy, or have a number "
+                    "after the colon, its epsilon"
+                )
+            arms[name]["policy"] = checks.choice("modes", after, POLICIES)
     return arms
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _compare_finished(

@@ -10,6 +10,7 @@ import typer
 
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 
 if TYPE_CHECKING:
     from fedquilt.flower.federation import Federation
@@ -70,8 +71,6 @@ def up(
     from fedquilt.flower.federation import commands_for_hosts
 
     federation = _federation(folder)
-    if federation.is_up():
-        raise InvalidValueError(f"a federation is up in {folder!r} already")
     options: dict[str, Any] = {"warm": not cold}
     if ledger is not None:
         options["ledger"] = str(Path(ledger).expanduser().resolve())
@@ -82,7 +81,8 @@ def up(
     federation.up()
     ports = config["ports"]
     print(f"up: {nodes} nodes, gate 127.0.0.1:{ports['gate']}, SuperLink 127.0.0.1:", end="")
-    print(f"{ports['superlink']} (loopback only)\nlogs: {federation.folder / 'logs'}\n")
+    logs = printable(federation.folder / "logs")
+    print(f"{ports['superlink']} (loopback only)\nlogs: {logs}\n")
     print("The same on hosts of their own (docs/deploy.md):\n")
     print(commands_for_hosts(federation.config()))
 
@@ -99,25 +99,26 @@ def down(folder: Annotated[str, FOLDER] = _HERE) -> None:
 def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
     """Show processes, nodes that are connected, and how far the last run is."""
     _needed()
-    from fedquilt.flower.processes import is_running
+    from fedquilt.flower.federation import rounds_of
+    from fedquilt.flower.processes import is_member
 
     federation = _federation(folder)
-    config, record = federation.config(), federation.status()
-    print("up" if federation.is_up() else "down")
+    config, record, roster = federation.config(), federation.status(), federation.roster()
+    left = federation.left()
+    orphans = f"{len(left)} processes go on without a supervisor: `fedquilt flower down` ends them"
+    print("up" if federation.is_up() else orphans if left else "down")
     for name, job in (record or {"processes": {}})["processes"].items():
-        state = "running" if is_running(job["pid"], job["began"]) else "not running"
-        print(f"  {name:14} {state:12} pid {job['pid']}  restarts {job['restarts']}")
-    online, roster = federation.online(), federation.roster()
+        state = "running" if is_member(job["pid"], federation.folder) else "not running"
+        print(f"  {_shown(name)} {state:12} pid {job['pid']}  restarts {job['restarts']}")
+    online = federation.online()
     for name, prints in roster.keys.items():
         known = "connected" if name in online else "away" if name in config["nodes"] else "left"
         known = "free" if name in roster.seats else known
-        print(f"  {name:14} {known:12} {prints[0][:20]}...")
+        print(f"  {_shown(name)} {known:12} {prints[0][:20]}...")
     last = federation.last_run()
     if last is not None:
-        rounds = last / "rounds.jsonl"
-        done = rounds.read_text().count("\n") if rounds.exists() else 0
         ended = "finished" if (last / "result.json").exists() else "not finished"
-        print(f"last run: {last} ({done} rounds, {ended})")
+        print(f"last run: {printable(last)} ({rounds_of(last)} rounds, {ended})")
 
 
 @flower.command()
@@ -268,6 +269,11 @@ def _fingerprint(path: str) -> str:
         raise InvalidValueError(
             f"key {path!r} must be a file that can be read: {error.strerror}"
         ) from error
+
+
+def _shown(name: str) -> str:
+    """Return a name of a file, in a column of its own."""
+    return f"{printable(name)[:40]:14}"
 
 
 def _needed() -> None:

@@ -84,14 +84,17 @@ def _terminable() -> Iterator[list[int]]:
 
 @contextmanager
 def drawing(what: str) -> Iterator[None]:
-    """Let a command go on without a figure that cannot be written, and say why.
+    """Let a command go on without a figure that cannot be made, and say why.
 
-    The run is finished and paid for: what may be claimed is worth more than a picture.
+    The run is finished and paid for: what may be claimed is worth more than a picture, whatever
+    kept it from being drawn (the disk, a font, a package).
     """
     try:
         yield
-    except OSError as error:  # StorageError is one
-        reason = printable_message(f"{what} could not be drawn: {error}")
+    except Exception as error:
+        known = isinstance(error, FedquiltError | OSError)
+        cause = str(error) if known else f"{type(error).__name__}: {error}"
+        reason = printable_message(f"{what} could not be drawn: {cause}")
         print(f"warning: {reason}", file=sys.stderr)
 
 

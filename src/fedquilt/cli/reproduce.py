@@ -26,6 +26,8 @@ DEVICE = typer.Option("--device", help="Where to train.")
 ENGINE = typer.Option("--engine", help="How clients are trained.")
 PRECISION = typer.Option("--precision", help="What the batched engine computes in on a GPU.")
 DATA_DIR = typer.Option("--data-dir", help="Data folders, joined by ':' (or FEDQUILT_DATA).")
+COMMIT = typer.Option("--commit", help="Of the source, where there is no git to ask.")
+RENDER = typer.Option("--render", help="Run nothing: the tables of what is kept.")
 ROUNDS = typer.Option("--rounds", help="A trial of so many rounds, kept apart, in no table.")
 
 
@@ -44,6 +46,8 @@ def reproduce(
     precision: Annotated[str, PRECISION] = "float32",
     data_dir: Annotated[str | None, DATA_DIR] = None,
     rounds: Annotated[int | None, ROUNDS] = None,
+    commit: Annotated[str | None, COMMIT] = None,
+    render: Annotated[bool, RENDER] = False,
     quiet: Annotated[bool, QUIET] = False,
 ) -> None:
     """Run the experiments of a paper again (quap-fl, heflwr, fednum), ours beside theirs.
@@ -67,6 +71,8 @@ def reproduce(
         precision=precision,
         data_dir=data_dir,
         rounds=rounds,
+        commit=commit,
+        render=render,
     )
     try:
         say(run_again(paper, wanted, None if quiet else _tell))

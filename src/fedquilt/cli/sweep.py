@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -14,13 +15,15 @@ import typer
 from fedquilt.cli.compare import SEEDS_OPTION, parse_seeds
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import drawing
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.printable import printable
 from fedquilt.config import build_config
-from fedquilt.config.files import kind_of
+from fedquilt.config.files import kind_of, read_config_file
 
 if TYPE_CHECKING:
     from fedquilt.sweep import Plan, Summary
+    from fedquilt.sweep.summary import Setting
 
 OVER = typer.Option(
     "--over",
@@ -65,15 +68,19 @@ def sweep(
         plan, place = _planned(
             settings, over or [], seeds, samples, sweep_seed, config, preset, folder
         )
-    elif over or settings or config or preset or samples is not None or folder is not None:
+    elif over or {*settings} - {"ledger"} or config or preset or samples is not None or folder:
         raise InvalidValueError(f"resume={resume!r} must stand alone: a sweep has its own settings")
     progress = None if quiet or as_json else _progress
+    named = [settings["ledger"]] if settings.get("ledger") else []
+    word = ",".join(named if plan is None else plan.ledgers(plan.points)) or None
+    again = f"fedquilt sweep --resume {shlex.quote(str(place))}"
+    again += "" if word is None else f" --ledger {shlex.quote(word)}"
     try:
-        table = run_sweep(place, plan, jobs=jobs, tracker=tracker, progress=progress)
+        table = run_sweep(place, plan, jobs=jobs, tracker=tracker, progress=progress, ledger=word)
     except KeyboardInterrupt:
-        print(f"interrupted: continue with  fedquilt sweep --resume {place}", file=sys.stderr)
+        print(f"interrupted: continue with  {printable(again)}", file=sys.stderr)
         raise typer.Exit(130) from None
-    _report(table.plan, table.rows(), place, as_json)
+    _report(table.plan, table.rows(), place, as_json, again)
 
 
 def _planned(
@@ -96,8 +103,14 @@ def _planned(
     common = {key: value for key, value in settings.items() if key not in swept}
     arms = choose(axes, samples, sweep_seed)
     base = build_config(common, preset=preset, file=config, arms=arms)
+    said = {*common, *(() if config is None else read_config_file(config, kind.method))}
     plan = make_plan(
-        base.as_dict(), axes, parse_seeds(seeds), samples=samples, sweep_seed=sweep_seed
+        base.as_dict(),
+        axes,
+        parse_seeds(seeds),
+        samples=samples,
+        sweep_seed=sweep_seed,
+        said=said,
     )
     stem = f"sweep_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     return plan, Path(base.output_dir) / stem if folder is None else Path(folder)
@@ -112,10 +125,14 @@ def _progress(ended: int, total: int) -> None:
     )
 
 
-def _report(plan: Plan, rows: list[dict[str, Any]], folder: Path, as_json: bool) -> None:
+def _report(
+    plan: Plan, rows: list[dict[str, Any]], folder: Path, as_json: bool, again: str
+) -> None:
+    """Say what was found; end with 1 where runs did not end, or none of them could begin."""
     from fedquilt.report.sweep_figure import plot_sweep
     from fedquilt.run_folder import finite
     from fedquilt.sweep import summarise
+    from fedquilt.sweep.table import FAILED, REFUSED, WAITING
 
     found = summarise(plan, rows)
     points = [
@@ -128,13 +145,22 @@ def _report(plan: Plan, rows: list[dict[str, Any]], folder: Path, as_json: bool)
     if as_json:
         record = {"folder": str(folder), "figures": figures, **_plain(found)}
         print(json.dumps(finite(record), allow_nan=False))
-        return
-    print(_table(found))
-    lost = sum(row["state"] == "waiting" for row in rows)
-    if lost:
-        print(f"\n{lost} runs did not end: fedquilt sweep --resume {folder}")
-    print(f"\n{found.looks.text}")
-    print("\n".join([f"\ntable: {folder / 'sweep.sqlite'}", *(f"figure: {f}" for f in figures)]))
+    else:
+        _print(found, sum(row["state"] in (WAITING, FAILED) for row in rows), again)
+        say("\n".join([f"\ntable: {folder / 'sweep.sqlite'}", *(f"figure: {f}" for f in figures)]))
+    states = {row["state"] for row in rows}
+    if states & {WAITING, FAILED} or states == {REFUSED}:
+        raise typer.Exit(1)
+
+
+def _print(found: Summary, unfinished: int, again: str) -> None:
+    say(_table(found))
+    for one in found.reasons:
+        runs = "1 run" if one.runs == 1 else f"{one.runs} runs"
+        say(f"\n{runs} {one.state}: {printable(one.message)}")
+    if unfinished:
+        say(f"\n{unfinished} of the runs did not end: {again}")
+    say(f"\n{found.looks.text}")
 
 
 def _plain(found: Summary) -> dict[str, Any]:
@@ -158,7 +184,7 @@ def _table(found: Summary) -> str:
             "-"
             if one.spread.low is None
             else f"{_four(one.spread.low)} to {_four(one.spread.high)}",
-            str(one.spread.count) + (f" ({one.refused} refused)" if one.refused else ""),
+            str(one.spread.count) + _lacking(one),
             format_bound(one.epsilon),
         )
         for one in found.settings
@@ -182,6 +208,12 @@ def _table(found: Summary) -> str:
         heads = ["on the same seeds", "difference", "95 % interval", "p", "seeds"]
         parts.append(tabulate(pairs, headers=heads, disable_numparse=True))
     return "\n\n".join(parts)
+
+
+def _lacking(one: Setting) -> str:
+    counts = {"refused": one.refused, "failed": one.failed}
+    said = [f"{count} {what}" for what, count in counts.items() if count]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _four(value: float | None) -> str:

@@ -62,6 +62,24 @@ def check_regular(path: Path) -> None:
         raise _irregular(path, found)
 
 
+def check_own_folder(path: Path) -> None:
+    """Refuse a link in the place of a folder; a folder that is not there is fine."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise IrregularFileError(f"{str(path)!r} must be a folder of its own, not a link or a file")
+
+
+def check_own_tree(path: Path) -> None:
+    """Refuse a folder in which anything, at any depth, leads out of it or is no file."""
+    check_own_folder(path)
+    inside = path.resolve()
+    for folder, folders, names in os.walk(path):
+        for one in (Path(folder, name) for name in (*folders, *names)):
+            if one.is_symlink() and not one.resolve().is_relative_to(inside):
+                raise IrregularFileError(f"{str(one)!r} must not lead out of {str(path)!r}")
+            if not one.is_symlink() and not one.is_dir():
+                check_regular(one)
+
+
 def _irregular(path: Path, mode: int) -> IrregularFileError:
     kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
     what = kinds.get(stat.S_IFMT(mode), "a device or a socket")

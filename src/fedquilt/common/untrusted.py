@@ -42,6 +42,13 @@ TABLE_BYTES = 1 << 28
 MOST_DEPTH = 32
 """How deep lists and objects may be nested; no file of fedquilt has more than eight levels."""
 
+MOST_CONTAINERS = 1 << 21
+"""How many lists and objects a file may hold: those of 200,000 rounds, or of two million clients.
+
+An empty list is two letters in a file and some seventy bytes in memory, a number four and thirty:
+with this limit what is read takes at most about ten times the room of its file.
+"""
+
 MOST_DIGITS = 300
 """How long a whole number may be: every such number is also a float."""
 
@@ -104,12 +111,13 @@ def parse_json(
     error: type[FedquiltError] = DataError,
     what: str = "a JSON value",
 ) -> Any:
-    """Return the value in a JSON text (UTF-8), within the limits of depth and digits.
+    """Return the value in a JSON text (UTF-8), within the limits of size, depth and digits.
 
     `where` is the file, or the place in it, for the message, and `what` must be there.
     """
     try:
         plain = text.decode("utf-8") if isinstance(text, bytes) else text
+        _check_containers(plain.count("[") + plain.count("{"))
         content = json.loads(plain, parse_constant=_no_constant)
         check_limits(content)
         if _SURROGATE.search(plain):  # half a character, which no file or digest can take
@@ -117,6 +125,11 @@ def parse_json(
     except (ValueError, RecursionError) as cause:
         raise error(f"{printable(where)} must be {what}: {_reason(cause)}") from cause
     return content
+
+
+def _check_containers(count: int) -> None:
+    if count > MOST_CONTAINERS:
+        raise ValueError(f"it holds more than {MOST_CONTAINERS} lists and objects")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -162,7 +175,12 @@ def read_lines(path: Path, error: type[FedquiltError] = DataError) -> list[bytes
     check_regular(path)  # also a link to nothing
     if not path.exists():
         return []
-    return read_bytes(path, JSON_BYTES, error).splitlines(keepends=True)
+    content = read_bytes(path, JSON_BYTES, error)
+    try:
+        _check_containers(content.count(b"[") + content.count(b"{"))
+    except ValueError as cause:
+        raise error(f"{printable(path)} must be lines of JSON: {cause}") from cause
+    return content.splitlines(keepends=True)
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

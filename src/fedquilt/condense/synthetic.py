@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.data.tiles import expand, shrink
+from fedquilt.data.tiles import expand, most_tiles, shrink
 from fedquilt.models.features import draw
 
 __all__ = ["SyntheticSet", "expand", "shrink"]
@@ -35,10 +35,10 @@ class SyntheticSet:
     tiles: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tiles <= min(self.images.shape[2:]):
+        if not 1 <= self.tiles <= (most := most_tiles(self.images.shape)):
             raise InvalidValueError(
-                f"tiles={self.tiles} must be >= 1 and at most the smaller side of images of "
-                f"{tuple(self.images.shape[2:])} pixels"
+                f"tiles={self.tiles} must be >= 1 and at most {most}, for {len(self.images)} "
+                f"images of {tuple(self.images.shape[2:])} pixels"
             )
         if list(self.classes) != sorted(set(self.classes)):
             raise InvalidValueError(f"classes={self.classes} must be ascending, each named once")

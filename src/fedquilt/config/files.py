@@ -2,9 +2,9 @@
 
 Later sources win: defaults, then the preset, then the file, then keywords.  Defaults follow
 the mode (`fedquilt.config.modes`), which is `certified` unless somebody names another; a
-preset stands in their place.  A method on slices has defaults of its own where nobody named
-a mode or a model: `fedavg`, and for `depthfl` the model `exits`.  Your own clients are all
-there and all join; those dealt from a named data set come and go.
+preset stands in their place.  A method on slices has defaults of its own: `fedavg` where nobody
+named a mode, and those of `method_defaults`.  Your own clients are all there and all join; those
+dealt from a named data set come and go.
 
 What somebody says and what then does nothing is refused (`fedquilt.config.uses`); a default
 never is.
@@ -139,11 +139,12 @@ def plain_config(
     content = package_names(kind, content)
     check_keys(content, "configuration" if file is None else str(file), kind)
     # A record names every option that there was: what it lacks did not exist yet.
-    usual = {} if _is_record(content, kind) else _usual_of_condensation(content)
+    record = _is_record(content, kind)
+    usual = {} if record else _usual_of_condensation(content)
     if not condenses:
-        whole = content.get("method", "full") == "full"
-        usual = {"mode": "quap_fl" if whole else "fedavg"}
-        usual |= {"model": "exits"} if content.get("method") == "depthfl" else {}
+        method = content.get("method", "full")
+        usual = {"mode": "quap_fl" if method == "full" else "fedavg"}
+        usual |= {} if record else method_defaults(method, content.get("mode", usual["mode"]))
     return _made(kind, {**usual, **content}, file, {} if file is None else content)
 
 
@@ -188,11 +189,19 @@ def _usual(
             usual.pop("model", None)
         if given.get("clipping") == "quantile":
             usual.pop("normalise_updates", None)  # every norm would be the clip
-    if given.get("method") == "heterofl" and mode == "fedavg":
-        usual["absent_classes"] = "leave_out"  # as the authors; older files mean the declared one
-    if given.get("method") == "depthfl":
-        usual["model"] = "exits"
-    return {**usual, "mode": mode}
+    return {**usual, **method_defaults(given.get("method"), mode), "mode": mode}
+
+
+def method_defaults(method: Any, mode: Any) -> dict[str, Any]:
+    """Return what a method on slices is, where nobody says otherwise.
+
+    HeteroFL leaves rows of absent classes out of the mean, as its authors do, where nothing is
+    claimed; DepthFL needs a network with exits; in HeFlwr's MFL every client holds a half.
+    """
+    if method == "heterofl":
+        return {"absent_classes": "leave_out" if mode == "fedavg" else "average"}
+    own = {"depthfl": {"model": "exits"}, "mfl": {"tiers": "1/2"}}
+    return dict(own.get(method, {})) if isinstance(method, str) else {}
 
 
 def _fitting(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

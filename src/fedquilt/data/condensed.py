@@ -37,7 +37,7 @@ from fedquilt.common.storage import write_file
 from fedquilt.common.tensors import as_safetensors
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
-from fedquilt.data.tiles import expand
+from fedquilt.data.tiles import expand, most_tiles
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"
@@ -88,7 +88,8 @@ def save_condensed(
         "about": json.dumps(_checked_about(about)),
     }
     if tiles != 1:  # files without it, of earlier versions too, hold plain images
-        metadata["tiles"] = str(checks.integer("tiles", tiles, at_least=1, at_most=_most(images)))
+        most = most_tiles(images.shape)
+        metadata["tiles"] = str(checks.integer("tiles", tiles, at_least=1, at_most=most))
     tensors = {"images": images, "labels": dataset.targets.detach().cpu().clone()}
     return _write(Path(path), as_safetensors(tensors, metadata))
 
@@ -144,7 +145,7 @@ def _info(opened: TensorFile, path: Path) -> dict[str, Any]:
             f"{str(SCHEMA_VERSION)!r}; it was written by another version of fedquilt"
         )
     shape = _shape(opened, path)
-    most = min(shape[2:])
+    most = most_tiles(shape)
     try:
         stated = {key: parse_json(metadata[key], key) for key in ("mean", "std", "about")}
         classes = parse_json(metadata["num_classes"], "num_classes")
@@ -166,11 +167,6 @@ def _info(opened: TensorFile, path: Path) -> dict[str, Any]:
         raise DataError(f"{path} must state {error} in its metadata and does not") from error
     except ValueError as error:
         raise DataError(f"the metadata of {path} cannot be used: {error}") from error
-
-
-def _most(images: torch.Tensor) -> int:
-    """Return how many smaller images fit beside each other."""
-    return min(images.shape[2:])
 
 
 def _shape(opened: TensorFile, path: Path) -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ that the file gives: whoever is drawn into another file is the same client there
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,15 @@ def load_leaf(spec: DatasetSpec, folders: Sequence[Path]) -> tuple[ImageDataset,
     """Return both parts of a data set that LEAF's scripts have written."""
     train = _part(spec, "train", folders)
     test = _part(spec, "test", folders)
+    return with_people_noted(train, test), test
+
+
+def with_people_noted(train: ImageDataset, test: ImageDataset) -> ImageDataset:
+    """Return the training part with a note where people of a name made samples of both."""
     shared = set(train.group_names or ()) & set(test.group_names or ())
-    if not shared:
-        return train, test
-    noted = ImageDataset(
-        train.images,
-        train.targets,
-        train.name,
-        train.num_classes,
-        train.groups,
-        train.group_names,
-        (SHARED_PEOPLE,),
-    )
-    return noted, test
+    if not shared or SHARED_PEOPLE in train.notes:
+        return train
+    return dataclasses.replace(train, notes=(*train.notes, SHARED_PEOPLE))
 
 
 def _part(spec: DatasetSpec, part: str, folders: Sequence[Path]) -> ImageDataset:

@@ -35,7 +35,7 @@ from fedquilt.data.files import (
     find_file,
     read_verified,
 )
-from fedquilt.data.leaf import load_leaf
+from fedquilt.data.leaf import load_leaf, with_people_noted
 from fedquilt.data.samples import as_dataset
 from fedquilt.data.specs import DATASETS, DatasetSpec, FileSpec
 
@@ -171,7 +171,7 @@ def _registered(spec: DatasetSpec) -> tuple[ImageDataset, ImageDataset]:
     train, test = (
         dataclasses.replace(part, name=spec.name, num_classes=most) for part in (train, test)
     )
-    return train, test
+    return with_people_noted(train, test), test
 
 
 def _archive(spec: DatasetSpec, source: Source) -> Path:

@@ -128,7 +128,7 @@ def clients_data(
     total = 0
     for name, own in named:
         what = f"train[{name!r}]"
-        if isinstance(own, Sized) and _is_empty(own):
+        if is_empty(own):
             parts.append([])
             continue
         samples = as_samples(own, what, finite=finite)
@@ -147,8 +147,10 @@ def clients_data(
     return Samples(inputs, targets, "train", classes, notes), parts
 
 
-def _is_empty(own: Sized) -> bool:
+def is_empty(own: object) -> bool:
     """Tell whether a client's data set, or both parts of its pair, hold nothing."""
+    if not isinstance(own, Sized):
+        return False
     if isinstance(own, tuple | list) and len(own) == 2 and _is_array(own[0]):
         return len(own[0]) == 0
     return len(own) == 0

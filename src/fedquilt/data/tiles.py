@@ -9,8 +9,23 @@ less detail.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
+
+_EXPANDED_VALUES = 1 << 26
+"""So many numbers may come out of any set, and sixteen times its own out of a large one."""
+
+
+def most_tiles(shape: Sequence[int]) -> int:
+    """Return the most tiles that images [N, C, H, W] may hold beside each other.
+
+    What comes out has tiles^2 times as many numbers as the file that it is read from.
+    """
+    affordable = max(4, math.isqrt(_EXPANDED_VALUES // math.prod(shape)))
+    return min(*shape[2:], affordable)
 
 
 def expand(images: torch.Tensor, tiles: int) -> torch.Tensor:

@@ -17,6 +17,8 @@ import hashlib
 import itertools
 import json
 import logging
+import os
+import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +29,8 @@ from typing import Any, Protocol
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.shapes import TEXT, Listed, Mapped, Table, check
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _PREFIX, _SEAT = "key:", "seat:"
 _ASK_SECONDS = 60.0
+_ROSTER = Table({"clients": Mapped(Listed(TEXT))}, {"revoked": Listed(TEXT)})
+_ROSTER_BYTES = 1 << 26
 
 
 def fingerprint(public_key: bytes) -> str:
@@ -172,29 +177,33 @@ class NodeRoster:
     @classmethod
     def read(cls, path: str | Path) -> NodeRoster:
         """Read a roster file: JSON, {"clients": {name: [account, key, ...]}, "revoked": [key]}."""
-        record = read_json(Path(path), InvalidValueError)
-        clients, revoked = record.get("clients"), record.get("revoked", [])
-        if not isinstance(clients, dict) or not isinstance(revoked, list):
-            raise InvalidValueError(
-                f"roster {str(path)!r} must hold a table 'clients', and may hold a list 'revoked'"
-            )
-        keys = {str(name): tuple(map(str, prints)) for name, prints in clients.items()}
-        return cls(keys, frozenset(map(str, revoked)))
+        record = read_json(Path(path), InvalidValueError, _ROSTER_BYTES)
+        check(record, _ROSTER, path, InvalidValueError)
+        keys = {name: tuple(prints) for name, prints in record["clients"].items()}
+        return cls(keys, frozenset(record.get("revoked", ())))
 
     def write(self, path: str | Path) -> None:
-        """Write the roster, whole or not at all."""
+        """Write the roster, whole or not at all, for its owner alone.
+
+        What root writes is the folder's owner's: the user whose server reads it.
+        """
         record: dict[str, Any] = {"clients": {name: list(v) for name, v in self.keys.items()}}
         if self.revoked:
             record["revoked"] = sorted(self.revoked)
-        write_file(Path(path), (json.dumps(record, indent=2) + "\n").encode())
+        path = Path(path)
+        write_file(path, (json.dumps(record, indent=2) + "\n").encode(), 0o600)
+        if os.geteuid() == 0:
+            folder = path.parent.stat()
+            os.chown(path, folder.st_uid, folder.st_gid)
 
 
 def _check_form(name: str, value: str, *, first: bool) -> None:
     for prefix in (_PREFIX, _SEAT) if first else (_PREFIX,):
-        if value.startswith(prefix) and len(value) == len(prefix) + 64:
+        if re.fullmatch(f"{prefix}[0-9a-f]{{64}}", value):
             return
     raise InvalidValueError(
-        f"fingerprint {value!r} of client {name!r} must be {_PREFIX!r} and 64 hexadecimal digits"
+        f"fingerprint {value[:80]!r} of client {name[:80]!r} must be {_PREFIX!r} and 64 "
+        "hexadecimal digits"
     )
 
 
@@ -249,7 +258,7 @@ class KeyDirectory:
             if changed == self._read_at:
                 return
             roster = NodeRoster.read(self._path)
-        except (OSError, InvalidValueError) as error:
+        except (OSError, FedquiltError) as error:
             log.warning("the roster cannot be read, and its keys stay as they were: %s", error)
             return
         self._read_at = changed

@@ -22,7 +22,7 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,9 +35,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedquilt.common.errors import InvalidValueError, NotReadyError
-from fedquilt.config import RunConfig
+from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.flower import internals, wire
-from fedquilt.flower.codecs import UnreadableError, decode
+from fedquilt.flower.codecs import UnreadableError, decode, encode
 from fedquilt.flower.directory import Directory
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.learning import ClientUpdate, Engine
@@ -113,6 +113,7 @@ class FlowerEngine:
         self.frozen = frozen
         self.report = report
         self.traffic: list[RoundTraffic] = []
+        self._noised = MODE_TABLE[config.mode].noised
         self._secret = config.mode == "certified" and config.amplification
         self._method: Method | None = None
         self._here: Engine | None = None
@@ -194,11 +195,31 @@ class FlowerEngine:
         began = time.monotonic()
         until = began + self.settings.deadline
         orders = self._send(start, clients, round_index, learning_rate, traffic, until)
-        yield from _in_order(clients, self._arrivals(orders, method, traffic, until))
+        came: list[int] = []
+        for update in _in_order(clients, self._arrivals(orders, method, traffic, until)):
+            came.append(update.client)
+            yield update
+            del update
         traffic.seconds = time.monotonic() - began
         if not self._secret:
-            method.count_traffic(traffic.bytes_up, traffic.bytes_down)
+            up = self._bytes_asked(came, round_index) if self._noised else traffic.bytes_up
+            method.count_traffic(up, traffic.bytes_down)
         self._tell_round(traffic, clients)
+
+    def _bytes_asked(self, clients: list[int], round_index: int) -> int:
+        """Return how many bytes clients were asked for, whatever they sent.
+
+        Where something is claimed the bytes of a round are public, and what a client sends
+        must not tell whether it holds anything, or whether that could be used.
+        """
+        method, _ = self._served()
+        sizes = Counter(method.update_size(client, round_index) or 0 for client in clients)
+        how = self.settings
+        return sum(
+            array.nbytes * count
+            for size, count in sizes.items()
+            for array in encode(how.compression, torch.zeros(size), 0, how.topk)[0].values()
+        )
 
     def close(self) -> None:
         """Close the engine beside the server; the grid is whoever's made it."""
@@ -249,6 +270,7 @@ class FlowerEngine:
                 compression=self.settings.compression,
                 topk=self.settings.topk,
                 monitor=self.settings.monitor,
+                size=method.update_size(client, round_index) or 0,
             )
             messages.append(self._message(wire.pack_order(order, array), node, round_index))
             traffic.bytes_down += 0 if array is None else len(array.data)

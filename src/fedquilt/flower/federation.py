@@ -5,10 +5,13 @@ FOLDER/
   status.json       which processes there are (written by the supervisor)
   roster.json       who is who: names and fingerprints of keys
   ca.crt server.pem nodes/*    certificates and keys; private ones are the owner's
-  state.db          the SuperLink's database
+  state.db          the SuperLink's database, while it runs: what clients send passes through it
+  .lock             held by `up` and by whoever it has started
   flwr/             Flower's own home: its connection to this SuperLink, installed apps
   logs/             one file a process
   results/          the server's runs
+
+All of it is its owner's alone, and read as files that somebody else may have written.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.errors import InvalidValueError, NotReadyError
-from fedquilt.common.storage import write_file
-from fedquilt.common.untrusted import read_json
+from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
+from fedquilt.common.printable import printable
+from fedquilt.common.storage import lock_file, open_regular, storage_errors, write_file
+from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes
 from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
@@ -64,17 +68,30 @@ class Federation:
             raise InvalidValueError(
                 f"app={str(app)!r} must hold a pyproject.toml; `fedquilt flower new` writes one"
             )
-        for part in ("nodes", "logs"):
-            (self.folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in names:
+            processes.check_node_name(name)
+        trusted = fab_hash(app)
+        self._make_folders()
+        with self._alone():
+            return self._write_files(app, trusted, names, node_config or {}, seats, options)
+
+    def _write_files(
+        self,
+        app: Path,
+        trusted: str,
+        names: Sequence[str],
+        given: Mapping[str, str],
+        seats: int,
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
         ports = processes.free_ports(2 + len(names))
         keys.make_server_files(self.folder, (), ports[0])
         keys.make_secret(self.folder / "nodes.secret")
         public = {name: self._node_key(name) for name in names}
         self._write_roster(public, seats)
-        given = node_config or {}
         config = {
             "app": str(app),
-            "trusted": fab_hash(app),
+            "trusted": trusted,
             "output": str(self.folder / "results"),
             "ports": {"superlink": ports[0], "gate": ports[1]},
             "nodes": {
@@ -91,19 +108,11 @@ class Federation:
 
     def up(self, wait: float = 180.0) -> None:
         """Start the supervisor and wait until every node is connected."""
-        if self.is_up():
-            raise InvalidValueError(f"a federation is up in {str(self.folder)!r} already")
-        (self.folder / processes.STATUS).unlink(missing_ok=True)
-        with open(self.folder / "logs" / "supervisor.log", "ab") as log:
-            started = subprocess.Popen(
-                [sys.executable, "-m", "fedquilt.flower.processes", str(self.folder)],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            )
         wanted = len(self.config()["nodes"])
+        self._make_folders()
+        with self._alone() as lock:
+            processes.remove_database(self.folder)
+            started = self._start(lock)
         until = time.monotonic() + wait
         while len(self.online()) < wanted:
             if started.poll() is not None or time.monotonic() > until:
@@ -114,31 +123,88 @@ class Federation:
                 )
             time.sleep(1.0)
 
+    def _make_folders(self) -> None:
+        """Make the folders for their owner alone; an older federation's becomes so."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for part in ("nodes", "logs", "flwr", "results"):
+            path = self.folder / part
+            if path.is_symlink() and part != "results":
+                raise InvalidValueError(f"{str(path)!r} must be a folder; it is a symbolic link")
+            path.mkdir(exist_ok=True, mode=0o700)
+        if self.exists():
+            self.folder.chmod(0o700)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[int]:
+        """Hold the folder's lock while nobody of a federation lives; yield its descriptor."""
+        with storage_errors(self.folder / ".lock"):
+            try:
+                held = lock_file(self.folder / ".lock", 0o600)
+            except BlockingIOError:
+                raise InvalidValueError(self._who_is_up()) from None
+        with held:
+            if processes.members(self.folder):
+                raise InvalidValueError(self._who_is_up())
+            yield held.fileno()
+
+    def _who_is_up(self) -> str:
+        left = processes.members(self.folder)
+        if self.is_up() or not left:
+            return f"a federation is up in {str(self.folder)!r} already"
+        return (
+            f"the supervisor of {str(self.folder)!r} has ended and {len(left)} of its processes "
+            "go on: `fedquilt flower down` ends them"
+        )
+
+    def _start(self, lock: int) -> subprocess.Popen[bytes]:
+        """Start the supervisor; it and its forks hold the lock from here on."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        marked = {processes.MARK: str(self.folder), "OMP_NUM_THREADS": threads}
+        path = self.folder / "logs" / "supervisor.log"
+        with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "fedquilt.flower.processes", str(self.folder)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(lock,),
+                umask=processes.UMASK,
+                env={**os.environ, **marked},
+            )
+
     def down(self) -> list[str]:
-        """End everything that was started here; return the names of what had to be killed."""
-        status = self.status()
-        if status is None:
-            return []
-        if processes.is_running(status["pid"], status["began"]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(status["pid"], signal.SIGTERM)
-            _wait_gone(status["pid"], status["began"], 30.0)
-        killed = []
-        left = {
-            "supervisor": status,
-            **(self.status() or status)["processes"],
-            **status["processes"],
-        }
-        for name, job in left.items():
-            if processes.is_running(job["pid"], job["began"]):
-                os.kill(job["pid"], signal.SIGKILL)
-                killed.append(name)
-        return killed
+        """End everything that was started here; return the names of what had to be killed.
+
+        Whoever is left is found, also when the supervisor was killed or its file is damaged.
+        """
+        names = {}
+        with contextlib.suppress(FedquiltError):
+            status = self.status() or {"pid": None, "processes": {}}
+            names = {job["pid"]: name for name, job in status["processes"].items()}
+            names[status["pid"]] = "supervisor"
+        processes.send(self.folder, signal.SIGTERM)
+        self._wait_until_gone(30.0)
+        killed = processes.send(self.folder, signal.SIGKILL)
+        self._wait_until_gone(10.0)
+        if self.exists():
+            with contextlib.suppress(FedquiltError), self._alone():
+                processes.remove_database(self.folder)
+        return [names.get(pid, f"process {pid}") for pid in killed]
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while processes.members(self.folder) and time.monotonic() < until:
+            time.sleep(0.1)
 
     def is_up(self) -> bool:
         """Tell whether the supervisor runs."""
         status = self.status()
-        return status is not None and processes.is_running(status["pid"], status["began"])
+        return status is not None and processes.is_member(status["pid"], self.folder)
+
+    def left(self) -> list[int]:
+        """Return the processes that go on although their supervisor has ended."""
+        return [] if self.is_up() else processes.members(self.folder)
 
     # -- who is there
 
@@ -148,18 +214,16 @@ class Federation:
 
     def config(self) -> dict[str, Any]:
         """Return what the federation consists of."""
-        path = self.folder / processes.CONFIG
         if not self.exists():
             raise InvalidValueError(
                 f"{str(self.folder)!r} must be the folder of a federation: "
                 "`fedquilt flower up` makes one"
             )
-        return read_json(path)
+        return processes.read_config(self.folder)
 
     def status(self) -> dict[str, Any] | None:
         """Return which processes there are; None before the first start."""
-        path = self.folder / processes.STATUS
-        return read_json(path) if path.exists() else None
+        return processes.read_status(self.folder)
 
     def online(self) -> dict[str, str]:
         """Return the nodes that the SuperLink says are connected, and their fingerprints."""
@@ -173,8 +237,9 @@ class Federation:
 
     def keys_seen(self) -> dict[str, str]:
         """Return the fingerprint of every key that the SuperLink knows, and its node's status."""
-        if not self.is_up() or not self._superlink_answers():
+        if not processes.members(self.folder) or not self._superlink_answers():
             return {}
+        import httpx
         from flwr.proto.control_pb2 import ListNodesRequest
         from flwr.supercore.control import ControlHttpClient
 
@@ -187,6 +252,8 @@ class Federation:
         )
         try:
             nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        except httpx.HTTPError:  # it has just ended, and is started again
+            return {}
         finally:
             client.close()
         return {fingerprint(bytes(node.public_key)): node.status for node in nodes}
@@ -209,7 +276,9 @@ class Federation:
         command = [_program("flwr"), "run", self.config()["app"], keys.CONNECTION]
         command += ["--stream"] if stream else []
         command += ["--run-config", given] if given else []
-        return subprocess.run(command, env=self._environment(), check=False).returncode
+        return subprocess.run(
+            command, env=self._environment(), check=False, umask=processes.UMASK
+        ).returncode
 
     def wait(self, rounds: int | None = None, seconds: float = 600.0) -> Path:
         """Wait until a run is finished, or has so many rounds; return its folder."""
@@ -217,9 +286,8 @@ class Federation:
         while time.monotonic() < until:
             folder = self.last_run()
             if folder is not None:
-                done = folder / "rounds.jsonl"
-                lines = done.read_text().count("\n") if done.exists() else 0
-                if (folder / "result.json").exists() or (rounds is not None and lines >= rounds):
+                enough = rounds is not None and rounds_of(folder) >= rounds
+                if (folder / "result.json").exists() or enough:
                     return folder
             time.sleep(0.2)
         raise NotReadyError(f"the run was not there after {seconds:g} s")
@@ -234,7 +302,7 @@ class Federation:
 
     def trust(self, value: str | None) -> str | None:
         """Let nodes run the app of this hash and no other (None: any); restart what they run."""
-        config = self.config()
+        config = self._supervised_config()
         nodes = config["nodes"]
         self._write_config({**config, "trusted": value, "nodes": {}} if self.is_up() else config)
         for name in nodes if self.is_up() else ():
@@ -248,7 +316,7 @@ class Federation:
         Returns whether it takes part in a run that goes on, from its next round: it has an
         account which that run has named when it began, a seat or the one it had before.
         """
-        config = self.config()
+        config = self._supervised_config()
         before = set(self.roster().client_ids)
         self._write_roster({name: self._node_key(name)})
         known = config["nodes"].get(name, {"port": processes.free_ports(1)[0]})
@@ -258,7 +326,7 @@ class Federation:
 
     def leave(self, name: str) -> None:
         """Let a node leave: its processes end, its line of the roster and its account stay."""
-        config = self.config()
+        config = self._supervised_config()
         if config["nodes"].pop(name, None) is None:
             raise InvalidValueError(
                 f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
@@ -271,12 +339,12 @@ class Federation:
         The new key is in the roster before the node uses it; the old ones no longer count.
         Returns its fingerprint.
         """
-        config = self.config()
+        config = self._supervised_config()
         if name not in config["nodes"]:
             raise InvalidValueError(
                 f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
             )
-        number = len(self.roster().keys[name]) + 1
+        number = len(self.roster().keys.get(name, ())) + 1  # one that it lacks is refused below
         stem = f"{name}-key{number}"
         public = keys.make_node_key(self.folder / "nodes" / stem)
         roster = self.roster().rotated(name, fingerprint(public))
@@ -291,6 +359,13 @@ class Federation:
 
     # -- small things
 
+    def _supervised_config(self) -> dict[str, Any]:
+        """Return the configuration, which is to change: somebody must act on it, or nobody run."""
+        config = self.config()
+        if self.left():
+            raise InvalidValueError(self._who_is_up())
+        return config
+
     def _wait_for_processes(self, without: str, seconds: float = 30.0) -> None:
         until = time.monotonic() + seconds
         while without in (self.status() or {"processes": {}})["processes"]:
@@ -299,8 +374,7 @@ class Federation:
             time.sleep(0.2)
 
     def _node_key(self, name: str) -> bytes:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise InvalidValueError(f"node name {name!r} must be letters, digits, '-' and '_'")
+        processes.check_node_name(name)
         return keys.make_node_key(self.folder / "nodes" / name)
 
     def _write_roster(self, public: Mapping[str, bytes], seats: int = 0) -> None:
@@ -312,7 +386,7 @@ class Federation:
         roster.with_seats(max(0, seats - len(roster.seats))).write(path)
 
     def _write_config(self, config: dict[str, Any]) -> None:
-        write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode())
+        write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode(), 0o600)
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "flwr")}
@@ -332,7 +406,12 @@ def fab_hash(app: str | Path) -> str:
     """
     from flwr.cli.build import build_fab_from_disk
 
-    packed = build_fab_from_disk(Path(app))
+    try:
+        packed = build_fab_from_disk(Path(app))
+    except Exception as error:  # of many kinds, by what is wrong with the app
+        raise InvalidValueError(
+            f"app={str(app)!r} must be a Flower app, and is none: {printable(error)[:300]}"
+        ) from error
     with zipfile.ZipFile(io.BytesIO(packed)) as content:
         private = [name for name in content.namelist() if Path(name).name in _PRIVATE]
     if private:
@@ -380,7 +459,6 @@ def _program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def _wait_gone(pid: int, began: str, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while processes.is_running(pid, began) and time.monotonic() < until:
-        time.sleep(0.1)
+def rounds_of(run: Path) -> int:
+    """Return how many rounds of a run are written down."""
+    return sum(line.endswith(b"\n") for line in read_lines(run / "rounds.jsonl"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from fedquilt.common.errors import DataError, InvalidValueError
 from fedquilt.common.storage import write_file
 
 CONNECTION = "fedquilt"
@@ -42,13 +44,20 @@ def make_certificate(folder: Path, stem: str, hosts: Sequence[str]) -> None:
     """Write `STEM.pem` and `STEM.key` for these host names and addresses, signed by the CA."""
     if (folder / f"{stem}.pem").exists():
         return
-    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
-    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise TypeError("ca.key must be an elliptic-curve key")
-    key = ec.generate_private_key(ec.SECP384R1())
     names = x509.SubjectAlternativeName([_host(host) for host in hosts])
-    built = _builder(_name(hosts[0]), authority.subject, key.public_key())
+    try:
+        authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{str(folder)!r} must hold an authority, ca.crt and ca.key, and one of them cannot be "
+            f"read: {str(error)[:200]}"
+        ) from error
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise DataError(f"{str(folder / 'ca.key')!r} must be an elliptic-curve key")
+    key = ec.generate_private_key(ec.SECP384R1())
+    # Hosts are the alternative names; a common name has room for 64 characters only.
+    built = _builder(_name("fedquilt server"), authority.subject, key.public_key())
     built = built.add_extension(names, critical=False)
     built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
@@ -88,6 +97,8 @@ def make_server_files(folder: Path, hosts: Sequence[str], port: int = 8000) -> N
     `flwr/config.toml`, is the operator's own: to the SuperLink on loopback.
     """
     folder = folder.resolve()
+    for host in hosts:
+        _host(host)  # before anything is written
     (folder / "flwr").mkdir(parents=True, exist_ok=True, mode=0o700)
     make_authority(folder)
     make_certificate(folder, "server", [*hosts, *LOOPBACK])
@@ -96,7 +107,7 @@ def make_server_files(folder: Path, hosts: Sequence[str], port: int = 8000) -> N
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
         f'address = "127.0.0.1:{port}"\nroot-certificates = "{folder / "ca.crt"}"\n'
     )
-    write_file(folder / "flwr" / "config.toml", connection.encode())
+    write_file(folder / "flwr" / "config.toml", connection.encode(), 0o600)
 
 
 def make_node_files(folder: Path) -> bytes:
@@ -125,11 +136,27 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
+_LABELS = re.compile(r"(\*\.)?[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
+
+
 def _host(host: str) -> x509.GeneralName:
+    """Return a host as certificates name it: an address, or a name in its ASCII form (IDNA)."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    import idna
+
+    try:
+        name = host if host.isascii() else idna.encode(host, uts46=True).decode()
+    except idna.IDNAError:
+        name = ""
+    if len(name) > 253 or not _LABELS.fullmatch(name):
+        raise InvalidValueError(
+            f"host={host[:80]!r} must be an address or a name: parts of at most 63 letters, digits "
+            "and '-' with dots between, 253 characters in all"
+        )
+    return x509.DNSName(name)
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

@@ -26,6 +26,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.data import as_samples
+from fedquilt.data.samples import is_empty
 from fedquilt.flower import wire
 from fedquilt.flower.codecs import encode
 from fedquilt.flower.reading import Reading
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MakeModel = Callable[[], nn.Module]
 ClientData = Callable[[Context], object]
-NodeOf = Callable[[Context, wire.Order], "Node"]
+NodeOf = Callable[[Context, wire.Order], "Node | NodeOfNobody"]
 
 CUSTOM = "custom"
 """What a configuration says where an object was brought."""
@@ -137,6 +138,18 @@ class Node:
         return arrays
 
 
+class NodeOfNobody:
+    """The node of a client that holds nothing: zeros, as many as are asked for.
+
+    A message without them would say to whoever sees its length that it holds nothing.
+    """
+
+    def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:
+        """Return the zeros."""
+        arrays, _ = encode(order.compression, torch.zeros(order.size), 0, order.topk)
+        return wire.pack_reply(order.token, arrays)
+
+
 def _engine(problem: Problem) -> str:
     """Return how a node trains: one client at a time, and on a CPU by hand where that is there.
 
@@ -169,15 +182,17 @@ class OwnData:
         self._make_model = make_model
         self._client_data = client_data
         self._own = own
-        self._nodes: OrderedDict[Hashable, Node] = OrderedDict()
+        self._nodes: OrderedDict[Hashable, Node | NodeOfNobody] = OrderedDict()
 
-    def __call__(self, context: Context, order: wire.Order) -> Node:
+    def __call__(self, context: Context, order: wire.Order) -> Node | NodeOfNobody:
         """Return the node of a context for an order's run."""
         key = (context.run_id, context.node_id, order.settings, order.client, order.num_clients)
         if key not in self._nodes:
             config = wire.read_settings(order.settings)
             model = new_model(self._make_model, config.seed)
             data = self._client_data(context)
+            if MODE_TABLE[config.mode].noised and is_empty(data):
+                return NodeOfNobody()
             facts = (data, order.client, order.num_clients, self._own)
             self._nodes[key] = Node.of_data(config, model, *facts)
             if len(self._nodes) > _REMEMBERED:

@@ -2,12 +2,17 @@
 
     python -m fedquilt.flower.processes FOLDER
 
-starts what `federation.json` in the folder describes and keeps it running: the SuperLink on
-loopback, the gate before it, the server's apps, and for every node a SuperNode and its warm
-parent.  What ends is started again, after a pause; a SuperNode that was killed is refused by
-its SuperLink for about a minute, so it is tried until it is let in.  `nodes` in the file may
-change meanwhile: nodes then join and leave.  The supervisor imports torch once; warm parents
-are forks of it.
+(as `Federation.up` runs it) starts what `federation.json` in the folder describes and keeps it
+running: the SuperLink on loopback, the gate before it, the server's apps, and for every node a
+SuperNode and its warm parent.  What ends is started again, after a pause; a SuperNode that was
+killed is refused by its SuperLink for about a minute, so it is tried until it is let in.
+`nodes` in the file may change meanwhile: nodes then join and leave.  The supervisor imports
+torch once; warm parents are forks of it.
+
+Every process has the folder in its environment (`MARK`): whoever is left when a supervisor was
+killed is found by it, and nobody else is ever taken for one of them.  All of them write for
+their owner alone.  The SuperLink's database holds what clients have sent, so it is removed
+when a federation ends and before one begins; while one runs it outlives the SuperLink.
 """
 
 from __future__ import annotations
@@ -25,17 +30,80 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedquilt.common.errors import DataError, FedquiltError, InvalidValueError
+from fedquilt.common.shapes import ANY_TEXT, COUNT, NUMBER, TEXT, Mapped, Plain, Table, check, maybe
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.flower import warm
 from fedquilt.flower.simulate import OFFLINE
 
 CONFIG, STATUS, ROSTER = "federation.json", "status.json", "roster.json"
+DATABASE = "state.db"
+MARK = "FEDQUILT_FLOWER_FEDERATION"
+UMASK = 0o077
+_FILE_BYTES = 1 << 24
 _TICK = 0.2
 _PAUSES = (0.5, 1.0, 2.0, 5.0)
 _STEADY_SECONDS = 20.0
 _PATIENCE_SECONDS = 6.0
 _START_SECONDS = 120.0
+_SHARED = {"superlink", "gate", "serverapp"}
+
+_PORT = Plain("a port, 1 to 65535", frozenset({int}), least=1, most=65535)
+_PROCESS = {
+    "pid": maybe(Plain("the number of a process", frozenset({int}), least=1, most=2**22)),
+    "began": ANY_TEXT,
+}
+_STATUS = Table(
+    {"state": TEXT, **_PROCESS, "processes": Mapped(Table({**_PROCESS, "restarts": COUNT}))}
+)
+_CONFIG = Table(
+    {
+        "app": TEXT,
+        "output": TEXT,
+        "ports": Table({"superlink": _PORT, "gate": _PORT}),
+        "nodes": Mapped(Table({"port": _PORT, "config": TEXT}, {"key": TEXT})),
+    },
+    {
+        **dict.fromkeys(("trusted", "ledger", "population"), ANY_TEXT),
+        "warm": Plain("true or false", frozenset({bool})),
+        "poll": NUMBER,
+    },
+)
+
+
+def check_node_name(name: str) -> None:
+    """Refuse what cannot be the name of a node and of its files."""
+    plain = name.replace("-", "").replace("_", "").isalnum()
+    if not plain or len(name) > 64 or name in _SHARED:
+        raise InvalidValueError(
+            f"node name {name[:80]!r} must be at most 64 letters, digits, '-' and '_', and none of "
+            f"{', '.join(sorted(_SHARED))}"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what a federation consists of."""
+    path = folder / CONFIG
+    config = read_json(path, DataError, _FILE_BYTES)
+    check(config, _CONFIG, path, DataError)
+    for name in ("app", "output"):
+        if not config[name].startswith("/") or "\0" in config[name]:
+            raise DataError(f"{path}: {name}={config[name][:80]!r} must be a whole path")
+    for name, options in config["nodes"].items():
+        for called in (name, options.get("key", name)):
+            check_node_name(called)
+    return config
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """Return which processes a supervisor has started; None before the first start."""
+    path = folder / STATUS
+    if not os.path.lexists(path):
+        return None
+    status = read_json(path, DataError, _FILE_BYTES)
+    check(status, _STATUS, path, DataError)
+    return status
 
 
 @dataclass
@@ -56,7 +124,7 @@ class Supervisor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self.config = read_json(self.folder / CONFIG)
+        self.config = read_config(self.folder)
         self._jobs: dict[str, Job] = {}
         self._read_at = 0
         self._registered: set[str] = set()
@@ -81,6 +149,7 @@ class Supervisor:
                 time.sleep(_TICK)
         finally:
             self._stop(list(self._jobs))
+            remove_database(self.folder)
             self._tell("ended")
 
     # -- what runs
@@ -93,7 +162,7 @@ class Supervisor:
                 *("--port", str(self._port("superlink"))),
                 *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem"),
                 *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
-                *("--database", "state.db", "--isolation", "process"),
+                *("--database", DATABASE, "--isolation", "process"),
                 *("--superexec-auth-secret-file", "superlink.secret"),
                 "--disable-runtime-dependency-installation",
             ],
@@ -184,7 +253,11 @@ class Supervisor:
         if changed == self._read_at:
             return
         self._read_at = changed
-        self.config = read_json(path)
+        try:
+            self.config = read_config(self.folder)
+        except FedquiltError as error:
+            print(f"all stays as it was: {error}", file=sys.stderr, flush=True)
+            return
         nodes = set(self.config["nodes"])
         running = {name.removesuffix(".app") for name in self._jobs} - _SHARED
         left = running - nodes
@@ -296,10 +369,7 @@ class Supervisor:
         }
         me = os.getpid()
         record = {"state": state, "pid": me, "began": began_at(me), "processes": jobs}
-        write_file(self.folder / STATUS, json.dumps(record, indent=2).encode())
-
-
-_SHARED = {"superlink", "gate", "serverapp"}
+        write_file(self.folder / STATUS, json.dumps(record, indent=2).encode(), 0o600)
 
 
 def _has_ended(pid: int) -> bool:
@@ -336,6 +406,42 @@ def is_running(pid: Any, began: Any) -> bool:
     return state != "Z" and began_at(pid) == began
 
 
+def is_member(pid: int | None, folder: Path) -> bool:
+    """Tell whether a process is alive and one of the federation of a folder."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()  # empty once it has ended
+    except OSError:
+        return False
+    return os.fsencode(f"{MARK}={folder}") in environment.split(b"\0")
+
+
+def members(folder: Path) -> list[int]:
+    """Return the processes of the federation of a folder, whoever of them has started which."""
+    numbers = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in numbers if is_member(pid, folder)]
+
+
+def send(folder: Path, number: signal.Signals) -> list[int]:
+    """Send a signal to every process of a federation; return which there were."""
+    sent = []
+    for pid in members(folder):
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)  # this process from here on, never the next of that number
+            try:
+                if is_member(pid, folder):
+                    signal.pidfd_send_signal(handle, number)
+                    sent.append(pid)
+            finally:
+                os.close(handle)
+    return sent
+
+
+def remove_database(folder: Path) -> None:
+    """Remove what the SuperLink has kept of messages; no SuperLink may run."""
+    for path in folder.glob(f"{DATABASE}*"):
+        path.unlink(missing_ok=True)
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports of loopback that nobody listens on."""
     sockets = [socket.socket() for _ in range(count)]
@@ -349,8 +455,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    """Watch over the federation of a folder."""
-    Supervisor(Path(sys.argv[1])).run()
+    """Watch over the federation of a folder, in the environment that `Federation.up` makes."""
+    folder = Path(sys.argv[1]).resolve()
+    if not is_member(os.getpid(), folder):
+        sys.exit("a supervisor is started by `fedquilt flower up`")
+    Supervisor(folder).run()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ _SERVER_ONLY = frozenset(
 
 @dataclass(frozen=True)
 class Order:
-    """What a node is asked to do: the facts of one client's part of a round."""
+    """What a node is asked to do: the facts of one client's part of a round.
+
+    `size` is how many numbers it shall send; 0: as many as it has.
+    """
 
     token: str
     round_index: int
@@ -57,6 +60,7 @@ class Order:
     compression: str
     topk: float
     monitor: bool
+    size: int = 0
     version: str = __version__
 
 

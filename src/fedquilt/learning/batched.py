@@ -12,7 +12,9 @@ still training are always the first ones.
 
 A client's row must be the same whoever stands beside it, or the others' data would
 show in its update.  Its batches and its random layers follow from its own seed
-(`draws`), and the program runs in shapes that compute alike (`shapes`).
+(`draws`).  Where clients are protected the program's shape and a client's row in it follow
+public numbers alone: everybody keeps its place in the cohort, and whoever has no step left stays,
+without moving.  Elsewhere the program shrinks to shapes that were seen to compute alike (`stack`).
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from fedquilt.learning.plan import NoPlanError, Tables, is_interpreted
 from fedquilt.learning.planned import PlannedTraining, Running
 from fedquilt.learning.shuffles import Shuffles
 from fedquilt.learning.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
+from fedquilt.learning.state import ModuleState
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class BatchedEngine:
                 "use engine='sequential' or engine='processes'"
             )
         self._stack = ModelStack(model, task)
+        self._flat = self._stack.flat
         self._shapes = ProgramShapes(self._stack, settings.optimizer)
         stack = self._stack
         refuse_hidden_state(stack.flat, stack.public, settings, stack.draws)
@@ -134,7 +138,7 @@ class BatchedEngine:
         if self._by_hand is not None:
             by_hand, window = self._by_hand, self._by_hand.window
             parts = (clients[at : at + window] for at in range(0, len(clients), window))
-            return (
+            return self._put_back_after(
                 update
                 for part in parts
                 for update in by_hand.updates_of(start, part, round_index, learning_rate)
@@ -145,11 +149,20 @@ class BatchedEngine:
         if self._planned is not None:
             planned = self._planned
 
-            def begin(members: list[int]) -> list[Running]:
+            def begin(members: list[int]) -> Running:
                 return self._begin(planned, start, members, round_index, learning_rate)
 
-            return self._arriving(groups, begin, begin(groups[0]) if groups else [])
-        return self._train_groups(start, groups, rows, round_index, learning_rate)
+            return self._arriving(groups, begin, begin(groups[0]) if groups else None)
+        updates = self._train_groups(start, groups, rows, round_index, learning_rate)
+        return self._put_back_after(updates)
+
+    def _put_back_after(self, updates: Iterator[ClientUpdate]) -> Iterator[ClientUpdate]:
+        """Yield updates; what is made or evaluated next sees nothing of the last clients."""
+        try:
+            yield from updates
+        finally:
+            self._flat.restore()
+            self.task.objective.begin()
 
     @property
     def is_small(self) -> bool:
@@ -168,32 +181,26 @@ class BatchedEngine:
         members: list[int],
         round_index: int,
         learning_rate: float,
-    ) -> list[Running]:
-        """Queue the training of some clients, those of each width as one program."""
-        widths = self._widths(members)
-        running = []
-        for width in sorted(set(widths)):
-            group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            table = BatchTable(self.task, group, self.settings, round_index, True, set(group))
-            running.append(planned.begin(start, table, learning_rate))
-        return running
+    ) -> Running:
+        """Queue the training of some clients, as one program."""
+        table = BatchTable(self.task, members, self.settings, round_index, True, set(members))
+        return planned.begin(start, table, learning_rate)
 
     def _arriving(
         self,
         groups: list[list[int]],
-        begin: Callable[[list[int]], list[Running]],
-        running: list[Running],
+        begin: Callable[[list[int]], Running],
+        running: Running | None,
     ) -> Iterator[ClientUpdate]:
         """Yield the updates of all groups; the first one is `running`."""
-        for number, members in enumerate(groups):
-            parts = running if number == 0 else begin(members)
+        for members in groups:
+            part, running = running or begin(members), None
             done: dict[int, ClientUpdate] = {}
-            for part in parts:
-                deltas, losses = part.result()
-                for delta, loss, client in zip(deltas, losses, part.clients, strict=True):
-                    size = len(self.task.clients[client])
-                    done[client] = ClientUpdate(client, delta, size, loss if size else math.nan)
-            running, parts = [], []
+            deltas, losses = part.result()
+            for delta, loss, client in zip(deltas, losses, part.clients, strict=True):
+                size = len(self.task.clients[client])
+                done[client] = ClientUpdate(client, delta, size, loss if size else math.nan)
+            del part, deltas
             for client in members:
                 yield done.pop(client)
 
@@ -226,7 +233,8 @@ class BatchedEngine:
         widths = self._widths(members)
         for width in sorted(set(widths)):
             group = [c for c, w in zip(members, widths, strict=True) if w == width]
-            alike = self._shapes.rows_are_alike(rows, width)
+            # What one step shows to be alike need not be so in all: a claim does not rest on it.
+            alike = not self.settings.silent and self._shapes.rows_are_alike(rows, width)
             # Under a secret coin a client's row would follow who else was kept: one by one.
             alone = self.settings.group_rows and not alike
             # Where a row's place matters, everybody keeps its own in programs of all widths.
@@ -272,7 +280,7 @@ class BatchedEngine:
         pull = learning_rate * mu
         anchors = stack.spread(start, 1) if pull else []
         state = None if optimizer.is_plain else RuleState(optimizer, weights, stacked=True)
-        loss_sum = torch.zeros(count, device=start.device)
+        loss_sum = torch.zeros(rows, device=start.device)
         leaves: list[torch.Tensor] = []
         program = self._program(table, rows, width)
         for step in table.steps(program, rows, width, stack):
@@ -294,13 +302,12 @@ class BatchedEngine:
                 seen = torch.where(step.moving, seen, 0.0)
             loss_sum[: step.active] += seen
         deltas = stack.gather([tensor[:count] for tensor in weights], start)
-        return deltas, (loss_sum / table.seen.to(start.device)).tolist()
+        return deltas, (loss_sum[:count] / table.seen.to(start.device)).tolist()
 
     def _make_planned(self, model: nn.Module) -> PlannedTraining | None:
         """Return the fast way of a network of standard layers; None: it takes the general one."""
         public = self.task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         first = flat.read().clone()
         try:
             draws = find_draws(flat, public)
@@ -309,8 +316,7 @@ class BatchedEngine:
             _log.info("the model takes the general way, torch.func.vmap: %s", error)
             return None
         finally:
-            flat.restore()  # following the forward pass may have left something behind
-            flat.write(first)
+            flat.write(first)  # following the forward pass may have left something behind
         flat.module.train()
         refuse_hidden_state(flat, public, self.settings, draws)
         return planned
@@ -321,10 +327,10 @@ class BatchedEngine:
             return None
         public = self.task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         draws = find_draws(flat, public)
         training = hand_training(flat, self.task, self.settings, draws)
         if training is not None:
+            self._flat = flat
             refuse_hidden_state(flat, public, self.settings, draws)
         return training
 
@@ -345,7 +351,11 @@ def engine_obstacle(model: nn.Module, task: Task, settings: LocalSettings | None
     """Return why model, loss or optimiser cannot run as a stack, or None when they can."""
     if settings is not None and settings.optimizer.factory is not None:
         return "its optimizer is your own, which steps one client at a time"
-    return obstacle(model, task)
+    state = ModuleState(model, model.parameters())  # copies share its class, closures and hooks
+    try:
+        return obstacle(model, task)
+    finally:
+        state.restore()
 
 
 def program_width(size: int, batch_size: int) -> int:
@@ -449,9 +459,7 @@ class BatchTable:
             settings.epochs,
         )
         self._begins, self._sizes = _batch_table(self._shuffles, settings)
-        # Row numbers, not how many: unsorted clients may end in any order.
-        last = np.arange(1, len(clients) + 1) * (self._sizes > 0)
-        self.active: list[int] = last.max(axis=1, initial=0).tolist()
+        self.active: list[int] = (self._sizes > 0).sum(axis=1).tolist()
         self.widths: list[int] = self._sizes.max(axis=1, initial=0).tolist()
         self.seen = torch.from_numpy(self._sizes.sum(axis=0)).clamp(min=1)
 
@@ -498,17 +506,16 @@ class BatchTable:
         hidden = self._hidden(rows)
         has_samples = sizes[..., 0] > 0
         trains = torch.from_numpy(has_samples).to(device)
-        all_train = [
-            bool(has_samples[t, : self.active[first + t]].all()) for t in range(len(shapes))
-        ]
         for t, (count, width) in enumerate(shapes):
-            active = self.active[first + t]
+            # Unsorted rows all count, and all are masked: how many train is not for others to see.
+            active = self.active[first + t] if self.sorted_rows else rows
+            all_train = self.sorted_rows and bool(has_samples[t, :active].all())
             yield Step(
                 active,
                 there[t, :count, :width],
                 shares[t, :count, :width],
                 lengths[t, :active, 0].float(),
-                None if all_train[t] else trains[t, :active],
+                None if all_train else trains[t, :active],
                 [part[t, :count, :width] for part in bits],
                 None if hidden is None else hidden[:count],
             )

@@ -29,10 +29,10 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.operations import OperationCount
-from fedquilt.learning.cpu_training import cpu_plan
+from fedquilt.learning.cpu_training import CpuTraining
 from fedquilt.learning.engine import LocalSettings, Task
 from fedquilt.learning.flat import FlatModel
-from fedquilt.learning.local import LARGE
+from fedquilt.learning.local import LARGE, find_draws
 from fedquilt.learning.plan import Conv, Dense, NoPlanError, Plan
 
 SAMPLES = 500
@@ -94,11 +94,16 @@ def usable_cores() -> int:
 
 
 def _plan(flat: FlatModel, task: Task, settings: LocalSettings) -> tuple[Plan | None, str]:
+    """Return the plan that the engine will find, tried as there, and how a client trains."""
+    public = task.public()
+    own = FlatModel(flat.module, public.inputs)
     try:
-        own = FlatModel(copy.deepcopy(flat.module), task.public().inputs, adopt=True)
-        return cpu_plan(own, task, settings), "trains with gradients by hand"
+        training = CpuTraining(own, task, settings, find_draws(own, public))
+        return training.plan, "trains with gradients by hand"
     except NoPlanError as error:
         return None, f"trains by autograd ({error})"
+    finally:
+        own.restore()  # following the forward pass leaves placeholders in classes and closures
 
 
 def _no_workers(
@@ -159,4 +164,6 @@ def _counted(flat: FlatModel, task: Task) -> float:
             trees.call_with(module, public.inputs)
         except Exception:  # a model that needs its labels: its parameters stand for it
             return 2.0 * flat.vector.numel()
+        finally:
+            flat.restore()
     return counter.total / trees.length(public.inputs)

@@ -22,19 +22,17 @@ from torch.nn import functional
 
 from fedquilt.learning.cpu_program import CpuProgram, Frame, check_layers, matrices
 from fedquilt.learning.cpu_update import Update
-from fedquilt.learning.draws import ClientDraws, draw_keys, hashed_bits
+from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
 from fedquilt.learning.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, train_client
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
 from fedquilt.learning.threads import one_thread
+from fedquilt.learning.trial import FLOAT32, disagreement
 
 _log = logging.getLogger(__name__)
 
-# How far steps by hand may be from autograd's, relative to their length: another network would be
-# a whole length away, rounding that flips a maximum or a rectifier some hundredths.
-_AGREES = 0.1
 _TRIAL_RATE = 0.1
 _TRIAL_SEED = 0
 # How many numbers of dropout masks are drawn at once.
@@ -328,41 +326,69 @@ class CpuTraining:
     @torch.no_grad()
     def _try(self) -> None:
         """Refuse a plan that does not compute what the network does, on public samples."""
-        flat, settings, like = self._flat, self._settings, self._task.public()
-        count = settings.batch_size + max(1, settings.batch_size // 2)
-        inputs = public_inputs(like.inputs, count)
-        targets = (torch.arange(count) % self.plan.classes).to(like.targets.dtype)
-        index, start = torch.arange(count), flat.read().clone()
-        begin = self._parts(start)
-        member = _Member(Given(index, _TRIAL_SEED, start), targets)
-        self._train(begin, inputs.flatten(1), [member], _TRIAL_RATE)
-        alone = [tensor.clone() for tensor in self._lanes[0]]
-        moved = [(t - part).flatten() for t, part in zip(alone, begin, strict=True)]
-        update = torch.cat(moved)
-        like.objective.begin()
-        with torch.enable_grad():
-            train_client(
-                *(flat, start, inputs, targets, index, _TRIAL_RATE, settings, _TRIAL_SEED),
-                *(like.objective, self._draws),
+        flat, most, like = self._flat, self._settings.batch_size, self._task.public()
+        start = flat.read().clone()
+        for count in {most, max(1, most // 2)}:
+            reason = disagreement(
+                *(self._gradient, self._autograd_gradient, start, like.inputs, count, FLOAT32)
             )
-        wanted = flat.read() - start
-        flat.restore()
+            if reason:
+                raise NoPlanError(f"its gradient by hand is {reason}")
+        self._autograd_gradient(start, like.inputs)
+        moved = flat.state.moved()
         flat.write(start)
-        far = float((update - wanted).norm() / wanted.norm().clamp(min=1e-12))
-        if not far <= _AGREES:
-            raise NoPlanError(f"its steps by hand are {far:.3g} away from autograd's")
-        self._try_together(begin, inputs.flatten(1), member, alone)
+        if moved:
+            raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")
+        self._try_together(start, public_inputs(like.inputs, most + max(1, most // 2)))
 
-    def _try_together(
-        self,
-        begin: list[torch.Tensor],
-        inputs: torch.Tensor,
-        member: _Member,
-        alone: list[torch.Tensor],
-    ) -> None:
-        """Let clients train one by one where company changes a bit of what one computes."""
-        for many in range(2, self.together + 1):
+    def _trial_labels(self, count: int) -> torch.Tensor:
+        labels = torch.arange(count) % self.plan.classes
+        return labels.to(self._task.targets.dtype)
+
+    def _gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the gradient by hand of one batch; a program of plain steps has it as weights."""
+        program, labels = self._program, self._trial_labels(len(inputs))
+        program.reset()
+        for tensor, part in zip(self._first_lanes[1], self._parts(weights), strict=True):
+            tensor.copy_(part)
+        epoch = _Epoch([labels], len(labels), self._by_class, has_lanes=len(self._lanes) > 1)
+        program.step(
+            program.frame(len(labels)),
+            inputs.flatten(1),
+            torch.arange(len(labels)),
+            *epoch.place(0, 0, len(labels)),
+            Update(0.0, 1.0 / len(labels)),
+            next(self._masks(_TRIAL_SEED, 1)),
+        )
+        by_name = program.gradients
+        tensors = [by_name[name] for name in self._flat.names] if by_name else self._lanes[0]
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def _autograd_gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        flat, objective = self._flat, self._task.objective
+        flat.write(weights)
+        flat.module.train()
+        objective.begin()
+        with torch.enable_grad(), own_draws(self._draws):
+            if self._draws is not None:
+                self._draws.begin(bits_of(_TRIAL_SEED, 0))
+            loss = objective(flat.module, inputs, self._trial_labels(len(inputs)))
+            gradients = torch.autograd.grad(loss, flat.parameters)
+        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    def _try_together(self, start: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Let clients train one by one where company changes a bit of what one computes.
+
+        Every number of clients is tried, with full batches and a part of one: there are no other
+        shapes.
+        """
+        count, begin = len(inputs), self._parts(start)
+        given = Given(torch.arange(count), _TRIAL_SEED, start)
+        member, inputs = _Member(given, self._trial_labels(count)), inputs.flatten(1)
+        alone: list[torch.Tensor] = []
+        for many in range(1, self.together + 1):
             self._train(begin, inputs, [member] * many, _TRIAL_RATE)
+            alone = alone or [tensor.clone() for tensor in self._lanes[0]]
             for lane in self._lanes[:many]:
                 if not all(map(torch.equal, lane, alone)):
                     _log.info("clients train one by one: %d together round differently", many)

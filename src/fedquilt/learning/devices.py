@@ -1,8 +1,9 @@
 """Several devices at once: one batched engine on each, in a process of its own.
 
-Clients are dealt by size, the largest first, each to the device that has least to do.  Which
-device trains a client changes nothing but rounding, because everything random is seeded per
-client and a client's row is the same in any company.
+Clients are dealt by their places in the cohort, which are public: who stands beside whom, and how
+many of them in a device's program, must not follow what others hold.  Everything random is seeded
+per client, so which device trains it changes nothing where devices are of one kind, and rounding
+where they are not; where clients are protected unlike devices are refused.
 """
 
 from __future__ import annotations
@@ -59,21 +60,23 @@ def parse_devices(names: str) -> list[torch.device]:
     return devices
 
 
-def deal(clients: Sequence[int], sizes: Sequence[int], hands: int) -> list[list[int]]:
-    """Deal clients to hands, the largest first, each to the hand that has least.
+def refuse_unlike(devices: Sequence[torch.device]) -> None:
+    """Refuse devices that round differently: a client's numbers would tell where it was trained."""
+    kinds = {_kind(device) for device in devices}
+    if len(kinds) > 1:
+        names = ",".join(map(str, devices))
+        raise InvalidValueError(
+            f"devices={names!r} must be of one kind where clients are protected, as their numbers "
+            f"would tell which one trained them; these are {', '.join(sorted(kinds))}"
+        )
 
-    `sizes[i]` is that of `clients[i]`.
 
-    >>> deal([7, 3, 2, 9], [5, 9, 1, 4], 2)
-    [[3], [7, 9, 2]]
-    """
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    loads = [0] * hands
-    for place in sorted(range(len(clients)), key=lambda place: -sizes[place]):
-        hand = loads.index(min(loads))
-        dealt[hand].append(clients[place])
-        loads[hand] += sizes[place]
-    return dealt
+def _kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    about = torch.cuda.get_device_properties(device)
+    version, size = f"{about.major}.{about.minor}", about.total_memory // 2**30
+    return f"{about.name} ({version}, {about.multi_processor_count} processors, {size} GiB)"
 
 
 class _Share(NamedTuple):
@@ -104,7 +107,8 @@ class DevicesEngine:
     Raises
     ------
     InvalidValueError
-        The model cannot be sent to another process, or cannot run as a stack there.
+        The model cannot be sent to another process, or cannot run as a stack there; or devices
+        are not of one kind where clients are protected.
     WorkerError
         While training: a worker died or raised an error.
     """
@@ -120,6 +124,8 @@ class DevicesEngine:
             raise InvalidValueError("devices must name at least one device")
         if task.class_mask is not None:
             raise InvalidValueError("devices must be left out where clients hide classes")
+        if settings.silent:
+            refuse_unlike(devices)
         self.task, self.settings, self.devices = task, settings, list(devices)
         context = worker_context()
         try:
@@ -157,13 +163,9 @@ class DevicesEngine:
         clients = [int(client) for client in cohort]
         self._hire()
         self._start.copy_(start.detach())
-        sizes = [len(self.task.clients[client]) for client in clients]
-        dealt = deal(clients, sizes, len(self.devices))
-        # In the cohort's order, so that few updates wait for their turn.
-        place = {client: number for number, client in enumerate(clients)}
         try:
-            for worker, part in zip(self._workers, dealt, strict=True):
-                part.sort(key=place.__getitem__)
+            for number, worker in enumerate(self._workers):
+                part = clients[number :: len(self._workers)]
                 worker.begin(_Share(part, round_index, learning_rate))
             yield from self._in_order(clients, start.device)
         except BaseException:

@@ -204,26 +204,42 @@ def _largest(works: Callable[[int], bool]) -> int | None:
 
 
 def outside(
-    inputs: Tree, targets: Tree, ranges: dict[str, Range], ignored: int
+    inputs: Tree, targets: Tree, ranges: dict[str, Range], ignored: int | None
 ) -> dict[str, torch.Tensor]:
-    """Return, by the name of a tensor, which samples [N] hold a value outside of its range."""
+    """Return, by the name of a tensor, which samples [N] hold a value outside of its range.
+
+    `ignored` is a target that counts for nothing; None: there is none such.
+    """
     bad: dict[str, torch.Tensor] = {}
     named = [*trees.named_leaves(inputs, "inputs"), *trees.named_leaves(targets, "targets")]
     for name, leaf in named:
         if name in ranges:
-            wrong = ranges[name].outside(leaf)
-            if name.startswith("targets"):
-                wrong &= leaf != ignored
+            wrong = _misfits(name, leaf, ranges[name], ignored)
             bad[name] = wrong if wrong.dim() == 1 else wrong.flatten(1).any(1)
     return bad
 
 
+def _misfits(name: str, leaf: torch.Tensor, allowed: Range, ignored: int | None) -> torch.Tensor:
+    """Return which values of a tensor are outside of its range."""
+    wrong = allowed.outside(leaf)
+    if ignored is not None and name.startswith("targets"):
+        wrong &= leaf != ignored
+    return wrong
+
+
 def refuse_outside(
-    inputs: Tree, targets: Tree, ranges: dict[str, Range], objective: Objective, what: str
+    inputs: Tree,
+    targets: Tree,
+    ranges: dict[str, Range],
+    objective: Objective,
+    what: str,
+    *,
+    ignores: bool = True,
 ) -> None:
     """Raise for the first sample that model or loss cannot take; for data that are nobody's."""
     named = dict([*trees.named_leaves(inputs, "inputs"), *trees.named_leaves(targets, "targets")])
-    for name, wrong in outside(inputs, targets, ranges, objective.ignore_index).items():
+    ignored = objective.ignore_index if ignores else None
+    for name, wrong in outside(inputs, targets, ranges, ignored).items():
         if not bool(wrong.any()):
             continue
         first = int(torch.nonzero(wrong)[0])
@@ -250,14 +266,16 @@ def _class_words(labels: torch.Tensor, value: int, allowed: Range, what: str) ->
     )
 
 
-def without_spoilt(task: Task, ranges: dict[str, Range]) -> Task:
+def without_spoilt(task: Task, ranges: dict[str, Range], *, ignores: bool = True) -> Task:
     """Return the task in which a client that holds a sample out of range holds nothing.
+
+    `ignores`: the objective's target that counts for nothing is in range.
 
     Each client's own samples decide for itself alone.  What lies out of range is then put
     inside, though nobody trains on it: a program of many clients is filled up with samples
     of any.
     """
-    ignored = task.objective.ignore_index
+    ignored = task.objective.ignore_index if ignores else None
     bad = outside(task.inputs, task.targets, ranges, ignored)
     wrong = np.zeros(trees.length(task.targets), dtype=bool)
     for part in bad.values():
@@ -270,9 +288,7 @@ def without_spoilt(task: Task, ranges: dict[str, Range]) -> Task:
     def inside(name: str, leaf: torch.Tensor) -> torch.Tensor:
         if name not in ranges:
             return leaf
-        misfits = ranges[name].outside(leaf)
-        if name.startswith("targets"):
-            misfits &= leaf != ignored
+        misfits = _misfits(name, leaf, ranges[name], ignored)
         return leaf.masked_fill(misfits, ranges[name].low or 0)
 
     return dataclasses.replace(

@@ -117,25 +117,22 @@ class FlatModel:
         ]
         # Their own memory: a forward pass may point a parameter at another one.
         self._homes = [parameter.data for parameter in self.parameters]
-        self._state: ModuleState | None = None
+        self.remember()
         self.stepped: tuple[nn.Linear, ...] = ()
         """The layers that step while the gradient passes (`learning/stepped.py`)."""
 
-    def remember(self) -> ModuleState:
-        """Save the module's whole state, for `restore`."""
+    def remember(self) -> None:
+        """Save the module's whole state, for `restore`; done when the model is laid out."""
         buffers = [self.module.get_buffer(s.name) for s in self.segments if s.is_buffer]
-        self._state = ModuleState(self.module, [*self.parameters, *buffers])
-        return self._state
+        self.state = ModuleState(self.module, [*self.parameters, *buffers])
 
     def restore(self) -> None:
-        """Restore everything that `write` does not write: see `ModuleState`.
+        """Restore everything that `write` does not write, as `remember` saw it.
 
-        Back to what `remember` saw; the first call, without it, is when that is seen.
+        Copies of a module share its class, closures, defaults and hooks: what a client leaves
+        there while one of them trains is there for all of them.
         """
-        if self._state is None:
-            self.remember()
-            return
-        self._state.restore()
+        self.state.restore()
         for tensor in self.module.parameters():
             tensor.grad = None
         for parameter, home in zip(self.parameters, self._homes, strict=True):
@@ -159,7 +156,11 @@ class FlatModel:
         return self.vector
 
     def write(self, vector: torch.Tensor) -> None:
-        """Load the values of a vector into the model."""
+        """Load the values of a vector into the model, and restore everything else.
+
+        What is evaluated, kept or handed out is so a function of the vector alone.
+        """
+        self.restore()
         with torch.no_grad():
             self.vector.copy_(vector)
             for segment, tensor in self._copied():

@@ -88,7 +88,6 @@ def train_client(
     The module starts from the same complete state for every client, and everything
     random follows from `seed`: nothing of another client can reach this one.
     """
-    flat.restore()
     flat.write(start)
     flat.module.train()
     parameters = flat.parameters
@@ -170,7 +169,6 @@ def find_draws(flat: FlatModel, public: Task) -> ClientDraws | None:
         if draws.shapes and answer.requires_grad:
             with again:
                 torch.autograd.grad(answer, flat.parameters, allow_unused=True)
-    flat.restore()
     flat.write(before)
     return draws if draws.shapes and not again.count else None
 
@@ -186,7 +184,6 @@ def find_steps(flat: FlatModel, public: Task, settings: LocalSettings) -> None:
     with seeded_layers(public.device, 0):
         trial = partial(_trial_number, flat.module, public)
         flat.stepped = tuple(find_stepped(flat.module, flat.parameters, trial))
-    flat.restore()
     flat.write(before)
 
 
@@ -234,7 +231,6 @@ def refuse_hidden_state(
         train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
         return flat.read()
 
-    opaque = [*flat.remember().opaque, *public.objective.opaque]
     # Sums of a GPU may come in another order each time; state that moves shows more.
     picture = torch.Tensor.clone if public.device.type == "cuda" else _fingerprint
     sizes = sorted({1, 2, 7, min(settings.batch_size, _WIDEST)})
@@ -247,8 +243,8 @@ def refuse_hidden_state(
         _is_alike(one, picture(train(x, size, _TRIAL_STEPS)))
         for one, (x, size) in zip(first, trials, strict=True)
     )
-    flat.restore()
     flat.write(before)
+    opaque = [*flat.state.opaque, *public.objective.opaque, *settings.optimizer.opaque]
     if opaque or not alike:
         what = ", ".join(opaque) if opaque else "a global variable, or one of another library"
         raise InvalidValueError(
@@ -338,7 +334,6 @@ class SequentialEngine:
             self._flat = model.twin()
         else:
             self._flat = FlatModel(model, public.inputs)
-        self._flat.remember()
         self._draws = find_draws(self._flat, public)
         find_steps(self._flat, public, settings)
         refuse_hidden_state(self._flat, public, settings, self._draws, self._loss_of)
@@ -351,8 +346,11 @@ class SequentialEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
-        for client in cohort:
-            yield self.train_one(start, int(client), round_index, learning_rate)
+        try:
+            for client in cohort:
+                yield self.train_one(start, int(client), round_index, learning_rate)
+        finally:
+            self.close()  # what is made or evaluated next sees nothing of the last client
 
     def train_one(
         self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
@@ -397,3 +395,5 @@ class SequentialEngine:
     def close(self) -> None:
         """Restore what training has changed outside the model, such as attributes of its class."""
         self._flat.restore()
+        self.task.objective.begin()
+        self.settings.optimizer.restore()

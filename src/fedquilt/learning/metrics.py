@@ -32,6 +32,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
 from fedquilt.config.choices import METRICS
 from fedquilt.learning.objective import IGNORED, Objective, fitted
+from fedquilt.learning.state import ModuleState
 
 OwnMetric = Callable[[Any, Any], float]
 """A user's metric on all (outputs, targets) of the test data, on the CPU."""
@@ -372,8 +373,13 @@ def _make(one: str | OwnMetric, objective: Objective) -> MakeMetric:
         return kind
     if not callable(one):
         raise InvalidValueError(f"metrics: {one!r:.60} must be a name or a callable")
-    function = one
-    return lambda ignored: Whole(function)
+    function, state = one, ModuleState(one)
+
+    def make(ignored: int) -> Metric:
+        state.restore()  # clients measure with it in turn
+        return Whole(function)
+
+    return make
 
 
 class _Shifted:

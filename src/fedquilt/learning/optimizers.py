@@ -24,12 +24,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.learning.state import ModuleState
 
 _ADAMS = ("adam", "adamw")
 _FIRST, _SECOND, _SMALL = 0.9, 0.999, 1e-8
@@ -71,6 +72,47 @@ class ClientOptimizer:
     weight_decay: float = 0.0
     gradient_clip: float | None = None
     factory: Factory | None = None
+    _states: dict[object, ModuleState] = field(default_factory=dict, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.factory is not None:
+            self._states[None] = ModuleState(self.factory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel without the pictures of a factory: another process takes its own."""
+        settings = self.name, self.momentum, self.weight_decay, self.gradient_clip, self.factory
+        return ClientOptimizer, settings
+
+    def restore(self) -> None:
+        """Put a user's factory, and the classes of what it makes, back as they were."""
+        for state in self._states.values():
+            state.restore()
+
+    @property
+    def opaque(self) -> list[str]:
+        """The names of things in a user's factory whose state can neither be seen nor put back."""
+        found = [name for state in self._states.values() for name in state.opaque]
+        return [f"optimizer.{name}" for name in found]
+
+    def make(self, parameters: list[torch.Tensor], learning_rate: float) -> torch.optim.Optimizer:
+        """Return a user's optimiser for one client, made from the same state for each.
+
+        Which class it has is known once one is made: the first of a class is made twice.
+        """
+        assert self.factory is not None
+        self.restore()
+        rate = {"lr": learning_rate} if _takes_rate(self.factory) else {}
+        made = self.factory(parameters, **rate)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InvalidValueError(
+                f"optimizer={self.factory!r:.60} must return a torch.optim.Optimizer, "
+                f"got {type(made).__name__}"
+            )
+        if type(made) in self._states:
+            return made
+        own = {k: v for k, v in vars(made).items() if k not in ("param_groups", "state")}
+        self._states[type(made)] = ModuleState([type(made), own])
+        return self.make(parameters, learning_rate)
 
     @property
     def is_plain(self) -> bool:
@@ -149,16 +191,9 @@ class _OwnSteps:
         learning_rate: float,
         mu: float,
     ) -> None:
-        assert rule.factory is not None
         self._parameters, self._anchors, self._mu = parameters, anchors, mu
         self._clip = rule.gradient_clip
-        rate = {"lr": learning_rate} if _takes_rate(rule.factory) else {}
-        self._optimizer = rule.factory(parameters, **rate)
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise InvalidValueError(
-                f"optimizer={rule.factory!r:.60} must return a torch.optim.Optimizer, "
-                f"got {type(self._optimizer).__name__}"
-            )
+        self._optimizer = rule.make(parameters, learning_rate)
 
     def step(self, gradients: Gradients) -> None:
         moves = gradients

@@ -216,6 +216,7 @@ def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
     NoPlanError
         The network has a layer or a shape that no plan has; the message says which.
     """
+    _refuse_hooks(module)
     before = _generator_states()
     try:
         traced = fx.symbolic_trace(module)
@@ -228,6 +229,27 @@ def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
     for node in traced.graph.nodes:
         maker.add(node)
     return maker.plan()
+
+
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Refuse whatever runs around a forward pass: `torch.fx` follows `forward` of classes alone."""
+    if any(getattr(nn.modules.module, f"_global_{hooks}") for hooks in _HOOKS):
+        raise NoPlanError("hooks are set for all modules")
+    for name, part in module.named_modules():
+        what = name or "it"
+        if any(getattr(part, f"_{hooks}") for hooks in _HOOKS):
+            raise NoPlanError(f"{what} has hooks")
+        if nn.utils.parametrize.is_parametrized(part):
+            raise NoPlanError(f"{what} has parametrized weights")
+        own = {"forward", "_call_impl", "_wrapped_call_impl"} & vars(part).keys()
+        if own or type(part).__call__ is not nn.Module.__call__:
+            raise NoPlanError(f"{what} is called in a way of its own")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise NoPlanError(f"{name} has hooks")
 
 
 def _generator_states() -> str:
@@ -284,12 +306,6 @@ class _Maker:
             raise NoPlanError(f"{node.name} ({node.op}) is not a standard layer")
 
     def _module(self, name: str, module: Any) -> None:
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or nn.utils.parametrize.is_parametrized(module)
-        ):
-            raise NoPlanError(f"{name} has hooks")
         kind = type(module)
         if kind is nn.Linear:
             self._linear(name, module)

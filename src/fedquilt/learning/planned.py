@@ -19,15 +19,14 @@ from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
 from fedquilt.learning.shuffles import Stretch
 from fedquilt.learning.stack import clients_that_fit
+from fedquilt.learning.trial import BFLOAT16, TF32, disagreement, drawn_tokens
 
 if TYPE_CHECKING:
     from fedquilt.learning.program import Program
 
 _TOKENS = (torch.int32, torch.int64)  # what `nn.Embedding` takes
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-# How far two steps by hand may be from autograd's, relative to their length.  Another network
-# would be more than its whole length away; rounding to TF32 or bfloat16 flips some rectifiers.
-_AGREES = 0.4
+_UNITS = {torch.float32: TF32, torch.bfloat16: BFLOAT16}
 _WIDEST = 256
 _TRIAL_CLIENTS, _TRIAL_STEPS, _TRIAL_RATE = 5, 2, 0.1
 _REPEATS = 4
@@ -156,11 +155,14 @@ class PlannedTraining:
         targets = targets.to(like.targets.dtype)
         start = self._flat.read().clone()
         tables = _trial_tables(width, self.plan.num_draws)
-        program = self._make_program(self._laid_out(inputs), targets, _TRIAL_CLIENTS)
+        given = self._laid_out(inputs)
+        program = self._make_program(given, targets, _TRIAL_CLIENTS)
 
-        def updates(rows: list[int]) -> torch.Tensor:
-            self._run(program, start, tables.of(rows), _TRIAL_RATE)
-            return self._updates(program, start, len(rows))
+        def updates(
+            rows: list[int], weights: torch.Tensor = start, rate: float = _TRIAL_RATE
+        ) -> torch.Tensor:
+            self._run(program, weights, tables.of(rows), rate)
+            return self._updates(program, weights, len(rows))
 
         # Its weights, those in the products' type, and its update.
         client_bytes = program.bytes_a_row + 3 * start.nbytes
@@ -170,10 +172,24 @@ class PlannedTraining:
         for rows in [turned, [2], *([everybody] * _REPEATS)]:
             if not torch.equal(first[rows], updates(rows)):
                 raise NoPlanError("its rows do not compute alike on this device")
-        wanted = self._by_autograd(start, inputs, targets, tables, draws)
-        far = float((first[0] - wanted).norm() / wanted.norm().clamp(min=1e-12))
-        if not far <= _AGREES:
-            raise NoPlanError(f"its step by hand is {far:.3g} away from autograd's")
+
+        def by_hand(weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+            given.copy_(self._laid_out(samples))
+            return updates([0], weights, _rate(samples))[0]
+
+        def by_autograd(weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+            return self._by_autograd(weights, samples, targets, tables, draws)
+
+        reason = disagreement(
+            *(by_hand, by_autograd, start, inputs, len(inputs), _UNITS[self._type]),
+            vocabulary=self.plan.vocabulary,
+        )
+        moved = self._flat.state.moved()
+        self._flat.write(start)
+        if reason:
+            raise NoPlanError(f"its steps by hand are {reason}")
+        if moved:
+            raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")
 
     def _by_autograd(
         self,
@@ -184,8 +200,7 @@ class PlannedTraining:
         draws: ClientDraws | None,
     ) -> torch.Tensor:
         """Return the update of the first row of a trial."""
-        flat = self._flat
-        flat.restore()
+        flat, rate = self._flat, _rate(inputs)
         flat.write(start)
         flat.module.train()
         with own_draws(draws):
@@ -197,22 +212,21 @@ class PlannedTraining:
                 gradients = torch.autograd.grad(loss, flat.parameters)
                 with torch.no_grad():
                     if self._prox:
-                        flat.vector.lerp_(start, _TRIAL_RATE * self._prox)
-                    torch._foreach_add_(flat.parameters, gradients, alpha=-_TRIAL_RATE)
-        update = flat.read() - start
-        flat.restore()
-        flat.write(start)
-        return update
+                        flat.vector.lerp_(start, rate * self._prox)
+                    torch._foreach_add_(flat.parameters, gradients, alpha=-rate)
+        return flat.read() - start
+
+
+def _rate(samples: torch.Tensor) -> float:
+    """Return a rate with which a trial moves scores, not inputs' size, by a part of themselves."""
+    size = float(samples.abs().mean()) if samples.is_floating_point() else 1.0
+    return _TRIAL_RATE / max(1.0, size) ** 2
 
 
 def _trial_inputs(plan: Plan, like: torch.Tensor, count: int) -> torch.Tensor:
     """Return made-up samples; tokens of the whole vocabulary, another at every place."""
-    if not plan.vocabulary:
-        inputs: torch.Tensor = public_inputs(like, count)
-        return inputs
-    drawn = torch.Generator().manual_seed(0)
-    tokens = torch.randint(plan.vocabulary, (count, *like.shape[1:]), generator=drawn)
-    return tokens.to(like)
+    inputs: torch.Tensor = public_inputs(like, count)
+    return inputs if not plan.vocabulary else drawn_tokens(inputs, plan.vocabulary, 0)
 
 
 def _trial_tables(width: int, draws: int) -> Tables:

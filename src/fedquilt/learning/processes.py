@@ -12,10 +12,13 @@ imports torch once and forks the workers before it has used it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import time
 import weakref
 from collections import deque
@@ -25,6 +28,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +49,8 @@ from fedquilt.learning.worker import Done, Failed, Job, Ready, Setting, SharedTe
 _JOBS = 2
 _PATIENCE_SECONDS = 5.0
 _SAME_SIGNAL_SECONDS = 0.5
+_SOCKETS = "fq-mp-"  # short: the name of a socket has room for 107 characters
+_JUST_MADE_SECONDS = 60.0
 _IMPORTABLE = (
     "worker processes import the main script again: define the model's class at the top "
     "level of a file, and start the work under `if __name__ == '__main__':`"
@@ -89,7 +95,6 @@ class ProcessEngine:
         pickled = _pickled(model, task, settings)
         public = task.public()
         flat = FlatModel(model, public.inputs)
-        flat.remember()
         draws = find_draws(flat, public)
         refuse_hidden_state(flat, public, settings, draws)
         training = hand_training(flat, task, settings, draws)
@@ -337,12 +342,54 @@ def start_fork_server(context: BaseContext) -> None:
     """
     if context.get_start_method() != "forkserver":
         return
+    _have_socket_folder()
     resource_tracker.ensure_running()  # unblocks the signal by itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _have_socket_folder() -> None:
+    """Let the fork server's socket lie in a folder that is removed: by this process or the next.
+
+    The one that multiprocessing makes is left for ever by a process that is killed.  This one
+    is locked as long as its process lives; whoever starts workers removes those that are not.
+    """
+    import fcntl  # where there are fork servers
+
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:
+        return
+    for left in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
+        with contextlib.suppress(OSError), _opened(left) as handle:  # or it is somebody's
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(handle).st_mtime > _JUST_MADE_SECONDS:
+                _remove_sockets(left)
+    made = tempfile.mkdtemp(prefix=_SOCKETS)
+    with contextlib.suppress(OSError):  # without locks only the end of the process removes it
+        fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    atexit.register(_remove_sockets, Path(made), os.getpid())
+    config["tempdir"] = made
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _remove_sockets(folder: Path, owner: int | None = None) -> None:
+    """Remove a folder of sockets; one that holds anything else is not ours, and stays."""
+    if owner in (None, os.getpid()):
+        with contextlib.suppress(OSError):
+            for path in folder.glob("listener-*"):
+                path.unlink()
+            folder.rmdir()
 
 
 def _process(

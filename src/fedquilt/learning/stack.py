@@ -4,10 +4,12 @@ Each client's update must be the same, bit by bit, in every shape of the program
 may add up in another order when there are more or fewer rows beside a client's (the clients
 still training) or a wider batch (the largest of theirs): how much data other clients hold
 would then show in its update.  On a GPU such differences reach a thousandth.  A step
-therefore runs in the full shape, [clients of the group, batch size], which is public,
-unless a smaller one gave the very same bits on this device, in a trial of one step on
-synthetic samples in both shapes.  Kernels that differ at all differ somewhere on a few
-thousand random numbers.
+therefore runs in the full shape, [clients of the group, batch size], which is public.
+
+Where nobody is protected a smaller shape does, too, if it gave the very same bits on this device
+in a trial of one step on synthetic samples (`ProgramShapes`).  No claim rests on that: kernels
+that compute a tensor's last numbers in another way than the rest may agree in one step and differ
+by a bit in another.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from torch.func import functional_call, vmap
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
-from fedquilt.learning.draws import ClientDraws, bits_of, hashed_bits, own_draws
+from fedquilt.learning.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
 from fedquilt.learning.engine import ClassMask, Task, public_inputs
 from fedquilt.learning.flat import FlatModel
 from fedquilt.learning.local import find_draws, seeded_layers
 from fedquilt.learning.objective import outputs_of
 from fedquilt.learning.optimizers import ClientOptimizer, RuleState
+from fedquilt.learning.trial import BFLOAT16, FLOAT32, TF32, disagreement
 
 _GPU_SHARE = 0.4
 _CPU_BYTES = 2**28
@@ -58,7 +61,7 @@ class ModelStack:
         self.public = task.public()
         self.objective = task.objective
         self.flat = FlatModel(model, self.public.inputs)
-        self.state = self.flat.remember()
+        self.state = self.flat.state
         self._first = self.flat.read().clone()
         self.mask: ClassMask | None = task.class_mask
         self.draws = find_draws(self.flat, self.public)
@@ -78,7 +81,6 @@ class ModelStack:
 
     def reset(self) -> None:
         """Restore the module, weights too, ready to train."""
-        self.flat.restore()
         self.flat.write(self._first)
         self.flat.module.train()
 
@@ -166,11 +168,9 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     with seeded_layers(stack.public.device, 0):
         if _mixes_samples(stack):
             return "its output for a sample depends on the other samples of the batch"
-        plain = _plain_gradients(stack)
-        stack.reset()
         before = _generator_states()
         try:
-            stacked, _ = _trial_step(stack)
+            far = _disagreement(stack)
         except _MovesWeightsError:
             return "its forward pass changes its own weights"
         except Exception as error:
@@ -180,9 +180,8 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     moved = [*stack.state.moved(), *stack.objective.moved()]
     if moved:
         return f"a forward pass changes {', '.join(moved)}"
-    for name, one, many in zip(stack.flat.names, plain, stacked, strict=True):
-        if one is not None and many is None:
-            return f"torch.func.functional_call does not reach its parameter {name}"
+    if far:
+        return far
     return ProgramShapes(stack).side_effect(*_TRIAL_SHAPE)
 
 
@@ -240,16 +239,50 @@ def _begin(draws: ClientDraws | None) -> None:
         draws.begin(bits_of(0, 0))
 
 
-def _plain_gradients(stack: ModelStack) -> tuple[torch.Tensor | None, ...]:
-    with own_draws(stack.draws):
-        _begin(stack.draws)
-        loss = stack.objective(stack.flat.module, stack.public.inputs, stack.public.targets)
-    return torch.autograd.grad(loss, stack.flat.parameters, allow_unused=True)
+def _disagreement(stack: ModelStack) -> str | None:
+    """Say how gradients of a stack differ from the model's own, None where they do not."""
+    reached: dict[str, set[str]] = {}
+    names = stack.flat.names
+    types = {parameter.dtype for parameter in stack.flat.parameters}
+    unit = TF32 if stack.public.device.type == "cuda" else FLOAT32
+    unit = BFLOAT16 if types & {torch.bfloat16, torch.float16} else unit
+    weights_type = stack.flat.vector.dtype
+
+    def joined(way: str, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        pairs = list(zip(names, gradients, strict=True))
+        reached[way] = {name for name, gradient in pairs if gradient is not None}
+        shapes = zip(stack.flat.parameters, gradients, strict=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in shapes]
+        return torch.cat([part.detach().flatten().to(weights_type) for part in parts])
+
+    def in_stack(weights: torch.Tensor, inputs: Tree) -> torch.Tensor:
+        stack.reset()
+        gradients, _ = _trial_step(stack, weights, inputs)
+        return joined("in a stack", [g if g is None else g[1] for g in gradients])
+
+    def alone(weights: torch.Tensor, inputs: Tree) -> torch.Tensor:
+        stack.reset()
+        stack.flat.write(weights)
+        with own_draws(stack.draws):
+            _begin(stack.draws)
+            outputs = outputs_of(trees.call_with(stack.flat.module, inputs))
+        loss = stack.objective.of_samples(outputs, stack.public.targets).sum()
+        gradients = torch.autograd.grad(loss, stack.flat.parameters, allow_unused=True)
+        return joined("alone", gradients)
+
+    start = stack.flat.read().clone()
+    far = disagreement(in_stack, alone, start, stack.public.inputs, 2, unit)
+    lost = [name for name in names if name in reached["alone"] - reached["in a stack"]]
+    if lost:
+        return f"torch.func.functional_call does not reach its parameter {lost[0]}"
+    return far and f"its gradients in a stack are {far}"
 
 
-def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int]:
+def _trial_step(
+    stack: ModelStack, vector: torch.Tensor, samples: Tree
+) -> tuple[tuple[torch.Tensor | None, ...], int]:
     """Return the gradients of one step on 2 x 2 samples, and the bytes it kept a sample."""
-    weights = [tensor.requires_grad_() for tensor in stack.spread(stack.flat.vector, 2)]
+    weights = [tensor.requires_grad_() for tensor in stack.spread(vector, 2)]
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
     kept: dict[int, int] = {}
 
@@ -261,12 +294,13 @@ def _trial_step(stack: ModelStack) -> tuple[tuple[torch.Tensor | None, ...], int
 
     inputs, targets = (
         trees.mapped(part, lambda tensor: torch.stack([tensor] * 2))
-        for part in (stack.public.inputs, stack.public.targets)
+        for part in (samples, stack.public.targets)
     )
-    batch = Batch(inputs, targets, stack.trial_bits(2, 2))
+    keys = [torch.from_numpy(draw_keys(0, 0, n)) for n in range(len(stack.draw_shapes))]
+    batch = Batch(inputs, targets, stack.bits([k.to(vector.device).expand(2, 2) for k in keys], 2))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = stack.losses(weights, batch).sum()
-    start = stack.spread(stack.flat.vector, 2)
+    start = stack.spread(vector, 2)
     if not all(torch.equal(one, other) for one, other in zip(weights, start, strict=True)):
         raise _MovesWeightsError
     return torch.autograd.grad(loss, weights, allow_unused=True), sum(kept.values()) // 4
@@ -281,7 +315,7 @@ def group_size(stack: ModelStack, batch_size: int, copies: int = 4) -> int:
     clients really hold does not enter.
     """
     with seeded_layers(stack.public.device, 0):
-        _, sample_bytes = _trial_step(stack)
+        _, sample_bytes = _trial_step(stack, stack.flat.vector, stack.public.inputs)
     vector = stack.flat.vector
     widest = min(batch_size, _WIDEST)
     client_bytes = copies * vector.numel() * vector.element_size() + 2 * sample_bytes * widest

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
+import decimal
 import functools
+import io
 import operator
 import random
+import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import (
     BuiltinFunctionType,
     CellType,
+    EllipsisType,
     FunctionType,
-    GetSetDescriptorType,
+    GenericAlias,
     MappingProxyType,
-    MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
+    NotImplementedType,
+    UnionType,
 )
 from typing import Any, NamedTuple
 
@@ -35,13 +43,22 @@ from numpy.typing import NDArray
 
 # Values that cannot change; whoever holds them is put back, and that is enough.
 _FIXED = (
-    *(int, float, complex, str, bytes, type(None), range, slice),
+    *(int, float, complex, str, bytes, type(None), range, slice, ModuleType),
     *(torch.dtype, torch.device, torch.memory_format, torch.layout, np.generic, np.dtype),
-    *(BuiltinFunctionType, ModuleType),
+    *(EllipsisType, NotImplementedType, GenericAlias, UnionType, re.Pattern, decimal.Decimal),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
 )
 _CONTAINERS = (dict, list, deque, set, tuple, frozenset, MappingProxyType)
+_METHODS = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_MANAGER = contextlib._GeneratorContextManagerBase
+_ACCESSORS = (property, classmethod, staticmethod)
 # Seen through by `_take`; anything else without attributes keeps its state to itself.
-_SEEN = (torch.Tensor, np.ndarray, FunctionType, MethodType, functools.partial, type)
+_SEEN = (
+    *(torch.Tensor, np.ndarray, FunctionType, functools.partial, type, weakref.ref),
+    *(_MANAGER, *_METHODS, *_ACCESSORS),
+)
+# What Python itself writes into a class.
+_MACHINERY = ("__dict__", "__weakref__", "__annotations__", "__abstractmethods__")
 
 
 class _Part(NamedTuple):
@@ -67,7 +84,7 @@ class ModuleState:
         self.opaque: list[str] = []
         """The names of things whose state can neither be seen nor put back."""
         self._written = {id(tensor) for tensor in written}
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Any] = {id(each): each for each in _SEEDED}
         self._parts: list[_Part] = []
         self._take(module, "")
 
@@ -84,7 +101,7 @@ class ModuleState:
 
     def _take(self, value: Any, name: str) -> None:
         """Save a value, and everything that is reachable from it."""
-        if type(value) in _FIXED or id(value) in self._known:
+        if type(value) in _FIXED or type(value) is object or id(value) in self._known:
             return
         self._known[id(value)] = value  # kept alive, so that its id stays its own
         if not isinstance(value, type):
@@ -99,14 +116,25 @@ class ModuleState:
         elif isinstance(value, np.ndarray):
             self._parts.append(_array(name, value))
             if value.dtype == object:
-                self._take(value.tolist(), name)
+                self._take(tuple(value.flat), name)
         elif isinstance(value, _CONTAINERS):
             self._take_container(value, name)
             self._take(getattr(value, "__dict__", None), name)
         elif hasattr(value, "cache_clear"):
             self._parts.append(_Part(value.cache_clear, list))
-        elif isinstance(value, MethodType):
+        elif isinstance(value, _METHODS):
+            if _is_hidden(value.__self__):  # what a method is bound to cannot be exchanged
+                self.opaque.append(name)
             self._take(value.__self__, name)
+            self._take(getattr(value, "__func__", None), name)
+        elif isinstance(value, property):
+            self._take((value.fget, value.fset, value.fdel), name)
+        elif isinstance(value, classmethod | staticmethod):
+            self._take(value.__func__, name)
+        elif isinstance(value, weakref.ref):
+            self._take(value(), name)
+        elif isinstance(value, _MANAGER):  # each use makes a generator anew
+            self._take((value.func, value.args, value.kwds), name)
         elif isinstance(value, functools.partial):
             self._take((value.func, value.args, value.keywords), name)
         elif isinstance(value, FunctionType):
@@ -134,12 +162,10 @@ class ModuleState:
 
     def _take_slots(self, value: Any, name: str) -> None:
         """Take what an object keeps in slots."""
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else tuple(slots):
-                if key not in ("__dict__", "__weakref__") and _is_own(kind) and hasattr(value, key):
-                    self._parts.append(_attribute(name, value, key))
-                    self._take(getattr(value, key), _below(name, key))
+        for key in _slots(type(value)):
+            if hasattr(value, key):
+                self._parts.append(_attribute(name, value, key))
+                self._take(getattr(value, key), _below(name, key))
 
     def _take_function(self, function: FunctionType, name: str) -> None:
         """Save what a function refers to: its closure and its defaults."""
@@ -147,19 +173,21 @@ class ModuleState:
             with contextlib.suppress(ValueError):  # a cell that nothing was put into yet
                 self._parts.append(_cell(name, cell))
                 self._take(cell.cell_contents, name)
-        self._take((function.__defaults__, function.__kwdefaults__, function.__dict__), name)
+        for key in ("__defaults__", "__kwdefaults__"):
+            self._parts.append(_attribute(name, function, key))
+            self._take(getattr(function, key), name)
+        self._take(function.__dict__, name)
 
     def _take_class(self, kind: type, name: str) -> None:
-        """Save the attributes of a user's own class."""
+        """Save the attributes of a user's own class, of its bases and of its metaclass."""
+        for other in (*kind.__bases__, type(kind)):
+            self._take(other, name)
         if not _is_own(kind):
             return
-        own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+        own = {k: v for k, v in vars(kind).items() if k not in _MACHINERY}
         self._parts.append(_class(name, kind, own))
         for key, item in own.items():
-            if isinstance(item, classmethod | staticmethod):
-                item = item.__func__
-            if not isinstance(item, property | MemberDescriptorType | GetSetDescriptorType):
-                self._take(item, _below(name, key))
+            self._take(item, _below(name, key))
 
     def _take_object(self, value: Any, name: str) -> None:
         generator = _generator(name, value)
@@ -169,19 +197,38 @@ class ModuleState:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._take(attributes, name)
-        for kind in type(value).__mro__:
-            self._take(kind, name)
+        self._take(type(value), name)
+        is_iterator = hasattr(value, "__next__") and not isinstance(value, io.IOBase)
+        if is_iterator and _is_opaque(value) and not _is_hidden(value):
+            self.opaque.append(name)  # a generator: no copy of it can be kept
 
 
 def _is_opaque(value: Any) -> bool:
     """Tell whether a value may have a state that cannot be seen: an iterator, for example."""
-    if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)) or hasattr(value, "cache_clear"):
+    if type(value) is object or hasattr(value, "cache_clear") or _draws(value):
         return False
-    if _draws(value):
+    if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)):
         return False
     # A type that is not made in Python may keep a state behind its attributes.
-    made_in_python = all(k.__flags__ & _HEAP_TYPE for k in type(value).__mro__[:-1])
-    return not made_in_python or not isinstance(getattr(value, "__dict__", None), dict)
+    kinds = type(value).__mro__[:-1]
+    in_slots = all("__slots__" in vars(kind) for kind in kinds)
+    return not all(map(_is_python, kinds)) or not (in_slots or hasattr(value, "__dict__"))
+
+
+def _is_python(kind: type) -> bool:
+    """Tell whether a class is made in Python: such keep all they have in attributes."""
+    return bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the slots of a class and of its bases, by the names that `getattr` knows."""
+    found = []
+    for base in filter(_is_python, kind.__mro__):
+        declared = vars(base).get("__slots__", ())
+        for key in (declared,) if isinstance(declared, str) else tuple(declared):
+            private = key.startswith("__") and not key.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{key}" if private else key)
+    return [key for key in found if key not in ("__dict__", "__weakref__")]
 
 
 def _is_hidden(value: Any) -> bool:
@@ -197,7 +244,7 @@ def _is_hidden(value: Any) -> bool:
 
 def _is_own(kind: type) -> bool:
     """Tell whether a class is neither Python's, nor torch's or NumPy's."""
-    home = kind.__module__.split(".")[0]
+    home = str(kind.__module__).split(".")[0]  # types of C extensions may have none
     return home not in ("torch", "numpy") and home not in sys.stdlib_module_names - {"__main__"}
 
 
@@ -249,10 +296,13 @@ def _hooks(name: str, tensor: torch.Tensor) -> _Part:
 
 def _attribute(name: str, value: Any, key: str) -> _Part:
     saved = getattr(value, key)
+    hidden = copy.deepcopy(saved) if _is_hidden(saved) else None
 
     def restore() -> None:
-        with contextlib.suppress(AttributeError):  # frozen ones cannot have moved
-            setattr(value, key, saved)
+        wanted = saved if hidden is None else copy.deepcopy(hidden)
+        if getattr(value, key, _ABSENT) is not wanted:
+            with contextlib.suppress(AttributeError):  # frozen ones cannot have moved
+                setattr(value, key, wanted)
 
     moved = [_below(name, key)]
     return _Part(restore, lambda: [] if getattr(value, key, _ABSENT) is saved else moved)
@@ -340,10 +390,11 @@ def _class(name: str, kind: type, own: dict[str, Any]) -> _Part:
     def moved() -> list[str]:
         return [_below(name, k) for k, v in own.items() if vars(kind).get(k, _ABSENT) is not v]
 
-    hidden = {k: copy.deepcopy(v) for k, v in own.items() if _is_hidden(v) and _is_copied(v)}
+    is_descriptor = {k: hasattr(type(v), "__get__") for k, v in own.items()}  # shared by copies
+    hidden = {k: copy.deepcopy(v) for k, v in own.items() if not is_descriptor[k] and _is_hidden(v)}
 
     def restore() -> None:
-        for key in [k for k in vars(kind) if k not in own and not k.startswith("__")]:
+        for key in [k for k in vars(kind) if k not in own and k not in _MACHINERY]:
             delattr(kind, key)
         for key, value in own.items():
             if key in hidden:
@@ -352,11 +403,6 @@ def _class(name: str, kind: type, own: dict[str, Any]) -> _Part:
                 setattr(kind, key, value)
 
     return _Part(restore, moved)
-
-
-def _is_copied(value: Any) -> bool:
-    """Tell whether an iterator or the like can be copied; descriptors of a class cannot."""
-    return hasattr(value, "__next__") or hasattr(value, "getvalue")
 
 
 def _set(name: str, items: set[Any]) -> _Part:
@@ -404,5 +450,7 @@ def _plain(state: Any) -> str:
 
 
 _ABSENT = object()
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+# The generators of whole libraries: each client begins with a seed of its own (`seeded_layers`).
+_SEEDED = (random.random.__self__, np.random.rand.__self__)
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
 _SET_BY_TRAIN = ("training",)  # `train()` and `eval()` set it before every use

@@ -159,7 +159,6 @@ class _Trainer:
         public = self._task.public()
         self._loss_of = default_loss_of(self._task)
         self._flat = FlatModel(model, public.inputs)
-        self._flat.remember()
         self._draws = find_draws(self._flat, public)
         find_steps(self._flat, public, settings)
         self._slots = slots

@@ -61,7 +61,7 @@ def _check_fits(name: str, model: nn.Module, shape: tuple[int, ...]) -> None:
     """Try one input, so that a misfit is an error here and not in the first round."""
     try:
         model.eval()(torch.zeros(1, *shape))
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise InvalidValueError(
             f"model={name!r} must take inputs of shape {shape}, which it does not: {error}"
         ) from error

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.common import checks, optional
-from fedquilt.common.errors import InvalidValueError, StorageError
-from fedquilt.common.storage import write_file
+from fedquilt.common.errors import InvalidValueError, IrregularFileError, StorageError
+from fedquilt.common.storage import check_own_tree, write_file
 from fedquilt.observe.mlflow import MlflowTracker, load_mlflow
 from fedquilt.observe.tracking import Tracker, Trackers, scalars_of, step_of, withholds_time
 
@@ -274,11 +274,14 @@ def _open(
     name: str, folder: Path, project: str, run_name: str, config: Mapping[str, Any]
 ) -> Tracker:
     try:
+        check_own_tree(folder / name)  # of the same name as the tracker; it may be a stranger's
         if name == "wandb":
             return WandbTracker(folder, project=project, run_name=run_name, config=config)
         if name == "mlflow":
             return MlflowTracker(folder, project=project, run_name=run_name, config=config)
         return TensorBoardTracker(folder)
+    except IrregularFileError:
+        raise
     except OSError as error:
         raise StorageError(
             f"tracker {name} cannot write to {str(folder)!r}: {error.strerror or error}"

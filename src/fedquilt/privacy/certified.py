@@ -80,6 +80,8 @@ class CertifiedSettings:
         What else the statement should say.
     adjacency : Adjacency
         What the claim is about; the account converts charges to it.
+    sum_sensitivity : float
+        S: zeros in the place of a vector x move the sum by at most S |x|; 1 of a plain one.
     """
 
     tensor_names: tuple[str, ...]
@@ -92,6 +94,7 @@ class CertifiedSettings:
     sliced: bool = False
     notes: tuple[str, ...] = ()
     adjacency: Adjacency = Adjacency.ZERO_OUT
+    sum_sensitivity: float = 1.0
 
 
 class Certified:
@@ -241,9 +244,11 @@ class Certified:
             raise RuntimeError("open_round must be called before release")
         index, coverage = self._facts.round_index, self._facts.coverage
         total = total.to(torch.float64)
+        # Client i moves the sum by S c_i at most, and is charged (c_i / s_t)^2.
+        noise_std = self._noise_std * self.settings.sum_sensitivity
         noise_norm, signal_norm = LongNorm(), LongNorm()
         for piece, drawn in self.noise.draw_pieces(index, total.numel(), total.device):
-            signal, noise = total[piece], self._noise_std * drawn
+            signal, noise = total[piece], noise_std * drawn
             divisor: float | torch.Tensor = self.settings.divisor
             if coverage is not None:
                 noise = torch.where(coverage[piece] > 0, noise, 0.0)
@@ -252,7 +257,7 @@ class Certified:
             signal_norm.add(signal / divisor)
             signal.add_(noise).div_(divisor)
         report = NoiseReport(
-            noise_std=self._noise_std / self.settings.divisor,
+            noise_std=noise_std / self.settings.divisor,
             noise_norm=noise_norm.value(),
             signal_norm=signal_norm.value(),
             clipped_fraction=self._clipped / max(weight, 1.0),

@@ -105,7 +105,8 @@ class Mechanism(Protocol):
     def claims(self) -> bool:
         """Whether a bound may be claimed: charges are known, and the noise is secret.
 
-        At the end of the run it is what `Statement.is_bounded` says.
+        At the end of the run it is what `Statement.is_bounded` says, unless parts of
+        somebody's own leave doubts (`round.Federation`).
         """
 
     @property

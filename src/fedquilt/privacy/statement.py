@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -75,6 +76,27 @@ class Statement:
     def is_bounded(self) -> bool:
         """Whether every client has a finite epsilon."""
         return math.isfinite(self.epsilon_max)
+
+    def believing(
+        self, beliefs: Sequence[str], doubts: Sequence[str] = (), uncovered: Sequence[str] = ()
+    ) -> Statement:
+        """Say what else a claim rests on, and what it leaves out; with doubts there is none."""
+        if not self.is_bounded:
+            return self
+        if not doubts:
+            return dataclasses.replace(
+                self,
+                notes=(*self.notes, *beliefs),
+                uncovered=(*self.uncovered, *uncovered),
+            )
+        return Statement.without_bound(
+            delta=self.delta,
+            covered=self.covered,
+            uncovered=self.uncovered,
+            noise_source=self.noise_source,
+            notes=doubts,
+            adjacency=self.adjacency,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the statement for a JSON record."""

@@ -168,20 +168,11 @@ class QuAPFLServer:
     @property
     def statement(self) -> Statement:
         """What may be claimed about the model, after all that `train` has done so far."""
-        counts = self.tracker.participation_count
-        found = self._federation.mechanism.statement(counts, None)
-        if self._own_steps and found.is_bounded:
-            found = Statement.without_bound(
-                delta=found.delta,
-                covered=found.covered,
-                uncovered=found.uncovered,
-                noise_source=found.noise_source,
-                notes=(
-                    f"steps of your own ({', '.join(sorted(self._own_steps))}): what they look at "
-                    "is not known here",
-                ),
-                adjacency=found.adjacency,
-            )
+        doubts = (
+            f"steps of your own ({', '.join(sorted(self._own_steps))}): what they look at is not "
+            "known here",
+        )
+        found = self._federation.statement().believing((), doubts if self._own_steps else ())
         limited = limit_notes(self._lines, self._run_config.max_agg_norm)
         return dataclasses.replace(found, notes=(*found.notes, *limited))
 
@@ -234,7 +225,7 @@ class QuAPFLServer:
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test data."""
-        self._problem.flat.module.load_state_dict(self.model.state_dict())
+        self._load_model()
         return evaluate(self._problem.flat.module, *self._problem.test_data)
 
     def select_clients(self, round_t: int) -> list[int]:
@@ -319,8 +310,15 @@ class QuAPFLServer:
     def _take_weights(self) -> None:
         """Start from the model's weights; within a round the federation has newer ones."""
         if not self._training:
-            self._problem.flat.module.load_state_dict(self.model.state_dict())
+            self._load_model()
             self._federation.weights = self._problem.flat.read().clone()
+
+    def _load_model(self) -> None:
+        """Take all tensors of the caller's model, frozen ones too; nothing that clients left."""
+        flat = self._problem.flat
+        flat.restore()
+        flat.module.load_state_dict(self.model.state_dict())
+        flat.remember()
 
     def _store_weights(self) -> None:
         self._problem.flat.write(self._federation.weights)
@@ -428,7 +426,7 @@ class _OwnUpdate:
         server.update_global_model(update.cpu().numpy())
         if server._federation.weights is weights:
             # The override moved the model by itself.
-            server._problem.flat.module.load_state_dict(server.model.state_dict())
+            server._load_model()
             return server._problem.flat.read().clone()
         return server._federation.weights
 

@@ -148,7 +148,7 @@ def plot_clients(
         figure.suptitle(f"What clients measure: {_title(result)}")
         _draw_rounds(left, metrics)
         _draw_groups(right, groups)
-        return save_figure(figure, path, settings)
+        return save_figure(figure, path, settings, 0o600)
 
 
 def _plot_several(
@@ -195,7 +195,7 @@ def _plot_several(
         right.set_xlabel("Accuracy at the end of the run")
         panel_title(right, "By group", ["dots: mean of the group, a colour a run"])
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        return save_figure(figure, path, settings)
+        return save_figure(figure, path, settings, 0o600)
 
 
 def _draw_rounds(axes: Axes, metrics: Metrics) -> None:

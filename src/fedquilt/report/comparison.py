@@ -224,8 +224,8 @@ def plot_comparison(
 def _color(mode: str) -> str:
     if mode in MODE_TABLE:
         return COLORS[MODE_TABLE[mode].color]
-    if ":" in mode:  # a mode with another policy: a colour that no mode of `run` has
-        return COLORS["vermilion"]
+    if ":" in mode:  # another policy, or another epsilon: colours that no mode of `run` has
+        return COLORS["vermilion" if mode.startswith("certified") else "sky"]
     return PALETTE[sum(map(ord, mode)) % len(PALETTE)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import cycle
@@ -79,9 +78,8 @@ def plot_usage(folder: Path) -> str | None:
         handles = [Line2D([], [], color=c, label=n) for n, c in _colors(rounds).items()]
         if handles:
             figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-        path = save_figure(figure, folder / PICTURE, settings)
-    os.chmod(path, 0o600)  # how long clients take tells how much they hold
-    return path
+        # How long clients take tells how much they hold.
+        return save_figure(figure, folder / PICTURE, settings, 0o600)
 
 
 def _colors(rounds: Sequence[Mapping[str, Any]]) -> dict[str, str]:

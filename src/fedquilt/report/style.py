@@ -165,7 +165,7 @@ def figure_path(
     return path
 
 
-def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
+def save_figure(figure: Figure, path: Path, settings: FigureSettings, mode: int = 0o666) -> str:
     """Write the figure in the format of its ending; return where it is.
 
     With `enabled` off, or `save_plots` of OUTPUT_CONFIG, nothing is written and the text is
@@ -176,7 +176,7 @@ def save_figure(figure: Figure, path: Path, settings: FigureSettings) -> str:
     kind = path.suffix.lower().lstrip(".")
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind, dpi=settings.dpi, metadata=_METADATA[kind])
-    write_file(path, drawn.getvalue(), parents=True)
+    write_file(path, drawn.getvalue(), mode, parents=True)
     return str(path)
 
 

@@ -17,9 +17,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fedquilt.reproduce", description=__doc__)
     parser.add_argument("paper", help=", ".join(PAPERS))
     for field in dataclasses.fields(Wanted):
-        kind = int if "int" in str(field.type) else str
         option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, type=kind, default=field.default)
+        if field.type == "bool":
+            parser.add_argument(option, action="store_true")
+        else:
+            kind = int if "int" in str(field.type) else str
+            parser.add_argument(option, type=kind, default=field.default)
     given = vars(parser.parse_args())
     try:
         print(reproduce(given.pop("paper"), Wanted(**given), _say))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from fedquilt.common.shapes import (
 )
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
-from fedquilt.config import plain_config
+from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
 from fedquilt.report.groups import consumption_by_group
 from fedquilt.run_folder import finite
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
@@ -53,6 +54,8 @@ _KEPT = Table(
     },
     {
         "how": Mapped(ANY_TEXT),
+        "commit": ANY_TEXT,
+        "source": TEXT,
         "seconds": ANY_NUMBER,
         "noise_to_signal": ANY_NUMBER,
         "groups": Mapped(Listed(NUMBER)),
@@ -128,10 +131,10 @@ def kept_cells(folder: Path, cells: Sequence[Cell]) -> dict[str, Kept]:
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a kept configuration with the options that came later, as it ran without them.
 
-    What a data set's own defaults make of them is newer than the run.
+    What a data set's or a method's own defaults make of them is newer than the run.
     """
-    kind = {key: config[key] for key in ("method",) if key in config}
-    later = {key: value for key, value in plain_config(kind).as_dict().items() if key not in HOW}
+    kind = CondenseConfig if config.get("method") == CondenseConfig.method else RunConfig
+    later = {key: f.default for key, f in option_fields(kind).items() if key not in HOW}
     return {**json.loads(json.dumps(later)), **config}
 
 
@@ -148,6 +151,7 @@ def run_cells(
     jobs: int = 1,
     only: Collection[str] | None = None,
     progress: Progress | None = None,
+    commit: str | None = None,
 ) -> dict[str, Kept]:
     """Run the cells that are not kept, several at a time, and keep each as it ends.
 
@@ -167,16 +171,22 @@ def run_cells(
         Names of the cells that run now; absent, all.
     progress
         Called after each cell.
+    commit
+        Of the source, where git cannot say it.
     """
+    origin = source_origin(commit)
     points = tuple(
         Point(number, {**cell.settings, **how}, cell.seed, cell.baselines)
         for number, cell in enumerate(cells)
     )
-    # Other cells, or other options, are another sweep; so are the same under other defaults.
+    # Other cells, options, defaults or code are another sweep.
     named = json.dumps(
         [
-            [cell.name, cell.config(), p.settings, p.baselines]
-            for cell, p in zip(cells, points, strict=True)
+            origin["source"],
+            *(
+                [cell.name, cell.config(), p.settings, p.baselines]
+                for cell, p in zip(cells, points, strict=True)
+            ),
         ]
     )
     place = work / hashlib.sha256(named.encode()).hexdigest()[:12]
@@ -186,7 +196,7 @@ def run_cells(
 
     def keep(ended: int = 0, total: int = 0) -> None:
         for number in list(missing):
-            found = _keep(folder, cells[number], place, points[number])
+            found = _keep(folder, cells[number], place, points[number], origin)
             if found is not None:
                 missing.remove(number)
                 if progress is not None:
@@ -204,7 +214,38 @@ def run_cells(
     return kept_cells(folder, wanted)
 
 
-def _keep(folder: Path, cell: Cell, place: Path, point: Point) -> Kept | None:
+def source_origin(commit: str | None = None) -> dict[str, str | None]:
+    """Return which code this is: its commit, if known, and a digest of its Python files.
+
+    The digest is SHA-256 over the package's `.py` files in the order of their names: the name
+    below `fedquilt/`, a zero byte, the SHA-256 of the bytes.
+    """
+    package = Path(__file__).parents[1]
+    whole = hashlib.sha256()
+    for name in sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py")):
+        whole.update(name.encode() + b"\0" + hashlib.sha256((package / name).read_bytes()).digest())
+    return {"commit": commit or _commit_of(package), "source": whole.hexdigest()}
+
+
+def _commit_of(package: Path) -> str | None:
+    """Return the commit of a package in a git checkout, "-dirty" after it where it has changed."""
+    git = ["git", "-C", str(package)]
+    try:
+        # A package that is only installed below somebody else's checkout is not of its commit.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], **_QUIETLY)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], **_QUIETLY).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "--", "."], **_QUIETLY).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}-dirty" if changed.strip() else head
+
+
+_QUIETLY: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
+
+
+def _keep(
+    folder: Path, cell: Cell, place: Path, point: Point, origin: Mapping[str, Any]
+) -> Kept | None:
     """Keep a cell whose run has ended; None when it has not."""
     run = finished_run(place, point)
     result = None if run is None else run.read_result()
@@ -214,7 +255,7 @@ def _keep(folder: Path, cell: Cell, place: Path, point: Point) -> Kept | None:
     if cell.baselines:
         rows = run.read_baselines()
         record["beside"] = {name: rows[name] for name in cell.baselines}
-    record = finite(record)
+    record = finite({**record, **origin})
     text = json.dumps(record, indent=1, allow_nan=False)
     write_file(kept_path(folder, cell), f"{text}\n".encode(), parents=True)
     return Kept(record)

@@ -42,6 +42,10 @@ class Wanted:
         there are two cores, three on a GPU, else one.
     rounds
         A trial: every run has so many rounds, and is kept apart and in no table.
+    commit
+        Of the source, where there is no git to ask; cells say it.
+    render
+        Run nothing: the tables, and the page, of what is kept.
     """
 
     scale: str = "small"
@@ -57,6 +61,8 @@ class Wanted:
     precision: str = "float32"
     data_dir: str | None = None
     rounds: int | None = None
+    commit: str | None = None
+    render: bool = False
 
 
 def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = None) -> str:
@@ -75,6 +81,8 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
     jobs = checks.integer("jobs", wanted.jobs, at_least=0) or _usual_jobs(wanted.scale, how)
     size = wanted.scale if wanted.rounds is None else f"{wanted.scale}-{wanted.rounds}-rounds"
     place = Path(wanted.folder) / name / size
+    if wanted.render:
+        return _written(name, paper, wanted, place, say)
     if wanted.rounds is None:
         paper.prepare(place, _parts(paper, wanted.only))
 
@@ -91,6 +99,7 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
         jobs=jobs,
         only=[cell.name for cell in chosen],
         progress=tell,
+        commit=wanted.commit,
     )
     if wanted.rounds is not None:
         text = "\n".join(one.as_line() for one in kept.values())

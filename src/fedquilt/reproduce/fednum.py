@@ -4,6 +4,7 @@
 |---|---|
 | default | `fedquilt condense --mode fednum` with its defaults, beside what it is compared with |
 | document | the settings of the code published with the FedNum document (`fednum-document`) |
+| colour | what the defaults for colour reach on CIFAR-10, with 10 and 50 images of a class |
 
 10 images of a class.  Full: MNIST and CIFAR-10, 50 clients, Dirichlet 0.1, a ConvNet of width 128;
 CIFAR-10 as in docs/condense.md.  Small: the embedded digits, 10 clients, because there are 1,437 of
@@ -21,7 +22,11 @@ from typing import Any
 from fedquilt.config.condense import CONDENSE_PRESETS
 from fedquilt.reproduce.cells import Cell
 
-PARTS = {"default": "FedNum, defaults here", "document": "FedNum, published settings"}
+PARTS = {
+    "default": "FedNum, defaults here",
+    "document": "FedNum, published settings",
+    "colour": "FedNum, more models",
+}
 SCALES = ("small", "full")
 BASELINES = {
     "coreset": "random real images",
@@ -51,6 +56,16 @@ _CIFAR10: dict[str, Any] = {
     "dc_iterations": 500,
     "max_samples": 100,
     "model_epochs": 1000,
+}
+COLOUR_EPOCHS = {10: 1000, 50: 800}
+"""Images of a class of the part `colour`, and for how long a network learns from them."""
+_COLOUR: dict[str, Any] = {
+    **{key: _FULL[key] for key in ("num_clients", "dirichlet_alpha", "model")},
+    "num_rounds": 6,
+    "eval_every": 6,
+    "model_n": 60,
+    "dc_iterations": 400,
+    "min_group": 64,
 }
 _SMALL: dict[str, Any] = {
     **_FULL,
@@ -91,10 +106,28 @@ def rows(scale: str) -> dict[tuple[str, str], list[Cell]]:
             for seed in size.seeds
         ]
         for dataset in size.datasets
-        for part in PARTS
+        for part in ("default", "document")
+    }
+
+
+def colour(scale: str) -> dict[int, list[Cell]]:
+    """Return the cells of the part `colour`, by images of a class; none in the small form."""
+    common = {"method": "condense", "mode": "fednum", "dataset": "cifar10", **_COLOUR}
+    if "cifar10" not in SIZES[scale].datasets:
+        return {}
+    return {
+        ipc: [
+            Cell(
+                f"colour-{ipc}-cifar10-seed{seed}", {**common, "ipc": ipc, "model_epochs": n}, seed
+            )
+            for seed in SIZES[scale].seeds
+        ]
+        for ipc, n in COLOUR_EPOCHS.items()
     }
 
 
 def cells(scale: str, parts: Sequence[str] = tuple(PARTS)) -> list[Cell]:
     """Return the cells of some parts."""
-    return [cell for (_, part), found in rows(scale).items() if part in parts for cell in found]
+    found = [cell for (_, part), some in rows(scale).items() if part in parts for cell in some]
+    more = colour(scale).values() if "colour" in parts else ()
+    return [*found, *(cell for some in more for cell in some)]

@@ -13,6 +13,7 @@ from fedquilt.reproduce.tables import (
     TITLES,
     is_kept,
     listed,
+    origin,
     preface,
     seeds_kept,
     spread,
@@ -37,6 +38,7 @@ def markdown(scale: str, kept: Mapping[str, Kept]) -> str:
         return NONE_KEPT
     parts = [_head(scale, kept)]
     parts += [_table(scale, dataset, kept) for dataset in SIZES[scale].datasets]
+    parts.append(colour_table(scale, kept))
     return "\n".join(part for part in (*parts, f"{WHY}\n") if part)
 
 
@@ -73,7 +75,24 @@ def _table(scale: str, dataset: str, kept: Mapping[str, Kept]) -> str:
         seeds = seeds_kept(document, kept)
         rows.append(_row(PARTS["document"], "-", seeds, _records(document, kept), raw="yes"))
     columns = ("method", "published", "n", "here", "MB up", "MB down", "rounds", "raw images leave")
-    return table(TITLES[dataset], columns, rows)
+    return table(TITLES[dataset], columns, rows, origin([*cells, *document], kept))
+
+
+def colour_table(scale: str, kept: Mapping[str, Kept]) -> str:
+    """Return what the defaults for colour reach, by images of a class."""
+    rows, every = [], []
+    for ipc, cells in fednum.colour(scale).items():
+        found = _records(cells, kept)
+        if found:
+            every += cells
+            values = [100 * record["accuracy"] for record in found]
+            up = sorted(record["bytes_up"] for record in found)
+            sent = f"{_megabytes(up[0])} to {_megabytes(up[-1])}"
+            each = ", ".join(f"{value:.1f}" for value in values)
+            rows.append((str(ipc), seeds_kept(cells, kept), spread(values), each, sent))
+    columns = ("images of a class", "n", "here", "by seed", "MB up")
+    title = "CIFAR-10, the defaults for colour with more models"
+    return table(title, columns, rows, origin(every, kept))
 
 
 def _records(cells: Sequence[Cell], kept: Mapping[str, Kept]) -> list[Mapping[str, Any]]:

@@ -1,9 +1,9 @@
 """HeFlwr's comparison of methods (its README), on the settings of its examples.
 
 MNIST with a LeNet and CIFAR-10 with a ResNet-18, split evenly and by Dirichlet 0.5: 8 clients of
-the widths 1/4, 1/2, 3/4 and 1, all of them in every one of 50 rounds, one local epoch of Adam in
-batches of 64.  The README does not say with what its table was made; these are the settings of
-the command beside it.
+the widths 1/4, 1/2, 3/4 and 1 (MFL: a half each, of 2^k fixed ones in turn), all of them in
+every one of 50 rounds, one local epoch of Adam in batches of 64.  The README does not say with what
+its table was made; these are the settings of the command beside it.
 
 Full: both data sets, one seed.  Small: the embedded digits in the place of MNIST, in batches of 8,
 because a client holds 180 of them and not 7,500.  Nothing is chosen by its result.
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedquilt.config.files import method_defaults
 from fedquilt.reproduce.cells import Cell
 
 METHODS = {
@@ -85,16 +86,16 @@ SIZES = {
 
 
 def settings(scale: str, dataset: str, split: str, method: str) -> dict[str, Any]:
-    """Return the settings of a run; depthfl needs a network with exits, and has its own."""
+    """Return the settings of a run; what a method itself decides (`method_defaults`) stays so."""
     used = SIZES[scale].datasets[dataset]
-    return {
+    common = {
         **_EXAMPLES,
         **SIZES[scale].changes,
         "dataset": used,
         "partition": split,
-        "method": method,
-        "model": "exits" if method == "depthfl" else _MODELS[used],
+        "model": _MODELS[used],
     }
+    return {**common, "method": method, **method_defaults(method, common["mode"])}
 
 
 def rows(scale: str) -> dict[tuple[str, str, str], list[Cell]]:

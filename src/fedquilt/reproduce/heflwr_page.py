@@ -13,6 +13,7 @@ from fedquilt.reproduce.tables import (
     is_kept,
     listed,
     named,
+    origin,
     preface,
     seeds_kept,
     spread,
@@ -21,8 +22,12 @@ from fedquilt.reproduce.tables import (
 
 WHY = (
     "The README scores every client's own part and prints the mean over clients, which is the "
-    'column "clients\' mean"; the global model is what the server has in the end, and the other '
-    "columns are each width's own part. It does not say with what its table was made. What is "
+    'column "clients\' mean", over all 8 (those who train only the whole model have the global '
+    "one); the global model is what the server has in the end, and the other "
+    "columns are the mean over the clients of a width, each with its own part. MFL has one width: "
+    "every client holds one half of every layer, one of 2^k fixed choices in turn, and nobody the "
+    "whole, so its like in the README is both its mean and its width 1/2. The README "
+    "does not say with what its table was made. What is "
     "known to differ: its code puts a part of several pieces back at the wrong place and fills "
     "what nobody held with fresh random values, which fits what Federated Dropout shows there, and "
     "FedRolex has such parts too; its HeteroFL has neither the scaler nor the masked loss; its "
@@ -59,9 +64,10 @@ def _head(scale: str, kept: Mapping[str, Kept]) -> str:
 
 
 def _table(scale: str, dataset: str, split: str, kept: Mapping[str, Kept]) -> str:
-    rows = []
+    rows, every = [], []
     for (data, parted, method), cells in heflwr.rows(scale).items():
         if (data, parted) == (dataset, split) and is_kept(cells, kept):
+            every += cells
             theirs = TABLE.get((dataset, split, method))
             paper = "-" if theirs is None else f"{theirs:.2f}"
             seeds, whole = seeds_kept(cells, kept), spread(accuracies(cells, kept))
@@ -69,7 +75,8 @@ def _table(scale: str, dataset: str, split: str, kept: Mapping[str, Kept]) -> st
             rows.append((METHODS[method], paper, seeds, _clients(cells, kept), whole, *own))
     name = f"{named(SIZES[scale].datasets[dataset], dataset)}, {SPLITS[split]}"
     widths = (f"width {tier}" for tier in TIERS)
-    return table(name, ("method", "README", "n", "clients' mean", "global", *widths), rows)
+    head = ("method", "README", "n", "clients' mean", "global", *widths)
+    return table(name, head, rows, origin(every, kept))
 
 
 def _own(cells: Sequence[Cell], kept: Mapping[str, Kept], tier: str) -> str:

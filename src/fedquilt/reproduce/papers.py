@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.shapes import NUMBER, Mapped, Table, check
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
 from fedquilt.reproduce import (
@@ -21,6 +23,7 @@ from fedquilt.reproduce import (
 from fedquilt.reproduce.cells import Cell, kept_cells
 
 BYTES_FILE = "table1.json"
+HEAD_FILE = "noisy_head.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,17 @@ def _quap_fl(scale: str, folder: Path, figure: str) -> str:
             raise DataError(f"{folder / BYTES_FILE} must say the bytes of every mode")
         sent = read
     kept = kept_cells(folder, quap_fl.cells(scale))
-    return quap_fl_page.markdown(scale, kept, sent, figure)
+    return quap_fl_page.markdown(scale, kept, sent, figure, _arms_of_head(folder / HEAD_FILE))
+
+
+def _arms_of_head(path: Path) -> dict[str, dict[str, Any]]:
+    """Read what `benchmarks/noisy_head.py` kept; nothing where it has kept nothing."""
+    if not path.is_file():
+        return {}
+    arms = read_json(path, DataError, NOTE_BYTES)
+    number = dict.fromkeys(("half", "end", "length"), NUMBER)
+    check(arms, Mapped(Table(number)), path, DataError)
+    return dict(arms)
 
 
 def _draw_quap_fl(scale: str, folder: Path, path: Path) -> None:

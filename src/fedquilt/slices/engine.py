@@ -73,9 +73,9 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
     widths = sorted(set(slicing.widths))
 
     def loss_of(client: int, round_index: int) -> Loss:
-        narrow.restore()
-        random = generator(slicing.seed, "ordered dropout", round_index, client)
         limit = slicing.widths[client]
+        narrow.begin([width for width in widths if width < limit])
+        random = generator(slicing.seed, "ordered dropout", round_index, client)
         return lambda wide, inputs, targets: narrow.loss(
             wide, inputs, targets, fjord(limit, widths, random).width, limit
         )
@@ -96,12 +96,22 @@ class _NarrowPasses:
         self._slicing = slicing
         self._plan: Slicer | None = None
         self._models: dict[Fraction, nn.Module] = {}
-        self._states: list[ModuleState] = []
+        self._states = [ModuleState(model)]
 
-    def restore(self) -> None:
-        """Restore the narrow models as they were before any client."""
+    def begin(self, widths: Sequence[Fraction]) -> None:
+        """Have the narrow models of these widths as they were before any client."""
         for state in self._states:
             state.restore()
+        if widths and self._plan is None:
+            self._plan = Slicer(self._model, self._slicing.sample, self._slicing.options.whole)
+        for width in widths:
+            if width not in self._models:
+                assert self._plan is not None
+                self._models[width] = self._plan.build(self._nested(width))
+                self._states.append(ModuleState(self._models[width]))
+
+    def _nested(self, width: Fraction) -> _Nested:
+        return _Nested(width, self._slicing.free_units)
 
     def loss(
         self, wide: nn.Module, inputs: Tree, targets: Tensor, width: Fraction, limit: Fraction
@@ -111,14 +121,9 @@ class _NarrowPasses:
         loss = functional.cross_entropy(outputs, targets)
         if width == limit:
             return loss
+        assert self._plan is not None
         options = self._slicing.options
-        if self._plan is None:
-            self._plan = Slicer(self._model, self._slicing.sample, options.whole)
-        nested = _Nested(width, self._slicing.free_units)
-        if width not in self._models:
-            self._models[width] = self._plan.build(nested)
-            self._states.append(ModuleState(self._models[width]))
-        held = self._plan.slice(nested).gather(dict(wide.named_parameters()))
+        held = self._plan.slice(self._nested(width)).gather(dict(wide.named_parameters()))
         narrow = functional_call(self._models[width].train(), held, *trees.arguments_of(inputs))
         return loss + self_distillation_loss(
             outputs_of(narrow),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +37,8 @@ from fedquilt.slices.static_norm import (
 )
 
 _REMEMBERED = 16
+_LOOKED = 8
+"""Clients of a width whose slices are evaluated by themselves."""
 
 _NEED_CLASSES = {
     "heterofl": "hides the classes that a client has no sample of",
@@ -154,6 +156,7 @@ class Slices(WholeModel):
         cut = self.slicing.cut(client, round_index)
         key = self.slicing.structure(cut)
         if key not in self._own:
+            self._flat.restore()  # a client may have looked at its samples since
             model = copy.deepcopy(self.slicing.sub_model(cut))
             keep_scaling(model)
             self._own[key] = FlatModel(model, self.slicing.sample, adopt=True)
@@ -161,7 +164,6 @@ class Slices(WholeModel):
                 self._own.popitem(last=False)
         self._own.move_to_end(key)
         small = self._own[key]
-        small.restore()
         small.write(self.slicing.place_of(cut).gather(weights))
         if self._batches is not None:
             self._set_statistics(cut, small.module, self._batches)
@@ -181,16 +183,25 @@ class Slices(WholeModel):
     def look(
         self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Evaluate the small model of every tier on the test data, by its first client's slice."""
+        """Evaluate the small models of every tier on the test data.
+
+        Where clients of a width hold different slices, a tier's score is the mean over its
+        first clients' (`_LOOKED`).
+        """
         tiers: dict[str, dict[str, float]] = {}
-        for width, client in self.slicing.first_of_each_width().items():
-            if self.slicing.place(client, round_index).is_full:
-                whole = {k: v for k, v in looked.items() if k.startswith("test_")}
-                found = {key.removeprefix("test_"): value for key, value in whole.items()}
-            else:
-                found = self._score(self.own_model(client, weights, round_index).module)
-            if found:
-                tiers[str(width)] = found
+        whole = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        for width in self.slicing.first_of_each_width():
+            clients = np.flatnonzero([w == width for w in self.slicing.widths])[:_LOOKED]
+            groups = self.slicing.groups(clients, round_index)
+            scores = [
+                whole
+                if self.slicing.place_of(cut).is_full
+                else self._score(self.own_model(members[0], weights, round_index).module)
+                for cut, members in groups.items()
+            ]
+            if scores[0]:
+                sizes = [len(members) for members in groups.values()]
+                tiers[str(width)] = _mean_score(scores, sizes)
         return {"tiers": tiers} if tiers else {}
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -213,6 +224,13 @@ _FROM_SERVER = (
     "BatchNorm's statistics come from the server's own samples, which no client holds; the claim "
     "is not about whoever those are of"
 )
+
+
+def _mean_score(scores: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """Return the mean over clients, of whom so many share each score."""
+    if len(scores) == 1:
+        return dict(scores[0])
+    return {key: float(np.average([s[key] for s in scores], weights=sizes)) for key in scores[0]}
 
 
 def _batches_for_statistics(parts: MethodParts) -> Batches:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
+from fedquilt.learning.state import ModuleState
 from fedquilt.slices.graph.cuts import LayerCut, Part, Parts
 from fedquilt.slices.graph.walk import trace, walk, widthless_class
 from fedquilt.slices.layer_rules import resize, tensor_maps
@@ -127,8 +128,10 @@ class Slicer:
     def __init__(
         self, model: nn.Module, sample: Tree | None = None, whole: Sequence[str] = ()
     ) -> None:
+        state = ModuleState(model, model.parameters())
         graph = trace(model, whole)
         records = walk(model, graph, sample, whole)
+        state.restore()  # following the forward pass may have left something behind
         self.model = model
         self.axes: tuple[PlanAxis, ...] = ()
         self._number: dict[int, int] = {}

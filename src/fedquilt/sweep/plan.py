@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ import numpy as np
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.printable import shortened
 from fedquilt.common.randomness import generator
-from fedquilt.common.storage import write_file
-from fedquilt.common.untrusted import read_json
-from fedquilt.config import RunConfig, option_fields, plain_config
-from fedquilt.config.files import check_company
+from fedquilt.common.shapes import COUNT, NAME, Anything, Listed, Table, check
+from fedquilt.common.storage import check_own_folder, write_file
+from fedquilt.common.untrusted import TABLE_BYTES, read_json
+from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
+from fedquilt.config.files import check_company, method_defaults
 from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
+from fedquilt.run_formats import check_schema, readable
 
 SCHEMA_VERSION = 1
 SPEC_FILE = "sweep.json"
@@ -97,22 +100,58 @@ class Plan:
         }
         write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
 
+    def ledgers(self, points: Iterable[Point]) -> list[str]:
+        """Return the ledgers that outlive the runs of these points, each once."""
+        named = [{**self.base, **point.settings}.get("ledger") for point in points]
+        return list(dict.fromkeys(ledger for ledger in named if isinstance(ledger, str)))
+
     @classmethod
     def read(cls, folder: Path) -> Plan:
-        """Read the plan of a sweep's folder."""
-        if not (folder / SPEC_FILE).is_file():
+        """Read the plan of a sweep's folder, which somebody else may have written."""
+        path = folder / SPEC_FILE
+        with readable(folder):
+            there = path.is_file()
+        if not there:
             raise RunFolderError(f"sweep {str(folder)!r} must be a folder with a {SPEC_FILE}")
-        content = read_json(folder / SPEC_FILE, RunFolderError)
-        try:
-            if content["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"schema_version={content['schema_version']!r}")
-            points = tuple(
-                Point(number, dict(settings), int(seed), tuple(*beside))
-                for number, (settings, seed, *beside) in enumerate(content["points"])
-            )
-            return cls(dict(content["base"]), tuple(content["axes"]), points)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunFolderError(f"{folder / SPEC_FILE} is no plan of a sweep: {error}") from error
+        content = read_json(path, RunFolderError, TABLE_BYTES)
+        check_schema(content, path, SCHEMA_VERSION)
+        check(content, _PLAN, path, RunFolderError)
+        axes = tuple(content["axes"])
+        if len(set(axes)) < len(axes) or not set(axes) <= _AXES:
+            raise RunFolderError(f"{path}: axes={shortened(axes)} must be options, each once")
+        if not 1 <= len(content["points"]) <= _MOST_POINTS:
+            raise RunFolderError(f"{path}: points must be 1 to {_MOST_POINTS}")
+        points = [
+            _point(number, entry, axes, path) for number, entry in enumerate(content["points"])
+        ]
+        return cls(content["base"], axes, tuple(points))
+
+
+_AXES = {*option_fields(RunConfig), *option_fields(CondenseConfig)} - {*_OWN}
+_PLAN = Table({"base": Table({}), "axes": Listed(NAME), "points": Listed(Listed(Anything()))})
+_PARTS = ("settings", "seed", "baselines")
+_POINT = Table({"settings": Table({}), "seed": COUNT}, {"baselines": Listed(NAME)})
+
+
+def _point(number: int, entry: list[Any], axes: Sequence[str], path: Path) -> Point:
+    """Return a point as the plan's file has it: settings, seed and perhaps baselines."""
+    where = f"{path}: point {number}"
+    parts = dict(zip(_PARTS, entry, strict=False))
+    check(parts, _POINT, where, RunFolderError)
+    if len(entry) > len(_PARTS) or not {*axes} <= parts["settings"].keys():
+        raise RunFolderError(f"{where} must have settings of all axes, and a seed")
+    return Point(number, parts["settings"], parts["seed"], tuple(parts.get("baselines", ())))
+
+
+def begun_runs(place: Path) -> list[Path]:
+    """Return the folders of runs that were begun for a point, all of them the sweep's own."""
+    for folder in (place.parent, place):
+        check_own_folder(folder)
+    with readable(place):
+        begun = sorted(path.parent for path in place.glob("*/config.toml"))
+    for folder in begun:
+        check_own_folder(folder)
+    return begun
 
 
 def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
@@ -176,6 +215,7 @@ def make_plan(
     *,
     samples: int | None = None,
     sweep_seed: int = 0,
+    said: Collection[str] = (),
 ) -> Plan:
     """Return the points of a grid or, with `samples`, of so many draws, each with every seed.
 
@@ -191,9 +231,15 @@ def make_plan(
         Of the runs.
     samples, sweep_seed
         How many points to draw instead of all of the grid, and with which seed.
+    said
+        Options that somebody named: a point whose method is another than the base's has its
+        method's own defaults (`method_defaults`) for the rest, as `fedquilt run` would.
     """
-    chosen = choose(axes, samples, sweep_seed)
     keys = [axis.key for axis in axes]
+    chosen = [
+        {**_of_method(base, settings, {*said, *keys}), **settings}
+        for settings in choose(axes, samples, sweep_seed)
+    ]
     checks.integer("points", len(chosen) * len(seeds), at_least=1, at_most=_MOST_POINTS)
     plain = {key: value for key, value in base.items() if key not in (*_OWN, *keys)}
     pairs = [(settings, seed) for settings in chosen for seed in seeds]
@@ -207,6 +253,15 @@ def make_plan(
     return Plan(plain, tuple(keys), tuple(points))
 
 
+def _of_method(
+    base: Mapping[str, Any], settings: Mapping[str, Any], said: Collection[str]
+) -> dict[str, Any]:
+    """Return a point's defaults by its method that are not the base's."""
+    whole = {**base, **settings}
+    own = method_defaults(whole.get("method"), whole.get("mode"))
+    return {k: v for k, v in own.items() if k not in said and base.get(k) != v}
+
+
 def choose(
     axes: Sequence[Axis], samples: int | None = None, sweep_seed: int = 0
 ) -> list[dict[str, Any]]:
@@ -218,8 +273,10 @@ def choose(
         drawn = [axis.key for axis in axes if axis.is_range]
         if drawn:
             raise InvalidValueError(f"{drawn[0]} is a range: say how many samples to draw")
+        count = math.prod(len(axis.values) for axis in axes)
+        checks.integer("points", count, at_most=_MOST_POINTS)
         combined = itertools.product(*(axis.values for axis in axes))
         return [dict(zip(keys, values, strict=True)) for values in combined]
-    checks.integer("samples", samples, at_least=1)
+    checks.integer("samples", samples, at_least=1, at_most=_MOST_POINTS)
     source = generator(sweep_seed, "sweep")
     return [{axis.key: axis.draw(source) for axis in axes} for _ in range(samples)]

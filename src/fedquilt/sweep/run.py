@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
@@ -17,15 +18,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedquilt.common import checks
-from fedquilt.common.errors import RunFolderError
+from fedquilt.common.errors import FedquiltError, InvalidValueError, RunFolderError
 from fedquilt.common.storage import lock_file, storage_errors
+from fedquilt.privacy.ledger import Ledger
+from fedquilt.privacy.ledger.units import epsilon_spent
 from fedquilt.run_folder import RunFolder
-from fedquilt.sweep.plan import Plan, Point
-from fedquilt.sweep.table import Table
+from fedquilt.sweep.plan import Plan, Point, begun_runs
+from fedquilt.sweep.table import FAILED, REFUSED, WAITING, Table
 
 Progress = Callable[[int, int], None]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MOST_WORDS = 500
+_NOT_DONE = (WAITING, REFUSED, FAILED)
 
 
 def run_sweep(
@@ -36,8 +40,12 @@ def run_sweep(
     tracker: str = "none",
     progress: Progress | None = None,
     only: Collection[int] | None = None,
+    ledger: str | None = None,
 ) -> Table:
     """Run what is left of a sweep; with a plan, begin it.
+
+    A point whose configuration is refused before its run begins stays refused; one that fails
+    for any other reason (a full disk, a busy ledger, a dead process) runs again next time.
 
     Parameters
     ----------
@@ -52,8 +60,13 @@ def run_sweep(
         Called with the number of points that have ended and of all.
     only
         Numbers of the points that run now; the others go on waiting.
+    ledger
+        Without a plan: the ledger that the sweep's runs may be charged to, several joined by
+        commas.  What a folder says is not enough, because it may be a stranger's.
     """
     checks.integer("jobs", jobs, at_least=1)
+    if plan is None:
+        Plan.read(folder)  # what is none is left as it is
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -61,14 +74,20 @@ def run_sweep(
         except BlockingIOError as error:
             raise RunFolderError(f"sweep {str(folder)!r} is running in another process") from error
     with held:
+        is_new = plan is not None
         if plan is not None:
             _check_new(folder, plan)
             plan.write(folder)
         plan = Plan.read(folder)
         table = Table(folder, plan)
         table.prepare()
-        workers = [_Worker(tracker) for _ in range(1 if _on_ledger(plan) else jobs)]
-        _run_all(folder, plan, table, workers, progress, only)
+        left = [point for point in _left(table, folder) if only is None or point.number in only]
+        if not is_new:
+            _check_word(plan.ledgers(left), ledger)
+        # On a ledger who comes first finds more left: one after the other, in their order.
+        count = 1 if plan.ledgers(plan.points) else jobs
+        _run_all(folder, table, left, [_Worker(tracker) for _ in range(count)], progress)
+        table.measure({p.number: _released(folder, p) for p in table.points(_NOT_DONE)})
         return table
 
 
@@ -79,20 +98,40 @@ def _check_new(folder: Path, plan: Plan) -> None:
         )
 
 
-def _on_ledger(plan: Plan) -> bool:
-    return "ledger" in plan.axes or plan.base.get("ledger") is not None
+def _check_word(named: list[str], word: str | None) -> None:
+    """Refuse to charge ledgers that only the sweep's folder names."""
+    given = set() if word is None else set(map(_place, (word, *word.split(","))))
+    if not set(map(_place, named)) <= given - {None}:
+        raise InvalidValueError(
+            f"ledger={word!r} must be {','.join(named)!r}, which the runs of this sweep are "
+            "charged to: say it again when a sweep is resumed (--ledger), because its folder may "
+            "have been changed since"
+        )
+
+
+def _place(path: str) -> Path | None:
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # no path at all
+        return None
+
+
+def _left(table: Table, folder: Path) -> list[Point]:
+    """Return the points that are still to run; results that are there are taken."""
+    begun = [p for p in table.points((REFUSED,)) if begun_runs(folder / p.name)]
+    for point in begun:  # so an older fedquilt wrote down whatever stopped a run
+        table.lose(point, "")
+    return [p for p in table.points((WAITING, FAILED)) if not _take(table, folder, p)]
 
 
 def _run_all(
     folder: Path,
-    plan: Plan,
     table: Table,
+    left: list[Point],
     workers: list[_Worker],
     progress: Progress | None,
-    only: Collection[int] | None = None,
 ) -> None:
-    left = [point for point in table.waiting() if not _take(table, folder, point)]
-    left = [point for point in left if only is None or point.number in only]
+    plan = table.plan
     waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
     for point in left:
         waiting.put(point)
@@ -133,7 +172,7 @@ def _note(table: Table, folder: Path, point: Point, said: _Answer) -> None:
     if said.refused is not None:
         table.refuse(point, said.refused)
     else:
-        table.lose(point, said.died or "it ended without a result")
+        table.lose(point, said.failed or "it ended without a result")
 
 
 def _take(table: Table, folder: Path, point: Point) -> bool:
@@ -148,20 +187,59 @@ def _take(table: Table, folder: Path, point: Point) -> bool:
 
 def finished_run(folder: Path, point: Point) -> RunFolder | None:
     """Return the run of a sweep's point when it, and what stands beside it, has ended."""
-    for path in sorted((folder / point.name).glob("*/config.toml")):
-        run = RunFolder.open(path.parent)
+    for path in begun_runs(folder / point.name):
+        run = RunFolder.open(path)
         ended = run.read_result() is not None
         if ended and set(point.baselines) <= set(run.read_baselines() if point.baselines else ()):
             return run
     return None
 
 
+def _released(folder: Path, point: Point) -> dict[str, Any]:
+    """Return what a point that has not ended has given away, by its own files.
+
+    A run with a ledger of its own has spent what that ledger says, which is written before
+    anything is released; any other is bounded by nothing as soon as it has a round.  So is what
+    cannot be read.
+    """
+    runs = [_released_by(path) for path in begun_runs(folder / point.name)]
+    runs = [run for run in runs if run["claimed_epsilon"]]
+    if len(runs) > 1:  # made by hand
+        runs[0]["claimed_epsilon"] = math.inf
+    return runs[0] if runs else dict.fromkeys(_SPENT)
+
+
+def _released_by(path: Path) -> dict[str, Any]:
+    """Return what an unfinished run has given away; an epsilon of 0 where it is nothing."""
+    rounds, epsilon, delta, charged = 0, math.inf, 0.0, 0
+    with contextlib.suppress(FedquiltError):
+        run = RunFolder.open(path)
+        config, account = run.read_config(), run.read_account()
+        delta, charged = config.delta, int(config.ledger is not None)
+        rounds = len(run.peek_rounds())
+        if account is not None and not charged:
+            epsilon = _spent(path / "ledger.sqlite")
+        elif not run.has_released():
+            epsilon = 0.0
+    return dict(zip(_SPENT, (rounds, epsilon, delta, charged), strict=True))
+
+
+_SPENT = ("rounds", "claimed_epsilon", "claimed_delta", "charged")
+
+
+def _spent(path: Path) -> float:
+    """Return the largest epsilon that anybody has given away by a ledger."""
+    with Ledger.open(path, read_only=True) as ledger:
+        spent = [epsilon_spent(p.spent(), p.info.delta).max() for p in ledger.populations()]
+    return float(max(spent, default=0.0))
+
+
 @dataclass(frozen=True)
 class _Answer:
-    """What a worker says of a point: nothing, why it was refused, or that the worker died."""
+    """What a worker says of a point: nothing, why it was refused, or why it failed."""
 
     refused: str | None = None
-    died: str | None = None
+    failed: str | None = None
 
 
 class _Worker:
@@ -184,10 +262,13 @@ class _Worker:
 
     def run(self, plan: Plan, point: Point, folder: Path) -> _Answer:
         """Run a point and return what became of it."""
+        try:
+            config = plan.config(point, folder).as_dict()
+        except InvalidValueError as error:  # a plan that was written by hand
+            return _Answer(refused=str(error))
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
-        config = plan.config(point, folder).as_dict()
         job = {
             "config": config,
             "place": str(folder / point.name),
@@ -202,9 +283,8 @@ class _Worker:
             line = ""
         if not line:
             code, self._process = process.wait(), None
-            return _Answer(died=f"its process ended with code {code}{self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
-        return _Answer(refused=answer["refused"])
+            return _Answer(failed=f"its process ended with code {code}{self._last_words()}")
+        return _Answer(**json.loads(line))
 
     def _last_words(self) -> str:
         """Return the last line that the process wrote to its error stream."""

@@ -1,13 +1,14 @@
 """What a sweep found: each setting over its seeds, differences on equal seeds, and the looks.
 
-Every finished run has looked at its clients' data once.  Picking the best of them by its results
-is tuning by looking, which no run's own statement covers: the summary says how often it was done
-and what all looks together may have cost a client.
+Every run that has released anything has looked at its clients' data once, finished or not.
+Picking the best of them by its results is tuning by looking, which no run's own statement covers:
+the summary says how often it was done and what all looks together may have cost a client.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.report.statistics import Paired, Spread, paired, spread
 from fedquilt.sweep.plan import Plan
-from fedquilt.sweep.table import DONE, REFUSED
+from fedquilt.sweep.table import DONE, FAILED, REFUSED
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Setting:
     spread: Spread
     epsilon: float
     refused: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why runs were refused, or failed."""
+
+    state: str
+    message: str
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Looks:
     """How often clients' data were looked at, and what that may cost all together."""
 
     runs: int
+    unfinished: int
     charged: int
     refused: int
     epsilon: float
@@ -48,11 +60,12 @@ class Looks:
 
 @dataclass(frozen=True)
 class Summary:
-    """Settings, best first; differences of the best to each other one; the looks."""
+    """Settings, best first; differences of the best to each other one; the looks; reasons."""
 
     settings: tuple[Setting, ...]
     differences: tuple[tuple[str, Paired], ...]
     looks: Looks
+    reasons: tuple[Reason, ...]
 
 
 def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
@@ -68,7 +81,12 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
         (f"{known[0].label} minus {one.label}", paired(known[0].by_seed, one.by_seed))
         for one in known[1:]
     ]
-    return Summary((*known, *others), tuple(differences), _looks(rows, plan))
+    said = Counter((row["state"], row["message"]) for row in rows if row["state"] in _SAID)
+    reasons = tuple(Reason(state, message or "", n) for (state, message), n in said.items())
+    return Summary((*known, *others), tuple(differences), _looks(rows, plan), reasons)
+
+
+_SAID = (REFUSED, FAILED)
 
 
 def _setting(axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Setting:
@@ -82,6 +100,7 @@ def _setting(axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str
         spread(list(by_seed.values())),
         max(claimed, default=math.inf),
         sum(row["state"] == REFUSED for row in rows),
+        sum(row["state"] == FAILED for row in rows),
     )
 
 
@@ -90,36 +109,40 @@ def _shown(value: Any) -> str:
 
 
 def _looks(rows: Sequence[Mapping[str, Any]], plan: Plan) -> Looks:
-    done = [row for row in rows if row["state"] == DONE]
-    charged = sum(bool(row["charged"]) for row in done)
+    looked = [row for row in rows if row["claimed_epsilon"] is not None]
+    runs, unfinished = len(looked), sum(row["state"] != DONE for row in looked)
+    charged = sum(bool(row["charged"]) for row in looked)
     refused = sum(row["state"] == REFUSED for row in rows)
-    epsilon, delta = _together(done, amplified=bool(plan.base.get("amplification")))
-    return Looks(
-        len(done), charged, refused, epsilon, delta, _in_words(len(done), charged, epsilon, delta)
-    )
+    epsilon, delta = _together(looked, amplified=bool(plan.base.get("amplification")))
+    text = _in_words(runs, unfinished, charged, epsilon, delta)
+    return Looks(runs, unfinished, charged, refused, epsilon, delta, text)
 
 
-def _together(done: Sequence[Mapping[str, Any]], *, amplified: bool) -> tuple[float, float | None]:
+def _together(
+    looked: Sequence[Mapping[str, Any]], *, amplified: bool
+) -> tuple[float, float | None]:
     """Return what a client that was in every run may have given away.
 
     Squared GDP units add up over runs (`privacy.ledger.units`).  Where a run claims nothing
     there is no bound, nor where the runs' deltas differ, nor under a secret coin, whose
     releases are not described by one unit.
     """
-    deltas = {row["claimed_delta"] for row in done}
-    if not done or len(deltas) != 1 or amplified:
+    deltas = {row["claimed_delta"] for row in looked}
+    if not looked or len(deltas) != 1 or amplified:
         return math.inf, None
     delta = float(deltas.pop())
     try:
-        total = sum(allowance_mu2(float(row["claimed_epsilon"]), delta) for row in done)
+        total = sum(allowance_mu2(float(row["claimed_epsilon"]), delta) for row in looked)
     except (InvalidValueError, OverflowError, ValueError):
         return math.inf, delta
     return float(epsilon_spent(np.asarray([total]), delta)[0]), delta
 
 
-def _in_words(runs: int, charged: int, epsilon: float, delta: float | None) -> str:
+def _in_words(runs: int, unfinished: int, charged: int, epsilon: float, delta: float | None) -> str:
     looks = "1 look was" if runs == 1 else f"{runs} looks were"
     head = f"{looks} taken at the clients' data, one for each finished run"
+    if unfinished:
+        head += f" and for {unfinished} that released rounds and did not end"
     if charged == runs and runs:
         return (
             f"{head}; all of them are charged to the ledger, which bounds each client over all "

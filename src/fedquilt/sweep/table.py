@@ -1,7 +1,11 @@
 """The results of a sweep: one SQLite table, a row a point.
 
-The columns of a row follow from the point's own result and from nothing else: no clock, no order
+The columns of a row follow from the point's own files and from nothing else: no clock, no order
 in which points ended, no path of this machine.
+
+The file is read and replaced whole, as bytes, and SQLite sees it in memory only.  Opened by its
+name it would be followed where a link leads, and a journal that somebody has put beside it would
+be played back, which deletes whatever file that journal names.
 """
 
 from __future__ import annotations
@@ -9,16 +13,21 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.storage import storage_errors
+from fedquilt.common import shapes
+from fedquilt.common.errors import RunFolderError
+from fedquilt.common.printable import printable
+from fedquilt.common.shapes import ANY_NUMBER, ANY_TEXT, COUNT, Plain, check, maybe
+from fedquilt.common.storage import check_regular, storage_errors, write_file
+from fedquilt.common.untrusted import TABLE_BYTES, read_bytes
 from fedquilt.sweep.plan import Plan, Point
 
 TABLE_FILE = "sweep.sqlite"
-WAITING, DONE, REFUSED = "waiting", "done", "refused"
+WAITING, DONE, REFUSED, FAILED = "waiting", "done", "refused", "failed"
 _MEASURED = {
     "accuracy": "REAL",
     "loss": "REAL",
@@ -28,37 +37,114 @@ _MEASURED = {
     "claimed_delta": "REAL",
     "charged": "INTEGER",
 }
+_KEPT = ("state", *_MEASURED, "message")
+_EPSILON = Plain("a number >= 0", frozenset({int, float}), least=0)
+_DELTA = Plain("a number from 0 to 1", frozenset({int, float}), least=0, most=1)
+_ROW = shapes.Table(
+    {
+        "point": COUNT,
+        "state": Plain("a state", frozenset({str}), texts=(WAITING, DONE, REFUSED, FAILED)),
+        **dict.fromkeys(("accuracy", "loss"), ANY_NUMBER),
+        **dict.fromkeys(("rounds", "charged"), maybe(COUNT)),
+        **dict.fromkeys(("stopped", "message"), ANY_TEXT),
+        "claimed_epsilon": maybe(_EPSILON),
+        "claimed_delta": maybe(_DELTA),
+    }
+)
+_ENDED = shapes.Table({"claimed_epsilon": _EPSILON, "claimed_delta": _DELTA, "charged": COUNT})
 
 
 class Table:
-    """The table of one sweep; every row is written in a transaction of its own.
+    """The table of one sweep.
 
     `claimed_epsilon` is infinity where nothing is claimed; `charged` tells whether the run
-    is in a ledger that outlives it.
+    is in a ledger that outlives it.  A run that has not ended has both too, once it has
+    released something.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.path = folder / TABLE_FILE
         self.plan = plan
+        self._rows: list[dict[str, Any]] = []
 
     def prepare(self) -> None:
         """Make the table with a waiting row for each point; what is there stays."""
+        kept = {row["point"]: row for row in self._read()}
+        fresh = {**dict.fromkeys(_KEPT), "state": WAITING}
+        self._rows = [
+            {
+                "point": point.number,
+                **{key: _cell(point.settings[key]) for key in self.plan.axes},
+                "seed": point.seed,
+                **{key: kept.get(point.number, fresh)[key] for key in _KEPT},
+                "folder": point.name,
+            }
+            for point in self.plan.points
+        ]
+        self._write()
+        self._journal.unlink(missing_ok=True)
+
+    @property
+    def _journal(self) -> Path:
+        """What a kill in the middle of a write has left, by a fedquilt that wrote in place."""
+        return self.path.with_name(f"{TABLE_FILE}-journal")
+
+    def _made(self) -> str:
         axes = "".join(f', "{key}"' for key in self.plan.axes)
         measured = "".join(f", {name} {kind}" for name, kind in _MEASURED.items())
-        made = (
-            "CREATE TABLE IF NOT EXISTS points (point INTEGER PRIMARY KEY"
-            f"{axes}, seed INTEGER, state TEXT NOT NULL{measured}, message TEXT, folder TEXT)"
+        return (
+            f"CREATE TABLE points (point INTEGER PRIMARY KEY{axes}, seed INTEGER, "
+            f"state TEXT NOT NULL{measured}, message TEXT, folder TEXT)"
         )
-        marks = ", ".join("?" * (len(self.plan.axes) + 4))
-        names = ", ".join(["point", *(f'"{key}"' for key in self.plan.axes), "seed", "state"])
-        insert = f"INSERT OR IGNORE INTO points ({names}, folder) VALUES ({marks})"
-        with self._writing() as database:
-            database.execute(made)
-            database.executemany(insert, map(self._waiting, self.plan.points))
 
-    def _waiting(self, point: Point) -> tuple[Any, ...]:
-        own = [_cell(point.settings[key]) for key in self.plan.axes]
-        return point.number, *own, point.seed, WAITING, point.name
+    def _read(self) -> list[dict[str, Any]]:
+        """Return what the file says of the points, checked; nothing where it is half written."""
+        check_regular(self.path)
+        if not self.path.exists() or self._journal.exists():
+            return []
+        content = read_bytes(self.path, TABLE_BYTES, RunFolderError)
+        columns = ("point", *_KEPT)
+        query = f"SELECT {', '.join(columns)} FROM points ORDER BY point LIMIT ?"
+        try:
+            with closing(sqlite3.connect(":memory:")) as database:
+                database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, len(content) + 1000)
+                database.deserialize(content)
+                database.execute("PRAGMA trusted_schema = OFF")
+                found = database.execute("SELECT sql FROM sqlite_master LIMIT 2").fetchall()
+                if found != [(self._made(),)]:
+                    raise self._foreign("its columns are not those of the sweep's plan")
+                whole = database.execute("PRAGMA integrity_check(1)").fetchone()
+                if whole != ("ok",):
+                    raise self._foreign("it is damaged")
+                cells = database.execute(query, (len(self.plan.points),)).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise self._foreign(error) from error
+        rows = [dict(zip(columns, row, strict=True)) for row in cells]
+        for row in rows:
+            where = f"{self.path}: point {row['point']}"
+            unbounded = row["claimed_epsilon"] == math.inf
+            finite = {**row, "claimed_epsilon": 0} if unbounded else row
+            check(finite, _ROW, where, RunFolderError)
+            if row["state"] == DONE:
+                check(finite, _ENDED, where, RunFolderError)
+        return rows
+
+    def _foreign(self, reason: object) -> RunFolderError:
+        return RunFolderError(
+            f"{str(self.path)!r} is no table of this sweep: {printable(reason)[:300]}. Move it "
+            "away: it is made again from the points' own folders"
+        )
+
+    def _write(self) -> None:
+        columns = list(self._rows[0])
+        insert = f"INSERT INTO points VALUES ({', '.join('?' * len(columns))})"
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.execute(self._made())
+            database.executemany(insert, ([row[key] for key in columns] for row in self._rows))
+            database.commit()
+            content = database.serialize()
+        with storage_errors(self.path):
+            write_file(self.path, content)
 
     def finish(self, point: Point, result: Mapping[str, Any]) -> None:
         """Write what a finished run has measured and may claim."""
@@ -73,50 +159,46 @@ class Table:
             "claimed_delta": statement["delta"],
             "charged": int(settings.get("ledger") is not None),
         }
-        self._update(point, DONE, None, values)
+        self._update({point.number: {"state": DONE, "message": None, **values}})
 
     def refuse(self, point: Point, message: str) -> None:
-        """Write why a point cannot run."""
-        self._update(point, REFUSED, message, dict.fromkeys(_MEASURED))
+        """Write why a point cannot run: nothing of it was ever begun."""
+        self._update({point.number: {"state": REFUSED, "message": message}})
 
     def lose(self, point: Point, message: str) -> None:
-        """Write that a point's process died; it waits for the sweep to be resumed."""
-        self._update(point, WAITING, message, dict.fromkeys(_MEASURED))
+        """Write why a point failed; it runs again when the sweep is resumed."""
+        self._update({point.number: {"state": FAILED, "message": message}})
 
-    def _update(
-        self, point: Point, state: str, message: str | None, values: Mapping[str, Any]
-    ) -> None:
-        cells = ", ".join(f"{name} = ?" for name in _MEASURED)
-        command = f"UPDATE points SET state = ?, message = ?, {cells} WHERE point = ?"
-        given = (state, message, *(values[name] for name in _MEASURED), point.number)
-        with self._writing() as database:
-            database.execute(command, given)
+    def measure(self, released: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write what points that have not ended have released so far, by their numbers."""
+        self._update(released)
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Open the file for one transaction."""
-        with (
-            storage_errors(self.path),
-            closing(sqlite3.connect(self.path, timeout=30)) as database,
-            database,
-        ):
-            yield database
+    def _update(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace cells of some points; the file stays as it was when nothing is new."""
+        before = [dict(row) for row in self._rows]
+        for number, values in changes.items():
+            self._rows[number].update(values)
+        if self._rows != before:
+            self._write()
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows in the order of the points."""
-        with closing(
-            sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)
-        ) as opened:
-            opened.row_factory = sqlite3.Row
-            return [dict(row) for row in opened.execute("SELECT * FROM points ORDER BY point")]
+        return [dict(row) for row in self._rows]
 
-    def waiting(self) -> list[Point]:
-        """Return the points that have no result yet."""
-        open_ = {row["point"] for row in self.rows() if row["state"] == WAITING}
-        return [point for point in self.plan.points if point.number in open_]
+    def points(self, states: Collection[str]) -> list[Point]:
+        """Return the points in one of these states."""
+        return [
+            p for p, row in zip(self.plan.points, self._rows, strict=True) if row["state"] in states
+        ]
+
+
+_LARGEST = 2**63
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, bool | int | float | str) or value is None:
-        return value if not isinstance(value, float) or math.isfinite(value) else None
+    """Return a setting as SQLite can hold it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | None) or (isinstance(value, int) and abs(value) < _LARGEST):
+        return value
     return json.dumps(value)

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.errors import FedquiltError
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.privacy.ledger import BudgetExceededError, LedgerConflictError
+from fedquilt.sweep.plan import begun_runs
+
+_REFUSALS = (InvalidValueError, BudgetExceededError, LedgerConflictError)
+"""What is said of a configuration, or by a ledger about it, and said again if it runs again."""
 
 
 def run_point(
@@ -24,7 +29,7 @@ def run_point(
     from fedquilt.config import plain_config
     from fedquilt.experiment import resume_run, run_config
 
-    begun = sorted(path.parent for path in place.glob("*/config.toml"))
+    begun = begun_runs(place)
     if begun:
         finished = resume_run(begun[0], tracker=tracker)
     else:
@@ -44,19 +49,28 @@ def main() -> None:
 
     torch.set_num_threads(1)
     while True:
-        job = json.loads(jobs.get())
-        answer: dict[str, Any] = {"refused": None}
+        line = jobs.get()
+        if not line:
+            return
+        job = json.loads(line)
+        answer: dict[str, str | None] = {"refused": None, "failed": None}
+        place = Path(job["place"])
         try:
-            run_point(job["config"], Path(job["place"]), job["tracker"], job["baselines"])
+            run_point(job["config"], place, job["tracker"], job["baselines"])
         except FedquiltError as error:
-            answer["refused"] = str(error)
+            # A run that was begun has failed, whatever stopped it: it may have released rounds.
+            refused = isinstance(error, _REFUSALS) and not begun_runs(place)
+            answer["refused" if refused else "failed"] = str(error)
+        jobs.task_done()  # before whoever waits for the answer closes the input
         print(json.dumps(answer), flush=True)
 
 
 def _read(jobs: queue.Queue[str]) -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)
+    if jobs.unfinished_tasks:
+        os._exit(0)  # in the middle of a point
+    jobs.put("")
 
 
 if __name__ == "__main__":

@@ -132,28 +132,26 @@ def planned_cost(path: str | Path, population: str, epsilon: float) -> dict[str,
     wanted = checks.number("epsilon", epsilon, above=0)
     with open_ledger(Path(path)) as ledger:
         chosen = ledger.population(population)
-        info, left = chosen.info, chosen.left()
-        ids = chosen.ids()
+        touched, left = chosen.touched()  # the others have all of it, and may be very many
+        info, ids, payable = chosen.info, chosen.ids(), chosen.largest_run_epsilon()
+    whole = info.allowance_mu2
     try:
         cost = allowance_mu2(wanted, info.delta)
     except InvalidValueError as error:
         raise InvalidValueError(f"epsilon={wanted:g} cannot be planned: {error}") from error
-    short_of = falls_short(cost, left, info.allowance_mu2)
-    after = payable_epsilons(np.maximum(left - cost, 0.0), info)
-    unable = np.flatnonzero(short_of)
-    named = [ids[i] if ids else str(i) for i in unable[:_MOST_NAMED].tolist()]
-    able = left[~short_of]
+    short_of = falls_short(cost, left, whole)
+    unable, cannot = touched[short_of], int(short_of.sum())
+    if falls_short(cost, np.array(whole), whole):
+        unable, cannot = np.arange(min(info.num_clients, _MOST_NAMED)), info.num_clients
+    can_pay = info.num_clients - cannot
+    least = left[~short_of].min(initial=whole)
+    after = payable_epsilons(np.maximum([least - cost], 0.0), info)
     return {
         "epsilon": wanted,
-        "can_pay": int((~short_of).sum()),
-        "cannot": int(unable.size),
-        "who": named,
-        "left_after": short(float(after[~short_of].min()), 4) if able.size else None,
-        "runs": int(np.floor(able.min() / cost + 1e-9)) if able.size else 0,
-        "payable": short(_payable(left, info), 4),
+        "can_pay": can_pay,
+        "cannot": cannot,
+        "who": [ids[i] if ids else str(i) for i in unable[:_MOST_NAMED].tolist()],
+        "left_after": short(float(after[0]), 4) if can_pay else None,
+        "runs": int(np.floor(least / cost + 1e-9)) if can_pay else 0,
+        "payable": short(payable, 4),
     }
-
-
-def _payable(left: Any, info: Any) -> float:
-    """Return the largest epsilon that everybody can still pay."""
-    return float(payable_epsilons(left.min(keepdims=True), info)[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from faults_at_calls import denying, needs_shim
-from fedquilt.privacy.ledger import Ledger, drafts, files
+from fedquilt.privacy.ledger import Ledger, LedgerError, drafts, files
 
 fork = multiprocessing.get_context("fork")
 
@@ -150,3 +150,18 @@ def test_a_ledger_without_flock_and_links_works(path: Path) -> None:
     assert made(path, flock=errno.ENOSYS, link=errno.EPERM) == ""
     with Ledger.open(path) as ledger:
         assert ledger.verify().ok
+
+
+def test_a_ledger_that_no_lock_protects_is_refused_and_leaves_no_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    def without(*given: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, without)
+    with pytest.raises(LedgerError, match="no file locks"):
+        Ledger.open(path, create=True)
+    assert names(path) == []

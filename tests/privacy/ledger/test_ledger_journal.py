@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import struct
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from fedquilt.privacy.ledger import Ledger, LedgerFileError
 
+MAGIC = bytes.fromhex("d9d505f920a163d7")
 ALLOWANCE = {"num_clients": 10, "epsilon": 6.0, "delta": 1e-5}
 
 
@@ -104,6 +108,24 @@ def test_an_empty_journal_and_a_used_up_one_are_nothing(path: Path) -> None:
             assert ledger.head() == head
 
 
+@pytest.mark.parametrize("first", [MAGIC, b"anything"])
+def test_a_journal_that_names_another_file_deletes_nothing(path: Path, first: bytes) -> None:
+    """SQLite takes the name for that of a transaction over several files, and cleans up."""
+    head = make(path, 2)
+    victim = path.with_name("victim.txt")
+    victim.write_text("mine")
+    name = str(victim.absolute()).encode()
+    end = struct.pack(">II", len(name), sum(name)) + MAGIC
+    journal = path.with_name(f"{path.name}-journal")
+    journal.write_bytes(first.ljust(512, b"\0") + struct.pack(">I", 1) + name + end)
+    with pytest.raises(LedgerFileError, match="names another file, which SQLite would delete"):
+        Ledger.open(path)
+    assert victim.read_text() == "mine"
+    journal.unlink()
+    with Ledger.open(path) as ledger:
+        assert ledger.head() == head
+
+
 def test_a_journal_in_use_is_no_reason_to_refuse(path: Path) -> None:
     make(path, 2)
     done = threading.Event()
@@ -123,3 +145,74 @@ def test_a_journal_in_use_is_no_reason_to_refuse(path: Path) -> None:
             opened += ledger.populations()[0].info.num_clients == 10
     thread.join()
     assert opened > 2
+
+
+HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size
+
+
+def journal_of(pages: int, *records: tuple[int, bytes], sector: int = 512) -> bytes:
+    """Return a journal as SQLite would write it, from the description of its format."""
+    size = len(records[0][1])
+    head = HEADER.pack(bytes.fromhex("d9d505f920a163d7"), len(records), 0, pages, sector, size)
+    content = head.ljust(sector, b"\0")
+    for number, page in records:
+        check = sum(page[at] for at in range(size - 200, 0, -200))
+        content += number.to_bytes(4, "big") + page + check.to_bytes(4, "big")
+    return content
+
+
+@pytest.mark.parametrize("number", [0, 6_000_000, 2**31])
+@pytest.mark.parametrize("pages", [1, 2**31])
+def test_a_page_number_far_beyond_the_ledger_asks_for_no_memory(
+    path: Path, number: int, pages: int
+) -> None:
+    """1,032 bytes that would put a page a long way behind the end of the file."""
+    make(path, 2)
+    before = path.read_bytes()
+    path.with_name(f"{path.name}-journal").write_bytes(journal_of(pages, (number, bytes(512))))
+    tracemalloc.start()
+    try:
+        with pytest.raises(LedgerFileError, match="is not its own"):
+            Ledger.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(before) + 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert path.read_bytes() == before
+
+
+def test_a_journal_without_an_end_is_not_read(path: Path) -> None:
+    make(path, 2)
+    journal = path.with_name(f"{path.name}-journal")
+    with open(journal, "wb") as stream:
+        stream.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(LedgerFileError, match=r"its 1099511627776 bytes are more than it can have"):
+        Ledger.open(path)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("end", ["-journal", "-wal", "-shm"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_what_lies_beside_a_ledger_and_is_no_file_is_never_opened(
+    path: Path, end: str, kind: str, linked: bool, read_only: bool
+) -> None:
+    """Somebody who reads a pipe that nobody writes to waits for ever."""
+    make(path, 2)
+    beside = path.with_name(path.name + end)
+    if kind == "pipe":
+        os.mkfifo(beside)
+    else:
+        beside.symlink_to("/dev/zero" if kind == "device" else path)
+    name = path.with_name("name.sqlite") if linked else path
+    if linked:
+        name.symlink_to(path)
+    with pytest.raises(LedgerFileError, match="must be a regular file; it is a"):
+        Ledger.open(name, read_only=read_only)
+
+
+@pytest.mark.parametrize("length", [8, 27])
+def test_a_journal_that_ends_within_its_header_is_nothing(path: Path, length: int) -> None:
+    head = make(path, 2)
+    path.with_name(f"{path.name}-journal").write_bytes(journal_of(1, (1, bytes(512)))[:length])
+    with Ledger.open(path) as ledger:
+        assert ledger.head() == head

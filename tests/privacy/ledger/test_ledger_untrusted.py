@@ -15,6 +15,7 @@ import pytest
 
 from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, LedgerError
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, Entry
+from fedquilt.views import planned_cost
 from run_processes import environment
 
 Cli = Callable[..., Any]
@@ -169,3 +170,16 @@ def test_large_populations_list_who_was_ever_there(path: Path) -> None:
     assert (summary.clients, summary.joined, summary.reserved) == (10**8, 2, 1)
     assert summary.epsilon_median == 0.0
     assert 0 < summary.epsilon_max < 1
+
+
+def test_a_population_that_nobody_has_joined_is_shown(cli: Cli, tmp_path: Path) -> None:
+    place = tmp_path / "none.sqlite"
+    with Ledger.open(place, create=True) as ledger:
+        ledger.population("none", client_ids=["ann"], epsilon=2.0, delta=1e-5)
+    change(place, "DELETE FROM entries WHERE kind = 'members'")
+    assert cli("ledger", "show", place).code == 0
+    with Ledger.open(place, read_only=True) as ledger:
+        (population,) = ledger.populations()
+        summary = population.summary()
+    assert (summary.clients, summary.epsilon_median, summary.epsilon_max) == (0, 0.0, 0.0)
+    assert planned_cost(place, "none", 1.0)["cannot"] == 0

@@ -89,6 +89,11 @@ class Balances:
         joined = np.flatnonzero(self.joins)
         return np.unique(np.concatenate([joined, *parts])) if parts else joined
 
+    def left_of(self, clients: IntArray) -> FloatArray:
+        """Return the lifetime allowance of clients minus spent minus reserved, never below zero."""
+        free = self.info.allowance_mu2 - _at(self.spent, clients) - _at(self.reserved, clients)
+        return np.maximum(free, 0.0)
+
     def refresh(self, store: Store) -> None:
         """Read what was committed since the last time; call it first in a transaction."""
         store.check()
@@ -293,7 +298,11 @@ def _end(clients: IntArray) -> int:
 
 def _longer(array: NDArray[_Number], more: int) -> NDArray[_Number]:
     """Return the array with `more` zeros at its end."""
-    return np.concatenate([array, np.zeros(more, dtype=array.dtype)]) if more else array
+    if not more:
+        return array
+    longer = np.zeros(array.size + more, dtype=array.dtype)  # zeros nobody wrote take no memory
+    longer[: array.size] = array
+    return longer
 
 
 def reservation_of(entry: Entry, num_clients: int) -> Reservation:
@@ -442,7 +451,7 @@ def client_rows(
     """
     info = account.info
     spent, reserved = _at(account.spent, clients), _at(account.reserved, clients)
-    left = np.maximum(info.allowance_mu2 - spent - reserved, 0.0)
+    left = account.left_of(clients)
     columns = zip(
         clients.tolist(),
         [account.ids[client] if info.named else None for client in clients.tolist()],
@@ -474,7 +483,7 @@ def _row(
 def payable_by_all(account: Balances) -> float:
     """Return the largest epsilon that a new run may ask of everybody."""
     whole = account.info.allowance_mu2
-    least = account.left().min(initial=whole)  # who is beyond the balances has all of it
+    least = account.left_of(account.touched()).min(initial=whole)  # the others have all of it
     return float(payable_epsilons(np.array([least]), account.info)[0])
 
 
@@ -483,7 +492,7 @@ def summarise(account: Balances) -> Summary:
     info, touched = account.info, account.touched()
     others = info.num_clients - touched.size  # they have all of their allowance
     spent, reserved = account.spent[touched], account.reserved[touched]
-    left = np.maximum(info.allowance_mu2 - spent - reserved, 0.0)
+    left = account.left_of(touched)
     epsilons = bounded_epsilons(spent, info)
     exhausted = left <= _NOTHING * info.allowance_mu2
     near_end = (spent > NEAR_END * info.allowance_mu2) & ~exhausted
@@ -512,7 +521,7 @@ def _median(epsilons: FloatArray, zeros: int) -> float:
     Of two middle values it is the larger, so that infinity needs no sum.
     """
     middle = (epsilons.size + zeros) // 2 - zeros
-    if middle < 0:
+    if not 0 <= middle < epsilons.size:  # a zero, or nobody
         return 0.0
     value = float(np.partition(epsilons, middle)[middle])
     return value if not math.isnan(value) else math.inf

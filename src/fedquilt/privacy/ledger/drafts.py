@@ -111,6 +111,7 @@ def _hold(path: Path, lock: Path, deadline: float) -> io.FileIO:
         try:
             held = lock_file(lock, 0o600)
         except NoLocksError as error:
+            lock.unlink(missing_ok=True)  # nobody can hold it
             raise no_locks(path) from error
         except BlockingIOError:
             if time.monotonic() >= deadline:

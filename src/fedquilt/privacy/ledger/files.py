@@ -46,7 +46,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fedquilt.common.errors import DataError, StorageError
-from fedquilt.common.storage import has_locks, write_file
+from fedquilt.common.storage import check_regular, has_locks, write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.privacy.ledger.drafts import appear, drafting, no_locks
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
@@ -62,6 +62,7 @@ SCHEMA_VERSION = 2
 """2 since populations may have members and an adjacency; 1 is read and continued."""
 
 _APPLICATION_ID = 0x46514C31  # "FQL1": marks the file as ours in its SQLite header
+_BESIDE = ("-journal", "-wal", "-shm")  # what SQLite opens by name, as a file's header asks
 
 _TABLES = (
     "CREATE TABLE entries (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, time TEXT NOT NULL, "
@@ -138,7 +139,8 @@ def connect(path: Path, *, read_only: bool, timeout: float) -> sqlite3.Connectio
     The file is not read but through SQLite: closing any other handle on it would
     drop the locks this process may hold on it (POSIX).
     """
-    _check_path(path, read_only=read_only)
+    with translated(path):
+        _check_path(path, read_only=read_only)
     if not read_only:
         check_journal(path)
     mode = "ro" if read_only else "rw"
@@ -164,9 +166,12 @@ def _check_path(path: Path, *, read_only: bool) -> None:
         raise LedgerFileError(f"ledger {path} does not exist; a run with that ledger makes it")
     if path.stat().st_size == 0:
         raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
+    own = path.resolve()
+    for end in _BESIDE:
+        check_regular(own.with_name(own.name + end))  # SQLite would wait for a pipe
     if read_only:
         return
-    for place, what in ((path, "the file"), (path.resolve().parent, "its folder")):
+    for place, what in ((path, "the file"), (own.parent, "its folder")):
         if not os.access(place, os.W_OK):
             raise LedgerFileError(
                 f"ledger {path}: {what} is read-only; charges could not be written "

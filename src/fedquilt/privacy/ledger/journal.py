@@ -8,6 +8,8 @@ lost.  So what SQLite would do is tried here on a copy in memory first.  A journ
 
 * the ledger has seen more transactions since than the one that the journal undoes: the journal
   has the first page as it was, and a counter on it grows by one with every transaction,
+* it is of a ledger of more pages, or is itself longer than all pages of this one could make it:
+  a ledger never shrinks,
 * the ledger that would come out is not whole, or began with another entry.
 
 A journal that is in use by a running process passes: at every moment it is what a kill at that
@@ -28,15 +30,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedquilt.common.errors import FedquiltError
+from fedquilt.common.storage import open_regular
 from fedquilt.privacy.ledger.entries import COLUMNS, read_row
 from fedquilt.privacy.ledger.errors import LedgerFileError
 
 _MAGIC = bytes.fromhex("d9d505f920a163d7")
 _HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size
+_END = struct.Struct(">II8s")
 _BY_SIZE = 0xFFFFFFFF  # the number of records follows from the size of the file
 _COUNTER = slice(24, 28)  # of the first page: the transactions so far
 _CHECKED = 1000  # newest entries; a page of another ledger breaks the chain among them
 _TRIES, _PAUSE_SECONDS = 10, 0.05
+_SPARE_BYTES = 1 << 20  # a journal has each page once, and headers between them
 
 # Closing a handle on a file drops the locks that SQLite holds on it for this process
 # (POSIX), so these are kept: one for each ledger that was ever found beside a journal.
@@ -45,50 +51,84 @@ _handles: dict[tuple[int, int], int] = {}
 
 def check_journal(path: Path) -> None:
     """Refuse a ledger beside a journal that is not its own; nothing is changed."""
+    path = path.resolve()  # SQLite follows links, and looks for the journal there
     journal = path.with_name(f"{path.name}-journal")
     before = None
+    _check_alone(path, journal)
     for _ in range(_TRIES):
         found = _read(path, journal)
         if found is None or not (problem := _problem(*found)):
             return
         if found == before:
-            raise LedgerFileError(
-                f"{journal} lies beside ledger {path} and is not its own ({problem}): SQLite would "
-                "put pages of another ledger, or of an older state, into it, and charges would be "
-                "lost. Put the ledger back that it was left by, or, when you know that this one is "
-                "the newest, move the journal away; nothing was changed"
-            )
+            raise _not_its_own(path, journal, problem)
         before = found
         time.sleep(_PAUSE_SECONDS)
+
+
+def _check_alone(path: Path, journal: Path) -> None:
+    """Refuse a journal that ends with the name of a file, which SQLite would read and delete.
+
+    So end journals of transactions over several files, which a ledger never has: length of the
+    name, its checksum, and the mark of a journal again.
+    """
+    try:
+        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END.size))
+            end = stream.read(_END.size)
+    except OSError:  # there is none; what else is wrong is said by who uses it
+        return
+    if len(end) == _END.size and _END.unpack(end)[0] and end.endswith(_MAGIC):
+        raise LedgerFileError(
+            f"{journal} lies beside ledger {path} and is not its own (it names another file, which "
+            "SQLite would delete): move it away; nothing was changed"
+        )
+
+
+def _not_its_own(path: Path, journal: Path, problem: str) -> LedgerFileError:
+    return LedgerFileError(
+        f"{journal} lies beside ledger {path} and is not its own ({problem}): SQLite would "
+        "put pages of another ledger, or of an older state, into it, and charges would be "
+        "lost. Put the ledger back that it was left by, or, when you know that this one is "
+        "the newest, move the journal away; nothing was changed"
+    )
 
 
 def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
     """Return the bytes of a ledger and its journal; None without one that SQLite would use."""
     try:
-        pages = journal.read_bytes()
-        if not pages.startswith(_MAGIC):
+        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+            length = os.fstat(stream.fileno()).st_size
+            status = path.stat()  # later: a ledger that is being written has only grown
+            if length > 2 * status.st_size + _SPARE_BYTES:
+                raise _not_its_own(path, journal, f"its {length} bytes are more than it can have")
+            pages = stream.read(length)
+        if not pages.startswith(_MAGIC) or length < _HEADER.size:
             return None
-        status = path.stat()
         key = (status.st_dev, status.st_ino)
         if key not in _handles:
             _handles[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(_handles[key], status.st_size, 0), pages
+        return os.pread(_handles[key], os.fstat(_handles[key]).st_size, 0), pages
+    except FedquiltError:
+        raise
     except OSError:  # gone again, or SQLite says what is wrong
         return None
 
 
 def _problem(database: bytes, journal: bytes) -> str:
     """Return why a journal is not this ledger's, "" when nothing speaks against it."""
+    _, _, _, pages, _, size = _HEADER.unpack_from(journal)
+    if pages * size > len(database):
+        return f"it is of a ledger of {pages * size} bytes, and this one has {len(database)}"
     restored = bytearray(database)
     for number, page in _records(journal):
+        if number > pages:  # made by the transaction that is undone
+            continue
         start = (number - 1) * len(page)
         if number == 1:
             passed = _number(database[_COUNTER]) - _number(page[_COUNTER])
             if passed not in (0, 1):
                 return f"{passed} transactions lie between them"
-        restored.extend(bytes(max(0, start - len(restored))))
         restored[start : start + len(page)] = page
-    _, _, _, pages, _, size = _HEADER.unpack_from(journal)
     del restored[pages * size :]
     first, problem = _first_entry(bytes(restored))
     there, _ = _first_entry(database)
@@ -104,9 +144,12 @@ def _number(field: bytes) -> int:
 def _records(journal: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the numbers and old contents of pages, as SQLite reads them after a kill."""
     place = 0
+    _, _, _, _, sector, size = _HEADER.unpack_from(journal)  # those of later headers do not count
+    if not 512 <= size <= 65536 or not 32 <= sector <= 65536:
+        return
     while place + _HEADER.size <= len(journal):
-        magic, count, nonce, _, sector, size = _HEADER.unpack_from(journal, place)
-        if magic != _MAGIC or not 512 <= size <= 65536 or not 32 <= sector <= 65536:
+        magic, count, nonce, *_ = _HEADER.unpack_from(journal, place)
+        if magic != _MAGIC:
             return
         place += sector
         left = (len(journal) - place) // (size + 8)
@@ -115,7 +158,9 @@ def _records(journal: bytes) -> Iterator[tuple[int, bytes]]:
             check = nonce + sum(page[at] for at in range(size - 200, 0, -200))
             if check & 0xFFFFFFFF != _number(journal[place + 4 + size : place + 8 + size]):
                 return
-            yield _number(journal[place : place + 4]), page
+            if not (number := _number(journal[place : place + 4])):
+                return
+            yield number, page
             place += size + 8
         place = -(-place // sector) * sector
 

@@ -345,6 +345,15 @@ class Population:
         """Return allowance − spent − reserved of each client, in squared GDP units."""
         return self._everybody().left()
 
+    def touched(self) -> tuple[IntArray, FloatArray]:
+        """Return who was in a release or holds a reservation, and what each has left.
+
+        All others have the whole allowance; they may be a hundred million.
+        """
+        account = self._fresh()
+        clients = account.touched()
+        return clients, account.left_of(clients)
+
     def joins(self) -> IntArray:
         """Return how many releases each client was part of."""
         return self._everybody().joins.astype(np.int64)

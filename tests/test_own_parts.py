@@ -1,0 +1,278 @@
+"""What a claim rests on when parts of a run are the user's own: the sum, the engine, the rest."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedquilt
+from fedquilt import Certified, ClientUpdate, WholeModel
+from fedquilt.aggregation import RunningMean
+from fedquilt.audit.watch import known_entropy
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.privacy.accounting import gaussian_mu
+from fedquilt.record import RunResult
+
+CLIENTS, SIZE = 9, 3
+QUIET: dict[str, Any] = {"output_dir": None, "quiet": True}
+
+
+class Median:
+    """n times the median of each coordinate, as a rule against outliers is brought."""
+
+    weight, held = 1.0, None
+
+    def __init__(self, size: int, times: float = 1.0) -> None:
+        self.vectors: list[torch.Tensor] = [torch.zeros(size, dtype=torch.float64)][:0]
+        self.size, self.times = size, times
+
+    @property
+    def total(self) -> torch.Tensor:
+        if not self.vectors:
+            return torch.zeros(self.size, dtype=torch.float64)
+        return self.times * torch.stack(self.vectors).median(dim=0).values
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: object = None) -> None:
+        self.vectors.append(vector.to(torch.float64))
+
+
+class Declared(Median):
+    """One vector moves each median by at most its own entry, so `times` bounds the whole."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, times=float(CLIENTS))
+        self.sensitivity = float(CLIENTS)
+
+
+class TooLow(Declared):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.sensitivity = 1.5
+
+
+class Thousandfold(RunningMean):
+    """A subclass of the package's own sum is not the package's own."""
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: object = None) -> None:
+        super().add(1000.0 * vector, weight)
+
+
+class Remembering(RunningMean):
+    """Adds a tenth of the sum of the round before: one vector is in many sums."""
+
+    sensitivity = 2.0
+    before = torch.zeros(SIZE, dtype=torch.float64)
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(size, device)
+        self.total += 0.1 * Remembering.before
+        Remembering.before = self.total
+
+
+def method_with(kind: type) -> type[WholeModel]:
+    class Own(WholeModel):
+        def new_sum(self) -> Any:
+            return kind(self._size)
+
+    return Own
+
+
+class Pulled:
+    """Every client sends what its samples say: their mean, times a hundred."""
+
+    def __init__(self, parts: Any) -> None:
+        self.task = parts.task
+
+    def train(
+        self, start: torch.Tensor, cohort: Any, round_index: int, learning_rate: float
+    ) -> Iterator[ClientUpdate]:
+        for client in map(int, cohort):
+            held = self.task.inputs[self.task.index(client)]
+            delta = 100 * held.sum(0) if len(held) else torch.zeros(SIZE)
+            yield ClientUpdate(client, delta, len(held), 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+class Plain(nn.Module):
+    """Three numbers that travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x @ self.w, -(x @ self.w)], dim=1)
+
+
+def world(*, with_client: bool, **own: Any) -> RunResult:
+    """Half of the others pull one way, half the other; client 0 decides where a median lies."""
+    signs = [(-1.0) ** k for k in range(CLIENTS)]
+    inputs = torch.tensor(signs)[:, None].repeat(1, SIZE)
+    parts = [[k] for k in range(CLIENTS)]
+    parts[0] = [0] if with_client else []
+    data = (inputs, torch.zeros(CLIENTS, dtype=torch.int64))
+    test = (inputs[:2], torch.tensor([0, 1]))
+    settings = {"mode": "certified", "epsilon": 1.0, "num_rounds": 1, "availability": "always"}
+    settings = {"policy": "worst_case", "engine": Pulled, **settings, **QUIET, **own}
+    with known_entropy(3):
+        return fedquilt.run(Plain(), data, test, parts, **settings)  # type: ignore[arg-type]
+
+
+def moved(**own: Any) -> float:
+    """Return how far the released model moves without client 0, in noise deviations."""
+    here, gone = world(with_client=True, **own), world(with_client=False, **own)
+    noise = here.result["history"]["noise_levels"][0]
+    return float((here.state_dict["w"] - gone.state_dict["w"]).norm() / noise)
+
+
+@pytest.mark.parametrize("kind", [lambda n: Median(n, CLIENTS), Thousandfold], ids=["median", "x"])
+def test_a_sum_of_ones_own_that_declares_nothing_ends_the_claim(kind: Any) -> None:
+    method = method_with(kind)
+    assert moved(method=method) > 1.5 * gaussian_mu(1.0, 1e-5)  # the claim would be false
+    stated = world(with_client=True, method=method).statement
+    assert not stated.is_bounded
+    name = type(kind(SIZE)).__name__
+    assert any(
+        f"the sum is made by {name}, whose sensitivity is not known" in n for n in stated.notes
+    )
+    assert "no guarantee" in stated.as_text()
+
+
+def test_the_packages_own_sum_moves_by_what_is_charged() -> None:
+    assert moved() == pytest.approx(gaussian_mu(1.0, 1e-5), rel=1e-3)
+    assert world(with_client=True).statement.is_bounded
+
+
+def test_a_declared_sensitivity_is_in_the_noise_and_keeps_the_claim() -> None:
+    method = method_with(Declared)
+    plain, own = world(with_client=True), world(with_client=True, method=method)
+    levels = [done.result["history"]["noise_levels"][0] for done in (plain, own)]
+    assert levels[1] == pytest.approx(CLIENTS * levels[0])
+    assert moved(method=method) == pytest.approx(gaussian_mu(1.0, 1e-5), rel=1e-3)
+    assert own.statement.epsilon_max == plain.statement.epsilon_max <= 1.0
+    said = "\n".join(own.statement.notes)
+    assert "the sum is made by Declared: its sensitivity, 9, is as its author declares" in said
+    assert "believed to use of clients' data nothing but the released sums" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(TooLow, "must be at least"), (Remembering, "must give the same sum of the same vectors")],
+)
+def test_a_declaration_that_is_seen_to_be_wrong_is_refused(kind: type, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=words):
+        world(with_client=True, method=method_with(kind))
+
+
+def test_sums_must_stay_what_the_noise_was_made_for() -> None:
+    class Changing(WholeModel):
+        rounds = 0
+
+        def new_sum(self) -> Any:
+            Changing.rounds += 1
+            return RunningMean(self._size) if Changing.rounds < 6 else Median(self._size)
+
+    with pytest.raises(InvalidValueError, match="sums of one sensitivity in all rounds"):
+        world(with_client=True, method=Changing, num_rounds=8)
+
+
+def test_an_own_place_or_coverage_ends_the_claim() -> None:
+    class Uncovered(WholeModel):
+        def coverage(self, clients: Any, round_index: int) -> torch.Tensor:
+            return torch.tensor([1.0, 1.0, 0.0])  # the last coordinate would have no noise
+
+    assert moved(method=Uncovered) > 1.5 * gaussian_mu(1.0, 1e-5)
+    stated = world(with_client=True, method=Uncovered).statement
+    assert not stated.is_bounded
+    assert any("Uncovered.coverage decides what of the sum is noised" in n for n in stated.notes)
+
+
+def test_a_ledger_that_outlives_the_run_takes_no_charge_that_is_not_true(tmp_path: Path) -> None:
+    path = tmp_path / "all.sqlite"
+    method = method_with(Thousandfold)
+    with pytest.raises(InvalidValueError, match="must be left out: nothing is known"):
+        world(with_client=True, method=method, ledger=str(path), population="p", allowance=6.0)
+    assert not path.exists()
+
+
+def test_the_ledger_of_the_run_says_infinity_where_nothing_is_claimed(tmp_path: Path) -> None:
+    method = method_with(Thousandfold)
+    done = world(with_client=True, method=method, output_dir=str(tmp_path))
+    assert done.folder is not None
+    result = json.loads((done.folder / "result.json").read_text())
+    assert result["statement"]["epsilon_max"] == result["ledger"]["lifetime_epsilon_max"] == "inf"
+    with sqlite3.connect(done.folder / "ledger.sqlite") as ledger:
+        assert ledger.execute("select count(*) from entries").fetchone()[0] > 0
+
+
+@pytest.mark.parametrize("second", [0, 77])
+def test_an_engine_yields_who_was_asked_and_once(second: int) -> None:
+    class Twice(Pulled):
+        def train(self, *args: Any) -> Iterator[ClientUpdate]:
+            for update in super().train(*args):
+                yield update
+                if update.client == 3:
+                    yield ClientUpdate(second, update.delta, 1, 0.0)
+
+    with pytest.raises(InvalidValueError, match=f"not another one for client {second}"):
+        world(with_client=True, engine=Twice)
+
+
+def test_every_part_of_ones_own_is_named_with_what_is_believed_of_it() -> None:
+    class Halved(Certified):
+        def bound_vector(self, vector: torch.Tensor, limit: float) -> torch.Tensor:
+            return vector / 2
+
+    class Louder(Halved):
+        def release(self, *args: Any) -> Any:
+            return super().release(*args)
+
+    def slow(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def how_sure(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(outputs.max())
+
+    def distance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    assert not any("believed" in note for note in plain_run().statement.notes)
+    own = plain_run(loss=distance, optimizer=slow, metrics=["accuracy", how_sure], mechanism=Halved)
+    said = "\n".join(own.statement.notes)
+    assert own.statement.is_bounded
+    for words in (
+        "loss of the user's own, distance: believed to keep nothing of one client",
+        "optimizer of the user's own, slow: believed to keep nothing of one client",
+        "metrics of the user's own, how_sure: believed to look at nothing but",
+        "mechanism Halved bounds updates, which are shortened to the clip",
+    ):
+        assert words in said
+    said = "\n".join(plain_run(mechanism=Louder).statement.notes)
+    assert "mechanism Louder has its own release: believed to keep noise and charges" in said
+    assert "engine of the user's own, Pulled: believed to make a client's update" in "\n".join(
+        world(with_client=True).statement.notes
+    )
+
+
+def plain_run(**own: Any) -> RunResult:
+    rng = np.random.default_rng(0)
+    inputs = torch.from_numpy(rng.standard_normal((24, SIZE))).float()
+    data = (inputs, (inputs[:, 0] > 0).long())
+    parts = [list(range(4 * k, 4 * k + 4)) for k in range(6)]
+    settings = {
+        "mode": "certified",
+        "num_rounds": 1,
+        "availability": "always",
+        "engine": "sequential",
+    }
+    return fedquilt.run(Plain(), data, data, parts, **settings, **QUIET, **own)  # type: ignore[arg-type]
