@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import Context, Message
 from torch import nn
 
 from fedquilt.audit.neighbours import CLIENTS, Data
@@ -23,7 +22,7 @@ from fedquilt.training_loop import Watching
 class _Nodes(InProcessGrid):
     """Nodes whose logs are their own: in the field nobody else reads them."""
 
-    def _answer(self, message: Message) -> list[Message]:
+    def _answer(self, message: Any) -> list[Any]:
         before = logging.root.manager.disable
         logging.disable()
         try:
@@ -43,7 +42,7 @@ def on_nodes(
     """Run on nodes that each have one client's data."""
     inputs, targets = FORMS[task](data)
 
-    def held(context: Context) -> tuple[Any, Any]:
+    def held(context: Any) -> tuple[Any, Any]:
         index = data.clients[int(context.node_config["partition-id"])]
         return inputs[index], targets[index]
 

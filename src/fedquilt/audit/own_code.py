@@ -71,8 +71,8 @@ def _root_hook() -> nn.Module:
 
 
 def _factor(count: int) -> float:
-    """Return 1 at first, and after a while 1 and 0.01 in turn, five steps each."""
-    return 0.01 if count > _LATE and count // 5 % 2 else 1.0
+    """Return 1 at first, and after a while 1 and 0.01 in turn, seven steps each."""
+    return 0.01 if count > _LATE and count // 7 % 2 else 1.0
 
 
 class _Late(Net):

@@ -1,0 +1,356 @@
+"""A user's own code, replayed: state wherever it may hide, sums, nodes, devices, data sets.
+
+Every case holds; and with its hole put back, exactly the check that was meant for it fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedquilt import audit
+from fedquilt.audit import whole
+from fedquilt.audit.neighbours import KINDS, MODELS, NOTHING, Net
+from fedquilt.audit.watch import Recorder, Seen, differing, known_entropy, watched_run
+from fedquilt.audit.whole_cases import WholeCase
+from fedquilt.condense.certified_engine import CertifiedEngine
+from fedquilt.config import plain_config
+from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import run_config
+from fedquilt.learning import ClientUpdate
+from fedquilt.learning.local import train_client
+from fedquilt.learning.state import ModuleState
+from fedquilt.privacy import device_noise
+from fedquilt.privacy.device_noise import DeviceNoise
+
+FEW = ("nothing", "many NaN", "one less", "replaced")
+
+
+def problems(case: str, kinds: tuple[str, ...] | None = FEW) -> tuple[str, ...]:
+    (finding,) = audit.replay_worlds([case], kinds=kinds)
+    assert finding.ok == (not finding.problems)
+    return finding.problems
+
+
+HOLDS = {
+    "class attribute, sequential": FEW,
+    "closure, sequential": FEW,
+    "hook, sequential": FEW,
+    "class attribute, evaluation share": None,
+    "evaluation share, sequential": ("nothing", "one less", "replaced"),
+    "class attribute, auto": ("nothing",),
+    "root hook, batched": ("nothing", "replaced"),
+    "columns, sequential": ("nothing", "replaced"),
+    "late, class generator, sequential": ("nothing", "many NaN"),
+    "late, metaclass, sequential": ("nothing", "many NaN"),
+    "late, property default, sequential": ("nothing", "many NaN"),
+    "optimizer with state in its class, sequential": ("nothing", "many NaN"),
+    "optimizer with state in a closure, sequential": ("nothing", "many NaN"),
+    "optimizer with state in its factory, sequential": ("nothing", "many NaN"),
+    "loud sum, sequential": ("nothing",),
+    "median, sequential": ("nothing",),
+    "adapters, batched": ("nothing", "many NaN"),
+    "width seen, batched": ("nothing", "many NaN"),
+    "client pairs, sequential": ("nothing", "bytes"),
+    "client sets, sequential": ("nothing", "bytes", "more classes"),
+    "condense": ("nothing", "ignored", "one ignored"),
+    "plain, flower": ("nothing", "ignored"),
+    "condense, flower": ("nothing", "ignored"),
+}
+REFUSABLE = {
+    *("late, class generator, sequential", "late, metaclass, sequential"),
+    *("late, property default, sequential", "loud sum, sequential", "median, sequential"),
+}
+"""State that cannot be put back, and sums of one's own, may be refused; the rest must run."""
+
+
+@pytest.mark.parametrize("case", HOLDS)
+def test_own_code_moves_no_more_than_is_charged(case: str) -> None:
+    if "flower" in case:
+        pytest.importorskip("flwr")
+    (finding,) = audit.replay_worlds([case], kinds=HOLDS[case])
+    assert finding.problems == ()
+    assert case in REFUSABLE or finding.note == ""
+    assert finding.note != "" or finding.ratio == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.processes
+def test_clients_on_two_devices_do_not_change_one_another() -> None:
+    assert problems("adapters, devices", ("nothing", "many NaN")) == ()
+
+
+# State in models.
+
+
+def below(function: str) -> bool:
+    """Tell whether a function of this name is being called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def restored_before_clients_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what the last client moved to whatever comes after training."""
+    real = ModuleState.restore
+
+    def restore(self: ModuleState) -> None:
+        if below(train_client.__name__):
+            real(self)
+
+    monkeypatch.setattr(ModuleState, "restore", restore)
+
+
+@pytest.mark.parametrize("model", ["class attribute", "closure", "hook"])
+def test_what_the_last_client_leaves_to_the_evaluation_is_found(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    restored_before_clients_only(monkeypatch)
+    found = problems(f"{model}, sequential", ("nothing", "replaced"))
+    assert found
+    assert all(problem.startswith("client 5, ") for problem in found), "the last one"
+    assert all("public values differ" in problem for problem in found)
+    assert "final_loss" in found[0]
+
+
+def test_what_the_last_client_leaves_to_a_paid_evaluation_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    restored_before_clients_only(monkeypatch)
+    found = problems("class attribute, evaluation share", None)
+    moved = [problem for problem in found if "moved" in problem]
+    assert moved
+    assert all("evaluation" in problem for problem in moved)
+
+
+@pytest.mark.parametrize("place", ["class generator", "metaclass", "property default"])
+def test_a_count_on_a_class_that_nobody_puts_back_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(ModuleState, "_take_class", lambda self, value, name: None)
+    found = problems(f"late, {place}, sequential", ("nothing", "many NaN"))
+    assert any("the victim has nothing, the sum moved" in problem for problem in found)
+
+
+@pytest.mark.parametrize("place", ["its class", "a closure", "its factory"])
+def test_the_state_of_an_optimiser_that_nobody_puts_back_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    begin = ModuleState.__init__
+
+    def only_modules(self: ModuleState, held: object, written: Any = ()) -> None:
+        begin(self, held if isinstance(held, nn.Module) else None, written)
+
+    monkeypatch.setattr(ModuleState, "__init__", only_modules)
+    case = f"optimizer with state in {place}, sequential"
+    found = problems(case, ("nothing", "many NaN"))
+    assert any("the victim has nothing, the sum moved" in problem for problem in found)
+
+
+# Errors.
+
+
+def test_an_error_in_one_world_is_found_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = CertifiedEngine.train
+
+    def stops(self: CertifiedEngine, *given: Any) -> Iterator[ClientUpdate]:
+        if bool((self.task.targets < 0).any()):
+            raise RuntimeError("bincount only supports non-negative input")
+        yield from real(self, *given)
+
+    monkeypatch.setattr(CertifiedEngine, "train", stops)
+    (finding,) = audit.replay_worlds(["condense"], kinds=("nothing", "ignored", "replaced"))
+    (problem,) = finding.problems
+    assert problem.endswith("ignored: RuntimeError: bincount only supports non-negative input")
+    assert finding.worlds == 6
+    assert finding.ratio == pytest.approx(1.0, abs=1e-6), "the other worlds were compared"
+
+
+def test_an_error_of_somebody_else_is_no_refusal_even_in_every_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(*given: Any, **more: Any) -> Any:
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(whole.experiment, "run", wrong)
+    (finding,) = audit.replay_worlds(["even clips, sequential"], kinds=("nothing",))
+    assert not finding.ok
+    assert "TypeError: unhashable" in finding.problems[0]
+
+    def refuses(*given: Any, **more: Any) -> Any:
+        raise InvalidValueError("no")
+
+    monkeypatch.setattr(whole.experiment, "run", refuses)
+    (finding,) = audit.replay_worlds(["even clips, sequential"], kinds=("nothing",))
+    assert finding.ok
+    assert finding.note == "refused in every world: InvalidValueError: no"
+
+
+def test_only_what_a_user_asks_for_stops_the_audit() -> None:
+    def interrupted(observer: Recorder) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched_run(interrupted, 0)
+
+
+def test_a_run_that_trains_nobody_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Still(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.0 * super().forward(x)
+
+    monkeypatch.setitem(MODELS, "still", Still)
+    case = WholeCase({"engine": "sequential"}, "still", kinds=("nothing", "replaced"))
+    finding = whole.replay_case("still", case, 0)
+    assert finding.problems == ("nobody's data moved anything: the case shows nothing",)
+
+
+# Victims.
+
+
+def test_every_case_has_a_first_a_middle_and_a_last_victim() -> None:
+    kinds = tuple(KINDS)
+    pairs = set()
+    for turn in range(9):
+        dealt = list(whole._dealt([0, 3, 5], kinds, turn))
+        assert [victim for victim, kind in dealt if kind == "nothing"] == [0, 3, 5]
+        others = [kind for _, kind in dealt if kind != "nothing"]
+        assert sorted(others) == sorted(set(kinds) - {"nothing"}), "each kind once"
+        for victim in (0, 3, 5):
+            own = [kind for who, kind in dealt if who == victim]
+            assert len([kind for kind in own if kind in NOTHING]) >= 2, "two to compare"
+        pairs |= set(dealt)
+    assert pairs == {(victim, kind) for victim in (0, 3, 5) for kind in kinds}
+
+
+def test_victims_are_those_who_join_most_often() -> None:
+    (finding,) = audit.replay_worlds(["cap on joins, batched"], kinds=("nothing",))
+    assert finding.worlds == 4
+    joins = np.array([[1, 0, 1, 1], [1, 1, 0, 1]], dtype=float)
+    rounds: Any = [type("Round", (), {"declared": row}) for row in joins]
+    assert whole._victims(whole.Seen(rounds)) == [0, 3]
+    assert whole._victims(whole.Seen()) == [0, 3, 5], "nobody is known to have joined"
+
+
+# Entropy.
+
+
+def numbers_of(key: bytes, size: int, device: Any) -> torch.Tensor:
+    """Expand a key on a CPU, as a kernel does on a GPU."""
+    seed = np.random.SeedSequence(int.from_bytes(key, "little"))
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(size))
+
+
+class OnThisDevice(DeviceNoise):
+    """Noise that is drawn where the vector is, also where that is a CPU."""
+
+    def normal(self, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.asarray(self.normal_on(torch.device("cpu"), size))
+
+
+def test_noise_drawn_on_a_device_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_noise, "expand", numbers_of)
+    drawn = []
+    for _ in range(2):
+        with known_entropy(3):
+            drawn.append(DeviceNoise().normal_on(torch.device("cpu"), 5).tolist())
+    assert drawn[0] == drawn[1]
+    assert DeviceNoise().normal_on(torch.device("cpu"), 5).tolist() != drawn[0]
+
+
+def test_noise_that_the_audit_does_not_hold_still_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_noise, "expand", numbers_of)
+    monkeypatch.setattr("fedquilt.assemble_mechanism.noise_source", lambda *given: OnThisDevice())
+    assert problems("even clips, sequential", ("nothing", "replaced")) == ()
+    monkeypatch.setattr(device_noise, "secret_bytes", os.urandom)
+    found = problems("even clips, sequential", ("nothing", "replaced"))
+    assert all("moved" in problem for problem in found)
+    assert len(found) > 3
+
+
+# Test samples that are clients' own.
+
+
+def write_leaf(place: Path, shifted: int) -> None:
+    """Write six people's samples as LEAF does; the last one's test labels are shifted."""
+    draws = np.random.default_rng(4)
+    for part, shift in (("train", 0), ("test", shifted)):
+        people = {}
+        for number in range(6):
+            labels = (np.arange(4) + number + (shift if number == 5 else 0)) % 62
+            people[f"f{number}"] = {"x": draws.random((4, 784)).tolist(), "y": labels.tolist()}
+        content = {"users": [*people], "num_samples": [4] * 6, "user_data": people}
+        file = place / "femnist" / part / "all.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
+
+
+def test_what_is_measured_on_clients_own_test_samples_is_withheld_or_stated(
+    tmp_path: Path,
+) -> None:
+    people = {"dataset": "femnist", "partition": "writer", "clients_per_round": 6}
+    short = {"num_rounds": 1, "local_epochs": 1, "availability": "always", "model": "linear"}
+    here = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "runs"), "device": "cpu"}
+    claim = {"mode": "certified", "epsilon": 6.0, "engine": "sequential"}
+    config = plain_config({**people, **short, **here, **claim})
+    worlds: list[Seen] = []
+    for shifted in (0, 9):
+        write_leaf(tmp_path, shifted)
+        worlds.append(watched_run(functools.partial(run_config, config), 0, *worlds))
+    assert [seen.error for seen in worlds] == [None, None]
+    stated = "test samples" in worlds[0].public["statement"]
+    assert stated or differing(worlds[0].public, worlds[1].public) == []
+
+
+# The command without typer.
+
+
+class SentAway:
+    """A pool of processes, but for the processes: what it is given must be picklable."""
+
+    def __init__(self, jobs: int, context: Any) -> None:
+        assert jobs == 2
+        assert context.get_start_method() == "spawn", "torch's threads do not survive a fork"
+
+    def __enter__(self) -> SentAway:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(self, function: Any, names: list[str]) -> Iterator[Any]:
+        sent = pickle.loads(pickle.dumps(function))
+        return (pickle.loads(pickle.dumps(sent(name))) for name in names)
+
+
+def test_the_module_replays_cases_in_several_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedquilt.audit.__main__ import main
+
+    monkeypatch.setattr(whole, "ProcessPoolExecutor", SentAway)
+    cases = ["--case", "late buffer, sequential", "--case", "gradient buffer, sequential"]
+    assert main(["--replay", "--jobs", "2", *cases]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("late buffer") < shown.index("gradient buffer")
+    assert "every case holds" in shown
+    assert main(["--replay", "--case", "no such"]) == 2
+    assert main(["--replay", "--jobs", "0", *cases]) == 2
+    assert "jobs=0 must be" in capsys.readouterr().err
