@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 
 import fedquilt
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.flower import keys
 from fedquilt.flower.federation import Federation
 from fedquilt.flower.node import new_model
@@ -111,6 +114,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         },
     )
     federation = Federation(folder / "here")
+    before = os.umask(0o022)
     federation.prepare(app, NODES)
     started: dict[str, Any] = {}
     try:
@@ -118,6 +122,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         started = federation.status() or {}
         yield federation
     finally:
+        os.umask(before)
         killed = federation.down()
     assert killed == []
     for job in (started, *started["processes"].values()):
@@ -248,3 +253,30 @@ def test_a_new_key_has_the_old_account(federation: Federation, finished: dict[st
     while federation.online().get("node2") != value and time.monotonic() < until:
         time.sleep(1)
     assert federation.online()["node2"] == value
+
+
+def test_nothing_that_a_federation_writes_can_be_read_by_others(
+    federation: Federation, finished: dict[str, Path]
+) -> None:
+    """The SuperLink's database holds single updates; the test process lets everybody read."""
+    found = [federation.folder, *federation.folder.rglob("*")]
+    assert {"state.db", "superlink.log", "supervisor.log", "result.json"} <= {p.name for p in found}
+    shared = [path.name for path in found if path.lstat().st_mode & 0o077]
+    assert all(name in ("ca.crt", "server.pem") or name.endswith(".pub") for name in shared)
+
+
+def test_a_killed_supervisor_leaves_nobody_behind(federation: Federation) -> None:
+    """The last one here: it ends the federation."""
+    status = federation.status() or {}
+    os.kill(status["pid"], signal.SIGKILL)
+    while is_running(status["pid"], status["began"]):
+        time.sleep(0.05)
+    jobs = status["processes"].values()
+    assert {job["pid"] for job in jobs} <= set(federation.left()), "they go on, and are seen"
+    assert len(federation.online()) == NODES
+    with pytest.raises(InvalidValueError, match="of its processes go on"):
+        federation.up()
+    assert federation.status() == status
+    assert federation.down() == []
+    assert not [job for job in jobs if is_running(job["pid"], job["began"])]
+    assert not list(federation.folder.glob("state.db*")), "what clients had sent"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import sqlite3
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +21,7 @@ import pytest
 from command_line import Said
 from fedquilt.common.errors import FedquiltError
 from fedquilt.experiment import run_config
+from fedquilt.privacy.ledger import Ledger
 from fedquilt.watch import LedgerSource, RunsSource, WatchServer, source_of
 from run_processes import environment
 from run_samples import tiny
@@ -199,3 +204,114 @@ def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
     assert (process.returncode, error) == (0, "stopped\n")
+
+
+def reset(server: WatchServer, *sent: bytes, read: int = 0) -> None:
+    """Send something, read so many bytes of the answer, and break the connection off."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for part in sent:
+            link.sendall(part)
+        link.recv(read) if read else None
+
+
+def test_whoever_goes_away_leaves_no_traceback(
+    server: WatchServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head = f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n".encode()
+    for _ in range(5):
+        reset(server, head)
+        reset(server, head + b"\r\n")
+        reset(server, head + b"\r\n", read=100)
+    assert get(server, f"/{server.token}/")[0] == 200
+    server.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("path", ["http://[", "http://[::1/"])
+def test_what_is_no_address_is_refused_without_a_word(server: WatchServer, path: str) -> None:
+    status, body, _ = get(server, path)
+    assert (status, body) == (400, b"")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    with Ledger.open(tmp_path / "l.sqlite", create=True) as made:
+        made.population("p", num_clients=3, epsilon=6.0, delta=1e-5)
+    return tmp_path / "l.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("history", "population must be given"),
+        ("history?population=p", "client must be given"),
+        ("history?population=p&client=x", "must be a whole number"),
+        ("plan?population=p", "epsilon must be given"),
+        ("plan?population=p&epsilon=nan", "epsilon"),
+        ("plan?epsilon=1", "population must be given"),
+    ],
+)
+def test_a_question_that_lacks_something_is_answered_in_words(
+    ledger: Path, question: str, words: str
+) -> None:
+    with WatchServer(LedgerSource(ledger)) as server:
+        status, body, _ = get(server, f"/{server.token}/{question}")
+    assert status == 400
+    assert words in json.loads(body)["error"]
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b"no ledger " * 900)
+
+
+def altered(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE points (x)")
+
+
+@pytest.mark.parametrize("damage", [gone, empty, foreign, altered])
+def test_a_damaged_ledger_is_spoken_of_and_shown_again_when_it_is_whole(
+    ledger: Path, damage: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = ledger.read_bytes()
+    with WatchServer(LedgerSource(ledger)) as server:
+        damage(ledger)
+        for path in ("", "data", "plan?population=p&epsilon=1"):
+            status, body, _ = get(server, f"/{server.token}/{path}")
+            assert status == 503
+            words = body.decode() if path == "" else json.loads(body)["error"]
+            assert "ledger" in words
+            assert words.isprintable()
+        ledger.unlink(missing_ok=True)
+        ledger.write_bytes(whole)
+        assert get(server, f"/{server.token}/data")[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_strangers_who_hold_connections_make_room(server: WatchServer) -> None:
+    """Silent ones, and one that has begun to ask; the owner's listener is left alone."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", f"/{server.token}/events")
+    listening = connection.getresponse()
+    assert listening.readline() == b"retry: 1000\n"
+    with contextlib.ExitStack() as held:
+        for count in range(200):
+            link = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            held.enter_context(link)
+            if count % 2:
+                link.sendall(b"GET / HTTP/1.1\r\nHo")
+        assert get(server, f"/{server.token}/data")[0] == 200
+        serving = [thread for thread in threading.enumerate() if "process_request" in thread.name]
+        assert len(serving) < 50
+        assert isinstance(server.source, Fixed)
+        server.source.count = 1
+        assert b"event: changed\n" in iter(listening.readline, b"")

@@ -183,19 +183,12 @@ class Federation:
             status = self.status() or {"pid": None, "processes": {}}
             names = {job["pid"]: name for name, job in status["processes"].items()}
             names[status["pid"]] = "supervisor"
-        processes.send(self.folder, signal.SIGTERM)
-        self._wait_until_gone(30.0)
-        killed = processes.send(self.folder, signal.SIGKILL)
-        self._wait_until_gone(10.0)
+        processes.send(self.folder, signal.SIGTERM, 30.0)
+        killed = processes.send(self.folder, signal.SIGKILL, 10.0)
         if self.exists():
             with contextlib.suppress(FedquiltError), self._alone():
                 processes.remove_database(self.folder)
         return [names.get(pid, f"process {pid}") for pid in killed]
-
-    def _wait_until_gone(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while processes.members(self.folder) and time.monotonic() < until:
-            time.sleep(0.1)
 
     def is_up(self) -> bool:
         """Tell whether the supervisor runs."""

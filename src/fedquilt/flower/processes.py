@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -421,19 +422,23 @@ def members(folder: Path) -> list[int]:
     return [pid for pid in numbers if is_member(pid, folder)]
 
 
-def send(folder: Path, number: signal.Signals) -> list[int]:
-    """Send a signal to every process of a federation; return which there were."""
-    sent = []
-    for pid in members(folder):
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)  # this process from here on, never the next of that number
-            try:
+def send(folder: Path, number: signal.Signals, seconds: float) -> list[int]:
+    """Send a signal to every process of a federation and wait for their end; return which."""
+    until = time.monotonic() + seconds
+    with contextlib.ExitStack() as opened:
+        handles = {}
+        for pid in members(folder):
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)  # this process, never the next of that number
+                opened.callback(os.close, handle)
                 if is_member(pid, folder):
                     signal.pidfd_send_signal(handle, number)
-                    sent.append(pid)
-            finally:
-                os.close(handle)
-    return sent
+                    handles[pid] = handle
+        for handle in handles.values():
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            ended.poll(max(0.0, until - time.monotonic()) * 1000)
+    return list(handles)
 
 
 def remove_database(folder: Path) -> None:

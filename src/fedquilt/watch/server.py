@@ -7,13 +7,18 @@ Who may look is decided by three things, all of them needed:
    pages in the same browser, do not know it.  Any other address gets an empty 404;
 3. the Host header names the loopback address: a foreign name that was made to point here
    (DNS rebinding) gets an empty 403, and so does a request that another site's page makes.
+
+Other users of the machine can connect all the same.  Of connections that have not shown the
+token only a few are kept: the oldest makes room for the next, so that nobody holds them all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +27,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from fedquilt.common.errors import FedquiltError, StorageError
+from fedquilt.common.errors import FedquiltError, InvalidValueError, StorageError
+from fedquilt.common.printable import printable
 from fedquilt.report.html_page import embedded, html_page
 from fedquilt.watch.source import Source, Stamp
 
@@ -31,6 +37,10 @@ _EVERY = 0.3  # seconds between two looks at the files
 _REST = 5.0  # times as long as a reading took: who reads a ledger keeps a run from writing to it
 _HEARTBEAT = 15.0
 _MOST_LISTENERS = 24
+_MOST_STRANGERS = 32
+_HTML, _JSON, _TEXT = (
+    f"{kind}; charset=utf-8" for kind in ("text/html", "application/json", "text/plain")
+)
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -59,10 +69,9 @@ class WatchServer:
         self.listeners = threading.BoundedSemaphore(_MOST_LISTENERS)
         handler = type("Handler", (_Handler,), {"watch": self})
         try:
-            self._http = ThreadingHTTPServer((LOOPBACK, port), handler)
+            self._http = _Http((LOOPBACK, port), handler)
         except OSError as error:
             raise StorageError(f"port={port} cannot be listened on: {error.strerror}") from error
-        self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), daemon=True)
 
     @property
@@ -111,11 +120,48 @@ class WatchServer:
         self._http.server_close()
 
 
+class _Http(ThreadingHTTPServer):
+    """A thread a connection, and few connections of those who have not shown the token."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *given: Any) -> None:
+        self._strangers: dict[Any, None] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread; where there are too many strangers, the first of them has to go."""
+        with self._lock:
+            self._strangers[request] = None
+            if len(self._strangers) > _MOST_STRANGERS:
+                first = next(iter(self._strangers))
+                del self._strangers[first]
+                with contextlib.suppress(OSError):
+                    first.shutdown(socket.SHUT_RDWR)  # its thread then ends
+        super().process_request(request, client_address)
+
+    def recognise(self, request: Any) -> None:
+        """Take a connection for the owner's."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.recognise(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep quiet: whoever asked has gone away."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     watch: WatchServer
+    server: _Http
     server_version = "fedquilt"
     sys_version = ""
-    timeout = 60
+    timeout = 20
 
     def do_GET(self) -> None:
         """Answer the page, its data, its events and its questions."""
@@ -125,32 +171,38 @@ class _Handler(BaseHTTPRequestHandler):
             return self._nothing(HTTPStatus.FORBIDDEN)
         if fetched_by not in ("none", "same-origin"):
             return self._nothing(HTTPStatus.FORBIDDEN)
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError:  # http://[
+            return self._nothing(HTTPStatus.BAD_REQUEST)
         wanted = self.watch.inside(parts.path)
-        questions = self.watch.source.questions()
-        if wanted == "":
-            return self._text("text/html; charset=utf-8", self.watch.page())
-        if wanted == "data":
-            return self._json(self.watch.source.data())
+        if wanted is None:
+            return self._nothing(HTTPStatus.NOT_FOUND)
+        self.server.recognise(self.connection)
         if wanted == "events":
             return self._events()
-        if wanted is not None and wanted in questions:
-            return self._answer(questions[wanted], dict(parse_qsl(parts.query)))
-        return self._nothing(HTTPStatus.NOT_FOUND)
-
-    def _answer(self, ask: Any, asked: Mapping[str, str]) -> None:
-        try:
-            self._json(ask(asked))
-        except FedquiltError as error:
-            self._json({"error": str(error)})
-
-    def _json(self, data: Mapping[str, Any]) -> None:
-        self._text("application/json; charset=utf-8", embedded(data))
-
-    def _text(self, kind: str, text: str) -> None:
+        status, kind, text = self._found(wanted, dict(parse_qsl(parts.query)))
         body = text.encode()
-        self._begin(HTTPStatus.OK, kind, len(body))
+        self._begin(status, kind, len(body))
         self.wfile.write(body)
+        return None
+
+    def _found(self, wanted: str, asked: Mapping[str, str]) -> tuple[HTTPStatus, str, str]:
+        """Return what is answered, or why there is nothing to show: files come and go."""
+        source = self.watch.source
+        try:
+            if wanted == "":
+                return HTTPStatus.OK, _HTML, self.watch.page()
+            if wanted == "data":
+                return HTTPStatus.OK, _JSON, embedded(source.data())
+            questions = source.questions()
+            if wanted in questions:
+                return HTTPStatus.OK, _JSON, embedded(questions[wanted](asked))
+            return HTTPStatus.NOT_FOUND, _TEXT, ""
+        except Exception as error:
+            words = printable(f"cannot be shown now: {error}" if wanted in ("", "data") else error)
+            said = (_TEXT, words) if wanted == "" else (_JSON, embedded({"error": words}))
+            return _status(error), *said
 
     def _nothing(self, status: HTTPStatus) -> None:
         """Answer without a word; what is wrong is nobody's business who does not know."""
@@ -200,3 +252,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *said: Any) -> None:
         """Keep quiet: the address would be in the log."""
+
+
+def _status(error: Exception) -> HTTPStatus:
+    """Return whose fault it was: the question's, the files', or the server's."""
+    if isinstance(error, InvalidValueError):
+        return HTTPStatus.BAD_REQUEST
+    if isinstance(error, FedquiltError | OSError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    return HTTPStatus.INTERNAL_SERVER_ERROR

@@ -147,14 +147,16 @@ def _text(asked: Mapping[str, str], name: str) -> str:
 
 
 def _whole(asked: Mapping[str, str], name: str) -> int:
+    given = _text(asked, name)
     try:
-        return int(_text(asked, name))
+        return int(given)
     except ValueError:
-        raise InvalidValueError(f"{name}={asked[name]!r:.40} must be a whole number") from None
+        raise InvalidValueError(f"{name}={given!r:.40} must be a whole number") from None
 
 
 def _number(asked: Mapping[str, str], name: str) -> float:
+    given = _text(asked, name)
     try:
-        return float(_text(asked, name))
+        return float(given)
     except ValueError:
-        raise InvalidValueError(f"{name}={asked[name]!r:.40} must be a number") from None
+        raise InvalidValueError(f"{name}={given!r:.40} must be a number") from None

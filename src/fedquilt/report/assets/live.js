@@ -9,9 +9,9 @@ function follow(live, update) {
     busy = true;
     try {
       const answer = await fetch(live.data, { cache: "no-store", credentials: "omit" });
-      if (!answer.ok) throw new Error(String(answer.status));
-      update(await answer.json());
-      say("live", "on");
+      const found = await answer.json();
+      if (found.error) say(found.error, "off");
+      else { update(found); say("live", "on"); }
     } catch {
       say("not reachable", "off");
     }
