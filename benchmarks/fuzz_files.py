@@ -338,6 +338,34 @@ def mutate_ledger(path: Path, draw: random.Random) -> None:
     connection.close()
 
 
+TABLE_EDITS = (
+    *("DROP TABLE points", "ALTER TABLE points ADD COLUMN x", "CREATE TABLE x (y)", "SELECT 1"),
+    "CREATE TRIGGER t AFTER UPDATE ON points BEGIN DELETE FROM points; END",
+    "ALTER TABLE points RENAME TO p; CREATE VIEW points AS SELECT * FROM p",
+    *("PRAGMA user_version = -1", "DELETE FROM points WHERE point = 0", "DELETE FROM points"),
+    *("UPDATE points SET state = 'waiting'", "UPDATE points SET point = point + 9"),
+    "INSERT INTO points (point, state) SELECT value, 'done' FROM generate_series(1, 9)",
+)
+CELLS = (
+    *("state", "accuracy", "loss", "rounds", "stopped", "claimed_epsilon", "claimed_delta"),
+    *("charged", "message", "folder", "seed", "epsilon"),
+)
+
+
+def mutate_table(content: bytes, draw: random.Random) -> bytes:
+    """Change cells, rows or the make of a sweep's table."""
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+        database.deserialize(content)
+        with contextlib.suppress(sqlite3.Error):
+            if draw.random() < 0.3:
+                database.executescript(draw.choice(TABLE_EDITS))
+            else:
+                value = draw.choice((*SQL_VALUES, "done", "refused", float("inf"), -float("inf")))
+                change = f"UPDATE points SET {draw.choice(CELLS)} = ? WHERE point = ?"
+                database.execute(change, (value, draw.randrange(3)))
+        return database.serialize()
+
+
 def mutate_archive(content: bytes, draw: random.Random) -> bytes:
     """Change an archive inside its packing, or the packing."""
     if draw.random() < 0.3:
@@ -399,6 +427,7 @@ def make_sources(folder: Path) -> None:
     _keep(made, folder, "condense")
     make_ledger(folder / "ledger")
     make_data(folder / "data")
+    make_sweep(folder / "sweep", {**tiny, "mode": "certified"})
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -428,6 +457,20 @@ def make_ledger(folder: Path) -> None:
         with ledger.transaction():
             account.refresh(ledger._store)
             account.save_snapshot(ledger._store)
+
+
+def make_sweep(folder: Path, settings: dict[str, Any]) -> None:
+    """Make a sweep of which one run has ended, one was stopped and one waits."""
+    from fedquilt.config import build_config
+    from fedquilt.sweep import make_plan, parse_axis, run_sweep
+
+    plan = make_plan(build_config(settings).as_dict(), [parse_axis("epsilon=1,2,3")], [0])
+    run_sweep(folder, plan, only=[0, 1])
+    for name in ("result.json", "checkpoint.safetensors"):
+        for path in folder.glob(f"points/00001/*/{name}"):
+            path.unlink()
+    (folder / "sweep.sqlite").unlink()
+    run_sweep(folder, only=[])
 
 
 def make_data(folder: Path) -> None:
@@ -634,6 +677,7 @@ ON_LEDGER = (
     command("ledger", "backup", LEDGER, "@/copy.sqlite"),
     use_ledger,
 )
+SWEEP = command("sweep", "--resume", "@", "--quiet")
 CONDENSE = command("condense", "--resume", "@", "--quiet", "--baselines", "none")
 KINDS = (
     Kind(
@@ -708,6 +752,8 @@ KINDS = (
         (read_condensed, CONDENSE),
         3,
     ),
+    Kind("sweep.json", ("sweep",), "sweep.json", mutate_json, (SWEEP,), 3),
+    Kind("sweep.sqlite", ("sweep",), "sweep.sqlite", mutate_table, (SWEEP,), 3),
     Kind("IDX", ("data",), "idx", mutate_bytes, (read_idx("idx"),), 2),
     Kind("IDX, packed", ("data",), "idx.gz", mutate_archive, (read_idx("idx.gz"),), 2),
     Kind("archive", ("data",), "a.tar.gz", mutate_archive, (unpack,), 3),
@@ -804,6 +850,13 @@ def make_case(place: Place, number: int, seed: int) -> tuple[Kind, Action]:
         name = draw.choice((".lock", "synthetic", "private.jsonl", "baselines.json"))
         with contextlib.suppress(OSError):
             (place.case / name).symlink_to(place.outside / draw.choice(("victim", "folder")))
+    if kind.sources == ("sweep",) and draw.random() < 0.2:
+        name = draw.choice(("points", "points/00001", "points/00002", "points/00002/x"))
+        name = draw.choice((name, ".lock", "sweep.sqlite-journal", "sweep.png"))
+        shutil.rmtree(place.case / name, ignore_errors=True)
+        (place.case / name).parent.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):
+            (place.case / name).symlink_to(place.outside / draw.choice(("victim", "folder", ".")))
     return kind, draw.choice(kind.actions)
 
 
@@ -825,14 +878,25 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
+    from fedquilt.report import sweep_figure
+    from fedquilt.sweep import run as sweep
     from fedquilt.training_loop import Experiment
 
-    def go_on(experiment: object) -> None:
+    def go_on(*given: object) -> None:
         raise WentOnError
 
     Experiment.run = go_on  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
     condense.draw_pictures = lambda finished: []
+    sweep_figure.plot_sweep = lambda *given: []
+    # Runs are refused or begun in processes of their own; a sweep whose runs fail ends with 1.
+    begin = sweep._Worker.run
+
+    def go_on_too(worker: Any, plan: Any, point: Any, folder: Any) -> Any:
+        worker._started = go_on
+        return begin(worker, plan, point, folder)
+
+    sweep._Worker.run = go_on_too  # type: ignore[method-assign]
 
 
 def check_harness(place: Place) -> None:
