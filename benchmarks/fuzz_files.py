@@ -345,6 +345,34 @@ def mutate_ledger(path: Path, draw: random.Random) -> None:
     connection.close()
 
 
+TABLE_EDITS = (
+    *("DROP TABLE points", "ALTER TABLE points ADD COLUMN x", "CREATE TABLE x (y)", "SELECT 1"),
+    "CREATE TRIGGER t AFTER UPDATE ON points BEGIN DELETE FROM points; END",
+    "ALTER TABLE points RENAME TO p; CREATE VIEW points AS SELECT * FROM p",
+    *("PRAGMA user_version = -1", "DELETE FROM points WHERE point = 0", "DELETE FROM points"),
+    *("UPDATE points SET state = 'waiting'", "UPDATE points SET point = point + 9"),
+    "INSERT INTO points (point, state) SELECT value, 'done' FROM generate_series(1, 9)",
+)
+CELLS = (
+    *("state", "accuracy", "loss", "rounds", "stopped", "claimed_epsilon", "claimed_delta"),
+    *("charged", "message", "folder", "seed", "epsilon"),
+)
+
+
+def mutate_table(content: bytes, draw: random.Random) -> bytes:
+    """Change cells, rows or the make of a sweep's table."""
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+        database.deserialize(content)
+        with contextlib.suppress(sqlite3.Error):
+            if draw.random() < 0.3:
+                database.executescript(draw.choice(TABLE_EDITS))
+            else:
+                value = draw.choice((*SQL_VALUES, "done", "refused", float("inf"), -float("inf")))
+                change = f"UPDATE points SET {draw.choice(CELLS)} = ? WHERE point = ?"
+                database.execute(change, (value, draw.randrange(3)))
+        return database.serialize()
+
+
 def mutate_archive(content: bytes, draw: random.Random) -> bytes:
     """Change an archive inside its packing, or the packing."""
     if draw.random() < 0.3:
@@ -437,22 +465,9 @@ def make_sources(folder: Path) -> None:
     _keep(made, folder, "condense")
     make_ledger(folder / "ledger")
     make_data(folder / "data")
-    make_sweeps(folder, tiny)
+    make_sweep(folder / "sweep", {**tiny, "mode": "certified"})
     if FLOWER:
         make_federation(folder / "federation")
-
-
-def make_sweeps(folder: Path, tiny: dict[str, Any]) -> None:
-    """Make a sweep of two points, finished and with one still waiting."""
-    from fedquilt.sweep import make_plan, parse_axis, run_sweep
-
-    base = {**tiny, "mode": "certified", "num_rounds": 2}
-    run_sweep(folder / "sweep.finished", make_plan(base, [parse_axis("epsilon=2,4")], (0,)))
-    shutil.copytree(folder / "sweep.finished", folder / "sweep.open")
-    shutil.rmtree(folder / "sweep.open" / "points" / "00001")
-    with contextlib.closing(sqlite3.connect(folder / "sweep.open" / "sweep.sqlite")) as table:
-        table.execute("UPDATE points SET state = 'waiting' WHERE point = 1")
-        table.commit()
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -494,6 +509,20 @@ def make_federation(folder: Path) -> None:
     jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
     status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
     (folder / "status.json").write_text(json.dumps(status))
+
+
+def make_sweep(folder: Path, settings: dict[str, Any]) -> None:
+    """Make a sweep of which one run has ended, one was stopped and one waits."""
+    from fedquilt.config import build_config
+    from fedquilt.sweep import make_plan, parse_axis, run_sweep
+
+    plan = make_plan(build_config(settings).as_dict(), [parse_axis("epsilon=1,2,3")], [0])
+    run_sweep(folder, plan, only=[0, 1])
+    for name in ("result.json", "checkpoint.safetensors"):
+        for path in folder.glob(f"points/00001/*/{name}"):
+            path.unlink()
+    (folder / "sweep.sqlite").unlink()
+    run_sweep(folder, only=[])
 
 
 def make_data(folder: Path) -> None:
@@ -711,12 +740,8 @@ ON_LEDGER = (
     use_ledger,
 )
 REPORT = command("report", "@", "--output", "@/page.html", "--no-look")
-SWEEPS = ("sweep.finished", "sweep.open")
-SWEEP = (
-    command("sweep", "--resume", "@", "--quiet"),
-    command("sweep", "--resume", "@", "--json"),
-    REPORT,
-)
+SWEEP = command("sweep", "--resume", "@", "--quiet")
+ON_SWEEP = (SWEEP, command("sweep", "--resume", "@", "--json"), REPORT)
 FLOWER = importlib.util.find_spec("flwr") is not None
 ON_FEDERATION = (
     command("flower", "status", "--folder", "@"),
@@ -780,11 +805,9 @@ KINDS = [
             "ledger.json",
         )
     ),
-    Kind("sweep.json", SWEEPS, "sweep.json", mutate_json, SWEEP, 4),
-    Kind("sweep.sqlite", SWEEPS, "sweep.sqlite", mutate_bytes, SWEEP, 2),
-    Kind("journal of a sweep", SWEEPS, "sweep.sqlite", None, SWEEP, 1, put_beside),
+    Kind("journal of a sweep", ("sweep",), "sweep.sqlite", None, ON_SWEEP, 1, put_beside),
     *(
-        Kind(f"{name}, a link", SWEEPS, name, None, SWEEP, 1, link_outwards)
+        Kind(f"{name}, a link", ("sweep",), name, None, ON_SWEEP, 1, link_outwards)
         for name in ("sweep.sqlite", "sweep.json", "points", "points/00000")
     ),
     Kind("config.toml of a run", OPEN, "config.toml", mutate_toml, (RESUME, read_folder)),
@@ -829,6 +852,8 @@ KINDS = [
         (read_condensed, CONDENSE),
         3,
     ),
+    Kind("sweep.json", ("sweep",), "sweep.json", mutate_json, ON_SWEEP, 3),
+    Kind("sweep.sqlite", ("sweep",), "sweep.sqlite", mutate_table, ON_SWEEP, 3),
     Kind("IDX", ("data",), "idx", mutate_bytes, (read_idx("idx"),), 2),
     Kind("IDX, packed", ("data",), "idx.gz", mutate_archive, (read_idx("idx.gz"),), 2),
     Kind("archive", ("data",), "a.tar.gz", mutate_archive, (unpack,), 3),
@@ -934,6 +959,13 @@ def make_case(place: Place, number: int, seed: int) -> tuple[Kind, Action]:
         name = draw.choice((".lock", "synthetic", "private.jsonl", "baselines.json"))
         with contextlib.suppress(OSError):
             (place.case / name).symlink_to(place.outside / draw.choice(("victim", "folder")))
+    if kind.sources == ("sweep",) and draw.random() < 0.2:
+        name = draw.choice(("points", "points/00001", "points/00002", "points/00002/x"))
+        name = draw.choice((name, ".lock", "sweep.sqlite-journal", "sweep.png"))
+        shutil.rmtree(place.case / name, ignore_errors=True)
+        (place.case / name).parent.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):
+            (place.case / name).symlink_to(place.outside / draw.choice(("victim", "folder", ".")))
     return kind, draw.choice(kind.actions)
 
 
@@ -955,13 +987,11 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
-    from fedquilt.sweep import run as sweep_run
+    from fedquilt.report import sweep_figure
+    from fedquilt.sweep import run as sweep
     from fedquilt.training_loop import Experiment
 
     def go_on(*_: object, **__: object) -> None:
-        raise WentOnError
-
-    def start(worker: object, *point: object) -> None:
         raise WentOnError
 
     def kill(process: int, signal: int) -> None:
@@ -969,13 +999,21 @@ def without_training() -> None:
 
     os.kill = kill  # nothing runs that a folder could name
     Experiment.run = go_on  # type: ignore[method-assign, assignment]
-    sweep_run._Worker.run = start  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
     condense.draw_pictures = lambda finished: []
     if FLOWER:
         from fedquilt.flower import federation
 
         federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
+    sweep_figure.plot_sweep = lambda *given: []
+    # Runs are refused or begun in processes of their own; a sweep whose runs fail ends with 1.
+    begin = sweep._Worker.run
+
+    def go_on_too(worker: Any, plan: Any, point: Any, folder: Any) -> Any:
+        worker._started = go_on
+        return begin(worker, plan, point, folder)
+
+    sweep._Worker.run = go_on_too  # type: ignore[method-assign]
 
 
 def check_harness(place: Place) -> None:

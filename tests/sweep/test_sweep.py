@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
+import re
+import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +24,13 @@ from command_line import Said
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import plain_config
+from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
+from fedquilt.privacy.ledger import Ledger
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
 from fedquilt.sweep.plan import Axis, Plan, choose
 from fedquilt.views.page import find_runs
 from run_processes import environment
-from run_samples import TINY, flags
+from run_samples import TINY, contents, flags
 
 BASE: dict[str, Any] = plain_config({**TINY, "mode": "fedavg"}).as_dict()
 
@@ -264,3 +272,200 @@ def test_a_worker_without_a_point_ends_in_order() -> None:
         check=True,
     )
     assert ended.stdout == "in order\n"
+
+
+# What failed, what was refused, and why
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Let no file of this process and its children grow beyond a size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+SECRET = {"mode": "certified", "noise_seed": None, "epsilon": 2.0, "clients_per_round": 10}
+
+
+def test_what_a_full_disk_stops_has_failed_counts_and_runs_again(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    plan = planned("num_rounds=2,30", seeds=(0,), base=SECRET)
+    small_files(33_000)  # the ledger of two rounds, and not that of thirty
+    table = run_sweep(tmp_path / "s", plan)
+    small_files(resource.RLIM_INFINITY)
+    done, failed = table.rows()
+    assert (done["state"], failed["state"]) == ("done", "failed")
+    assert "ledger.sqlite cannot be used" in failed["message"]
+    (run,) = (tmp_path / "s" / "points" / "00001").iterdir()
+    with Ledger.open(run / "ledger.sqlite", read_only=True) as ledger:
+        (population,) = ledger.populations()
+        spent = max(population.spent())
+    assert 0 < failed["rounds"] < 30
+    found = summarise(plan, table.rows())
+    assert [(one.state, one.runs) for one in found.reasons] == [("failed", 1)]
+    assert (found.looks.runs, found.looks.unfinished, found.looks.refused) == (2, 1, 0)
+    together = gaussian_epsilon(math.sqrt(gaussian_mu(2.0, 1e-5) ** 2 + spent), 1e-5)
+    assert found.looks.epsilon == pytest.approx(together, rel=1e-6)
+    assert found.looks.epsilon > 2.0
+    assert f"up to ε = {format_bound(together)} at" in found.looks.text
+    assert "and for 1 that released rounds and did not end" in found.looks.text
+    rows = run_sweep(tmp_path / "s").rows()
+    assert [(row["state"], row["rounds"], row["message"]) for row in rows] == [
+        ("done", 2, None),
+        ("done", 30, None),
+    ]
+
+
+def test_a_table_of_before_that_calls_a_begun_run_refused_is_mended(tmp_path: Path) -> None:
+    plan = planned("local_epochs=1,2", seeds=(0,))
+    table = run_sweep(tmp_path / "s", plan)
+    (result,) = tmp_path.glob("s/points/00001/*/result.json")
+    result.unlink()
+    table.refuse(plan.points[1], "the disk is full")
+    assert [row["state"] for row in run_sweep(tmp_path / "s").rows()] == ["done", "done"]
+
+
+def test_a_sweep_says_why_runs_were_refused_and_ends_with_1_when_all_were(
+    cli: Callable[..., Said], here: Path
+) -> None:
+    base = {"mode": "fedavg", "model": "hog-linear", "noise_seed": None, "num_rounds": 1}
+    options = [*flags(**base), "--seeds", "0,1", "--folder", "s"]
+    said = cli("sweep", *options, "--over", "method=heterofl,fedrolex", "--quiet")
+    assert said.code == 1
+    (line,) = [line for line in said.out.splitlines() if "refused: " in line]
+    assert line.startswith("4 runs refused: model=")
+    assert "must have an axis that can be cut" in line
+    assert cli("sweep", "--resume", "s", "--json").code == 1
+
+
+# Sweeps that somebody else has packed
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep with one finished run and one that waits."""
+    folder = tmp_path_factory.mktemp("packed") / "s"
+    run_sweep(folder, planned("local_epochs=1,2", seeds=(0,)), only=[0])
+    return folder
+
+
+@pytest.fixture
+def received(packed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(packed, tmp_path / "received"))
+
+
+def refused_without_a_trace(folder: Path, outside: Path, match: str) -> None:
+    before = contents(outside)
+    with pytest.raises(FedquiltError, match=match):
+        run_sweep(folder)
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("name", ["sweep.sqlite", "points", "points/00001", "points/00001/run"])
+def test_a_sweep_does_not_follow_links(received: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    (outside / "00001").mkdir(parents=True)
+    with Ledger.open(outside / "ledger.sqlite", create=True):
+        pass
+    (outside / "config.toml").write_text("num_rounds = 1\n")
+    path = received / name
+    path.parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside / "ledger.sqlite" if name == "sweep.sqlite" else outside)
+    refused_without_a_trace(received, outside, r"must be a (regular file|folder of its own)")
+
+
+def test_a_journal_beside_the_table_is_not_played(received: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (received / "sweep.sqlite-journal").symlink_to(victim)
+    assert [row["state"] for row in run_sweep(received).rows()] == ["done", "done"]
+    assert victim.read_text() == "mine"
+    assert not (received / "sweep.sqlite-journal").exists()
+
+
+def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path: Path) -> None:
+    ledger, folder = tmp_path / "clients.sqlite", tmp_path / "received"
+    own = {"mode": "fedavg", "ledger": str(ledger), "population": "p", "num_rounds": 1}
+    with Ledger.open(ledger, create=True):
+        pass
+    outside = tmp_path / "before.sqlite"
+    shutil.copy(ledger, outside)
+    folder.mkdir()
+    planned("local_epochs=1,2", seeds=(0,), base={**own, "spend_everything": True}).write(folder)
+    for word in (None, str(tmp_path / "other.sqlite")):
+        with pytest.raises(InvalidValueError, match=r"ledger=.* must be .*clients\.sqlite"):
+            run_sweep(folder, ledger=word)
+    assert ledger.read_bytes() == outside.read_bytes()
+    rows = run_sweep(folder, ledger=str(ledger)).rows()
+    assert [(row["state"], row["charged"]) for row in rows] == [("done", 1), ("done", 1)]
+
+
+ESCAPE = "\x1b[31mred"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"schema_version": 7}, "schema_version=7 must be 1"),
+        ({"axes": ['x" TEXT); DROP TABLE points; --']}, "must be options, each once"),
+        ({"axes": ["epsilon", "epsilon"]}, "must be options, each once"),
+        ({"axes": "epsilon"}, "axes must be a list"),
+        ({"axes": [ESCAPE]}, r"\\x1b"),
+        ({"points": []}, "points must be 1 to"),
+        ({"points": [5]}, "points, entry 0, must be a list"),
+        ({"points": [[{"local_epochs": 1}]]}, "lacks 'seed'"),
+        ({"points": [[{}, 0]]}, "settings of all axes"),
+        ({"points": [[{"local_epochs": 1}, "0"]]}, "seed must be a whole number"),
+        ({"points": [[{"local_epochs": 1}, 0, ["coreset"], 1]]}, "settings of all axes"),
+        ({"base": None}, "base must be an object"),
+    ],
+)
+def test_a_plan_of_another_form_is_refused(
+    cli: Callable[..., Said], received: Path, change: dict[str, Any], match: str
+) -> None:
+    path = received / "sweep.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    before = contents(received)
+    said = cli("sweep", "--resume", received, "--quiet")
+    assert (said.code, said.err.strip().isprintable()) == (2, True)
+    assert re.search(match, said.err)
+    assert contents(received) == before
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        ("UPDATE points SET state = 'gone'", "state must be a state"),
+        ("UPDATE points SET claimed_epsilon = 'x'", "claimed_epsilon must be a number >= 0"),
+        ("UPDATE points SET claimed_delta = NULL WHERE point = 0", "claimed_delta must be"),
+        ("UPDATE points SET message = x'00'", "message must be a text"),
+        ("CREATE TRIGGER t AFTER UPDATE ON points BEGIN SELECT 1; END", "its columns are not"),
+        ("DROP TABLE points", "its columns are not"),
+        ("PRAGMA journal_mode = WAL", "is no table of this sweep"),
+    ],
+)
+def test_a_table_of_another_form_is_refused(received: Path, edit: str, match: str) -> None:
+    with contextlib.closing(sqlite3.connect(received / "sweep.sqlite")) as opened, opened:
+        opened.execute(edit)
+    refused_without_a_trace(received, received, match)
+
+
+def test_what_is_printed_of_a_sweep_moves_no_cursor(
+    cli: Callable[..., Said], received: Path
+) -> None:
+    path = received / "sweep.json"
+    plan = json.loads(path.read_text())
+    plan["points"][1][0]["local_epochs"] = ESCAPE
+    path.write_text(json.dumps(plan))
+    moved = received.rename(received.with_name(f"{ESCAPE}\n"))
+    said = cli("sweep", "--resume", moved, "--quiet")
+    assert said.code == 0
+    assert r"local_epochs=\x1b[31mred" in said.out
+    assert "1 run refused: " in said.out
+    assert "\x1b" not in said.out + said.err

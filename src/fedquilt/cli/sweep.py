@@ -33,6 +33,7 @@ OVER = typer.Option(
 SAMPLES = typer.Option("--samples", help="Draw so many settings at random instead of the grid.")
 JOBS = typer.Option("--jobs", help="Runs at the same time, each with one thread.")
 FOLDER = typer.Option("--folder", metavar="FOLDER", help="Where the sweep goes.")
+_MOST_REASONS = 10
 RESUME = typer.Option("--resume", metavar="SWEEP_FOLDER", help="Go on with a sweep.")
 
 
@@ -136,7 +137,12 @@ def _report(
 
     found = summarise(plan, rows)
     points = [
-        {"values": s.values, "mean": s.spread.mean, "low": s.spread.low, "high": s.spread.high}
+        {
+            "values": {k: printable(v) if isinstance(v, str) else v for k, v in s.values.items()},
+            "mean": s.spread.mean,
+            "low": s.spread.low,
+            "high": s.spread.high,
+        }
         for s in found.settings
     ]
     figures: list[str] = []
@@ -155,9 +161,12 @@ def _report(
 
 def _print(found: Summary, unfinished: int, again: str) -> None:
     say(_table(found))
-    for one in found.reasons:
+    for one in found.reasons[:_MOST_REASONS]:
         runs = "1 run" if one.runs == 1 else f"{one.runs} runs"
         say(f"\n{runs} {one.state}: {printable(one.message)}")
+    more = len(found.reasons) - _MOST_REASONS
+    if more > 0:
+        say(f"\n{more} more reasons are in the table")
     if unfinished:
         say(f"\n{unfinished} of the runs did not end: {again}")
     say(f"\n{found.looks.text}")
