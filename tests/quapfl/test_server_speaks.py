@@ -96,7 +96,7 @@ def test_a_flat_budget_on_everything_has_a_bound_unless_steps_are_somebodys_own(
     spent = plain.statement.epsilon_max
     plain.train()
     assert plain.statement.epsilon_max > spent, "a second training costs too"
-    plain.update_global_model(plain.local_training(0, 0)[0])
+    plain.update_global_model(plain.local_training(0, 0))
     assert math.isinf(plain.statement.epsilon_max), "a raw update went into the model"
     own = server(Chooser, **BOUNDED)
     own.train()

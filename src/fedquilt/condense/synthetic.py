@@ -37,7 +37,7 @@ class SyntheticSet:
     def __post_init__(self) -> None:
         if not 1 <= self.tiles <= (most := most_tiles(self.images.shape)):
             raise InvalidValueError(
-                f"tiles={self.tiles} must be >= 1 and at most {most}, for {len(self.images)} images "
+                f"tiles={self.tiles} must be >= 1 and at most {most} for {len(self.images)} images "
                 f"of {tuple(self.images.shape[2:])} pixels"
             )
         if list(self.classes) != sorted(set(self.classes)):
