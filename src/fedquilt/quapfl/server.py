@@ -348,8 +348,9 @@ class QuAPFLServer:
         After them who will join, and what the noise will do.
         """
         config = self._run_config
-        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "epsilon", "max_agg_norm")
+        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "max_agg_norm")
         words = [f"{key}: {getattr(config, key)}" for key in listed]
+        words.append(f"epsilon_total: {config.epsilon}")
         words.append(f"epsilon_base: {config.epsilon / config.num_rounds:.6f}")
         problem = dataclasses.replace(self._problem, selector=self._selector)
         return [", ".join(words), *expectations(config, problem)]
