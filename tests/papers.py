@@ -10,7 +10,7 @@ One file a document, `docs/papers/<name>.toml`:
     here = ["fedquilt.framework.QuantileClipper.clip_gradients(gradients_list)"]
     works = "same"                                 # same, differs or absent
     why = ""                                       # needed unless it works the same
-    test = "tests/test_document_examples.py::test_quantile_clipper"   # may be left out
+    test = "tests/test_document_examples.py::test_quantile_clipper"   # needed where it is the same
 
 Every entry of `here`, and `test`, is looked up, so that a name that vanishes fails:
 
@@ -52,6 +52,7 @@ WORKS = {"same": "yes", "differs": "differs", "absent": "no"}
 
 _KEYED = re.compile(r"^(?P<name>[\w.]+)(?P<keys>(?:\[[^\]]+\])+)(?: = (?P<value>.+))?$")
 _CALLED = re.compile(r"^(?P<name>[\w.]+)\((?P<arguments>[^)]*)\)$")
+_TEST = re.compile(r"^tests/[\w/]*test_\w+\.py::[tT]est\w+$")
 _FILE = re.compile(r"^(?P<path>[\w./-]+\.\w+)(?:::(?P<name>\w+)|#(?P<heading>[\w-]+))?$")
 
 
@@ -103,8 +104,10 @@ def faults(row: Row) -> Iterator[str]:
         yield "why must be said unless it works the same"
     if bool(row.here) == (row.works == "absent"):
         yield "here must name something, unless it is absent"
-    if row.test and "::" not in row.test:
-        yield f"test={row.test!r} must be a file and a name in it"
+    if row.works == "same" and not row.test:
+        yield "test must show what works the same: that a name is there shows nothing"
+    if row.test and not _TEST.match(row.test):
+        yield f"test={row.test!r} must be a file of tests and a test in it"
     for reference in (*row.here, *filter(None, [row.test])):
         try:
             look_up(reference)

@@ -18,6 +18,9 @@ LISTED = [
 ]
 
 
+SHOWN = "tests/test_papers.py::test_what_works_the_same_is_shown_by_a_test"
+
+
 @pytest.mark.parametrize("row", LISTED)
 def test_a_promise_is_where_the_list_says(row: Row) -> None:
     assert list(faults(row)) == []
@@ -63,7 +66,7 @@ def test_no_promise_stands_twice() -> None:
     ],
 )
 def test_a_name_that_is_not_there_is_noticed(reference: str, reason: str) -> None:
-    row = Row("a promise", (reference,), "same")
+    row = Row("a promise", (reference,), "same", test=SHOWN)
     (fault,) = faults(row)
     assert reason in fault
 
@@ -81,6 +84,21 @@ def test_what_can_be_looked_up() -> None:
     ):
         look_up(reference)
     assert attribute("fedquilt.config.RunConfig.epsilon").default == 3.0
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("", "shows nothing"),
+        ("tests/test_papers.py", "must be a file of tests and a test in it"),
+        ("tests/papers.py::faults", "must be a file of tests and a test in it"),
+        ("tests/test_papers.py::LISTED", "must be a file of tests and a test in it"),
+    ],
+)
+def test_what_works_the_same_is_shown_by_a_test(test: str, reason: str) -> None:
+    assert list(faults(Row("x", ("fedquilt.run",), "same", test=SHOWN))) == []
+    assert reason in "; ".join(faults(Row("x", ("fedquilt.run",), "same", test=test)))
+    assert list(faults(Row("x", ("fedquilt.run",), "differs", "because"))) == []
 
 
 def test_a_row_must_say_why() -> None:

@@ -85,7 +85,9 @@ def condense(
 ) -> RunResult:
     """Condense digits, or other data, of these clients with somebody's own model."""
     digits = load_dataset("digits")
-    settings = {**SMALL, "embed_layer": "body", "output_dir": None, **changes}
+    grouped = changes.get("mode") != "certified"
+    usual = {**SMALL, "embed_layer": "body"} if grouped else CERTIFIED
+    settings = {**usual, "output_dir": None, **changes}
     return fedquilt.run(
         Linear() if model is None else model,
         digits[0] if train is None else train,
@@ -97,8 +99,7 @@ def condense(
 
 def certify(model: nn.Module | None = None, **changes: Any) -> RunResult:
     """Condense digits under a bound, with somebody's own model."""
-    none = dict.fromkeys(("model_n", "embed_layer"))
-    return condense(model, **{**none, "min_group": 8, **CERTIFIED, **changes})
+    return condense(model, mode="certified", **changes)
 
 
 def images_of(result: RunResult) -> torch.Tensor:

@@ -303,7 +303,7 @@ def test_where_training_begins(kind: str, restarts: bool) -> None:
     made = server(feature_model=kind, model_n=1)
     made.fit()
     fresh, images = network(), made.synthetic
-    settings = TrainingSettings(epochs=10, batch_size=4)
+    settings = TrainingSettings(epochs=10, batch_size=4, schedule="constant")
     source = generator(0, "training", 1)
     train_on(fresh, images.images, images.labels, settings, Augmentation("none"), source)
     assert torch.equal(weights(fresh), weights(made.global_model)) is restarts
@@ -623,3 +623,41 @@ def test_the_folder_is_that_of_any_condensation(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert '"condensation"' in ended.stdout
+
+
+@pytest.mark.parametrize("schedule", [None, "step"])
+def test_the_model_is_trained_at_one_rate_as_in_the_document(schedule: str | None) -> None:
+    """SGD with momentum 0.9 and weight decay 5e-4 (document 2.5), written out: no step of it."""
+    epochs, rate = 6, 0.01
+    model = network()
+    given = {} if schedule is None else {"model_schedule": schedule}
+    made = server(
+        global_model=model, communication_rounds=1, batch_size=6, model_epochs=epochs, **given
+    )
+    own = network()
+    made.fit()
+    images, labels = made.synthetic.images.detach(), made.synthetic.labels
+    speeds = [torch.zeros_like(p) for p in own.parameters()]
+    for epoch in range(epochs):
+        loss = nn.functional.cross_entropy(own(images), labels)
+        slopes = torch.autograd.grad(loss, list(own.parameters()))
+        step = rate / 10 if schedule == "step" and epoch >= epochs // 2 else rate
+        with torch.no_grad():
+            for p, speed, slope in zip(own.parameters(), speeds, slopes, strict=True):
+                speed.mul_(0.9).add_(slope + 5e-4 * p)
+                p.sub_(step * speed)
+    assert torch.allclose(weights(model), weights(own), atol=1e-6)
+    assert not torch.allclose(weights(model), weights(network()), atol=1e-3)
+
+
+def test_it_says_who_was_in_a_round_and_how_it_went(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the document prints: ids (2.2), accuracy (2.1), statistics of the round (2.6)."""
+    made = server()
+    made.fit()
+    said = capsys.readouterr().err.splitlines()
+    for number, (line, entry) in enumerate(zip(said, made.history, strict=True), start=1):
+        assert line.startswith(f"round {number} of 2: clients [0, 1, 2], {entry['groups']} groups")
+        assert f"accuracy {entry['evaluate_acc']:.4f}, loss {entry['epoch_avg_loss']:.4f}" in line
+        assert line.endswith(f"{entry['time']:.2f} s")
+    server(verbose=False).fit()
+    assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ import pytest
 from config_samples import written
 
 from fedquilt.config import CondenseConfig, build_config, plain_config
-from fedquilt.config.condense import ALIASES, with_package_names
+from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS, with_package_names
 from fedquilt.errors import InvalidValueError
 
 DOCUMENT = {"communication_rounds": 7, "join_ratio": 0.5, "eval_gap": 2}
@@ -232,3 +232,50 @@ def test_small_images_hold_no_smaller_ones_unless_asked() -> None:
     config = build(dataset="cifar10")
     assert [config.tiles_in(side, side) for side in (8, 23, 24, 32)] == [1, 1, 2, 2]
     assert build(tiles=3).tiles_in(8, 8) == 3
+
+
+# Number by number, typed from where it stands; not computed from the package.
+FEDNUM_DOCUMENT = {
+    # the published code's config.py, whose names the document's workflow uses
+    "dataset": "cifar10",
+    "num_clients": 50,  # client_num
+    "dirichlet_alpha": 0.1,  # alpha
+    "partition": "part",  # partition_method
+    "model": "convnet",  # ConvNet of width 128
+    "num_rounds": 20,  # communication_rounds
+    "clients_per_round": 1.0,  # join_ratio
+    "eval_every": 1,  # eval_gap
+    "batch_size": 256,
+    "model_epochs": 500,
+    "ipc": 10,
+    "dc_iterations": 1000,
+    "image_lr": 1.0,
+    "init_method": "real_sample",
+    "batch_num": 128,
+    "avg_num": 32,
+    # its constructor's defaults, and what is fixed inside
+    "logit_loss_type": "wasserstein_sorted",  # 'wasserstein', which sorts both sides
+    "loss_computation": "avg-loss",
+    "image_optimizer": "sgd",
+    "image_momentum": 0.5,
+    "model_lr": 0.01,
+    "model_weight_decay": 5e-4,
+    "model_schedule": "constant",
+    # what it does not have: every sample of every class, plain means, whole images
+    "mode": "fednum",
+    "feature_model": "global",
+    "augmentation": "none",
+    "cutmix": 0.0,
+    "model_families": 1,
+    "min_group": 1,
+    "max_samples": 0,
+    "moments": 1,
+    "row_bits": 32,
+    "tiles": 1,
+}
+
+
+def test_the_preset_of_the_fednum_document_has_its_numbers() -> None:
+    assert CONDENSE_PRESETS["fednum-document"] == FEDNUM_DOCUMENT
+    config = build_config({"method": "condense"}, preset="fednum-document").as_dict()
+    assert {key: config[key] for key in FEDNUM_DOCUMENT} == FEDNUM_DOCUMENT

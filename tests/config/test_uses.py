@@ -18,6 +18,7 @@ from fedquilt.config.keywords import RunSettings, Settings
 from fedquilt.config.uses import (
     CLIENTS,
     COMMON,
+    COMPARED,
     SPLIT,
     USES,
     modes_of,
@@ -51,6 +52,34 @@ IDLE: list[dict[str, Any]] = [
     {"partition": "iid", "dirichlet_alpha": 0.5},
     {"method": "condense", "epsilon": 3.0},
     {"method": "condense", "head_step": 0.5},
+    {"method": "condense", "rho": 77.0},
+    {"method": "condense", "pool_epochs": 7},
+    {"method": "condense", "trained_n": 3},
+    {"method": "condense", "discrimination": 5.0},
+    {"method": "condense", "image_optimizer": "adam", "image_momentum": 0.1},
+    {"method": "condense", "augmentation": "none", "model_families": 3},
+    *(
+        {"method": "condense", "mode": "certified", **only}
+        for only in (
+            {"avg_num": 8},
+            {"min_group": 4},
+            {"max_samples": 0},
+            {"feature_model": "global"},
+            {"model_n": 2},
+            {"moments": 1},
+            {"row_bits": 32},
+            {"tiles": 1},
+            {"init_method": "random"},
+            {"dc_iterations": 10},
+            {"batch_num": 8},
+            {"image_optimizer": "sgd"},
+            {"image_lr": 0.5},
+            {"logit_loss_type": "l2"},
+            {"loss_computation": "loss-avg"},
+            {"embed_layer": "fc"},
+            {"model_families": 2},
+        )
+    ),
 ]
 
 
@@ -83,6 +112,12 @@ USED: list[dict[str, Any]] = [
     {"server_optimizer": "momentum", "server_momentum": 0.5},
     {"mode": "fedavg", "max_joins": None, "amplification": False},
     {"method": "condense", "mode": "certified", "epsilon": 3.0, "head_step": 0.5},
+    {"method": "condense", "feature_model": "perturbed", "rho": 77.0},
+    {"method": "condense", "init_method": "dm", "rho": 77.0},
+    {"method": "condense", "feature_model": "trained_pool", "trained_n": 3, "pool_epochs": 7},
+    {"method": "condense", "feature_model": "trained_pool", "discrimination": 5.0},
+    {"method": "condense", "image_momentum": 0.1, "batch_num": 8, "loss_computation": "loss-avg"},
+    {"method": "condense", "mode": "certified", "augmentation": "crop_flip", "model_families": 2},
 ]
 
 
@@ -90,6 +125,22 @@ USED: list[dict[str, Any]] = [
 def test_what_does_something_is_taken(settings: dict[str, Any]) -> None:
     config = build_config(settings)
     assert {key: getattr(config, key) for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("baseline", "settings"),
+    [
+        ("feddm", {"rho": 7.0, "max_samples": 9, "min_group": 4, "init_method": "random"}),
+        ("dm", {"dc_iterations": 9, "image_lr": 0.5, "image_momentum": 0.1}),
+    ],
+)
+def test_what_only_a_baseline_uses_is_taken_beside_it(
+    baseline: str, settings: dict[str, Any]
+) -> None:
+    asked = {"method": "condense", "mode": "certified", **settings}
+    assert build_config(asked, baselines=[baseline]).as_dict().items() >= settings.items()
+    with pytest.raises(InvalidValueError, match="would do nothing"):
+        build_config(asked, baselines=["coreset"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -145,7 +196,8 @@ def test_every_entry_of_the_table_is_an_option() -> None:
         assert uses_in_words(name)
         for case in cases:
             for other, allowed in case.items():
-                choices = {} if other == CLIENTS else fields[other].metadata["rule"]
+                own = other in (CLIENTS, COMPARED)
+                choices = {} if own else fields[other].metadata["rule"]
                 if allowed is not None and "choices" in choices and other != "mode":
                     assert set(allowed) <= set(choices["choices"])
 

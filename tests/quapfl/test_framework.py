@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -121,7 +122,7 @@ def test_learning_really_happens_without_noise() -> None:
 def by_the_architecture_document(made: QuAPFLServer, cohort: list[int], round_t: int) -> np.ndarray:
     """Steps 2 to 8 of the document's loop, with the server's own parts."""
     made.tracker.update(cohort)
-    gradients = [made.local_training(cid, round_t)[0] for cid in cohort]
+    gradients = [made.local_training(cid, round_t) for cid in cohort]
     clip_val = made.clipper.update_clip_value(gradients)
     clipped = made.clipper.clip_gradients(gradients)
     noisy = []
@@ -163,6 +164,19 @@ def test_local_training_is_local_minus_global_and_divided_only_for_the_paper() -
     assert nn.functional.cross_entropy(model(x), y) < before
 
 
+def test_an_update_is_the_vector_and_unpacks_into_vector_and_loss() -> None:
+    made = server()
+    update = made.local_training(3, 2)
+    vector, loss = update
+    assert type(vector) is np.ndarray
+    assert np.array_equal(np.asarray(update), vector)
+    assert update.loss == loss > 0
+    assert np.mean([update, update], axis=0).shape == vector.shape
+    assert np.linalg.norm(update) == pytest.approx(np.linalg.norm(vector))
+    assert list(2 * update) == list(2 * vector)  # what is computed from it is a plain vector
+    assert np.array_equal(torch.as_tensor(update).numpy(), vector)
+
+
 @pytest.mark.parametrize("client", [-1, 10, 1.5, "0", None])
 def test_a_foreign_client_cannot_train(client: Any) -> None:
     with pytest.raises(ValueError, match="client_id"):
@@ -180,7 +194,7 @@ def test_the_present_weights_of_the_model_count() -> None:
     assert np.allclose(flat(made.model), start + 0.5)
     reference = server(model=copy.deepcopy(other))
     made.model.load_state_dict(other.state_dict())
-    assert np.array_equal(made.local_training(0, 0)[0], reference.local_training(0, 0)[0])
+    assert np.array_equal(made.local_training(0, 0), reference.local_training(0, 0))
     assert made.evaluate() == reference.evaluate()
     made.model.load_state_dict(other.state_dict())
     made.train()
@@ -362,7 +376,7 @@ def test_a_subclass_trains_from_the_global_model_of_the_round(strategy: str) -> 
 def test_local_training_may_return_the_vector_alone_as_the_document_writes_it() -> None:
     class Alone(QuAPFLServer):
         def local_training(self, client_id: int, round_t: int) -> Any:
-            return super().local_training(client_id, round_t)[0]
+            return np.array(super().local_training(client_id, round_t))
 
     alone, plain = server(Alone), server()
     alone.train()
@@ -477,9 +491,32 @@ def test_the_configuration_given_is_neither_kept_nor_changed() -> None:
     given = dict(SMALL)
     made = QuAPFLServer(make_net(), Pairs(), Pairs(), PARTS, "toy", config=given)
     assert given == SMALL
-    made.config["num_rounds"] = 99
-    assert given["num_rounds"] == 3
+    given["num_rounds"] = 99
+    assert made.config["num_rounds"] == 3
     assert HYPERPARAMETERS["num_rounds"] == 200
+
+
+def test_settings_that_were_used_cannot_be_changed_without_a_word() -> None:
+    """The architecture document reads `self.config.get('max_agg_norm')` as it updates the model."""
+    made = server()
+    assert made.config.get("max_agg_norm", 100) == 10_000
+    assert json.loads(json.dumps(made.config)) == made.config == {**HYPERPARAMETERS, **SMALL}
+    for change in (
+        lambda: made.config.__setitem__("max_agg_norm", 0.001),
+        lambda: made.config.update(max_agg_norm=0.001),
+        lambda: made.config.pop("max_agg_norm"),
+        lambda: made.config.setdefault("other", 1),
+    ):
+        with pytest.raises(InvalidValueError, match=r"server\.config cannot be changed"):
+            change()
+    with pytest.raises(AttributeError):
+        made.config = {"max_agg_norm": 0.001}  # type: ignore[misc]
+    own = copy.deepcopy(made.config)
+    own["max_agg_norm"] = 0.001  # a copy is anybody's
+    moved = server(**{**SMALL, "max_agg_norm": own["max_agg_norm"]})
+    before = flat(moved.model)
+    moved.update_global_model(np.ones(len(before)))
+    assert np.linalg.norm(flat(moved.model) - before) == pytest.approx(0.001, rel=1e-3)
 
 
 def test_without_a_seed_the_run_follows_torch() -> None:

@@ -33,7 +33,7 @@ def test_settings_at_the_start_and_a_line_a_round(capsys: pytest.CaptureFixture[
     speaker = made()
     said = capsys.readouterr().err
     for words in (
-        *("mode: quap_fl_client", "learning_rate: 0.1", "max_clip: 10.0", "epsilon: 3000.0"),
+        *("mode: quap_fl_client", "learning_rate: 0.1", "max_clip: 10.0", "epsilon_total: 3000.0"),
         *("epsilon_base: 1000.000000", "max_agg_norm: 10000", "all 10 clients join every round"),
     ):
         assert words in said
@@ -96,7 +96,7 @@ def test_a_flat_budget_on_everything_has_a_bound_unless_steps_are_somebodys_own(
     spent = plain.statement.epsilon_max
     plain.train()
     assert plain.statement.epsilon_max > spent, "a second training costs too"
-    plain.update_global_model(plain.local_training(0, 0)[0])
+    plain.update_global_model(plain.local_training(0, 0))
     assert math.isinf(plain.statement.epsilon_max), "a raw update went into the model"
     own = server(Chooser, **BOUNDED)
     own.train()

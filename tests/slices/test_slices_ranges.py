@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.nn import SSBatchNorm2d, SSConv2d, SSLinear
+from fedquilt.nn import Interval, Intervals, Layer_Range, SSBatchNorm2d, SSConv2d, SSLinear
 from fedquilt.slices.ranges import parse_bound, parse_ranges, positions, show
 
 HALF = ((Fraction(0), Fraction(1, 2)),)
@@ -115,3 +115,11 @@ def test_the_uneven_quarter_fits_its_father() -> None:
     father = SSLinear(4, 10)
     layer.reset_parameters_from_father_layer(father)
     assert np.array_equal(layer.weight.detach().numpy(), father.weight.detach().numpy()[2:5])
+
+
+def test_a_layer_takes_what_the_published_types_name() -> None:
+    one: Interval = ("0", "1/2")
+    several: Intervals = [one, ("3/4", "1")]
+    for given, units in ((one, 4), (several, 6)):
+        ranges: Layer_Range = given
+        assert SSLinear(8, 2, in_features_ranges=ranges).weight.shape == (2, units)

@@ -74,7 +74,10 @@ def condense(
         stands_alone(resume, settings, preset, config)
         wanted = _config_of(resume)
     else:
-        wanted = build_config({**settings, "method": "condense"}, preset=preset, file=config)
+        beside_it = BASELINES if baselines == "all" else (baselines or "").split(",")
+        wanted = build_config(
+            {**settings, "method": "condense"}, preset=preset, file=config, baselines=beside_it
+        )
     names = _baseline_names(baselines, wanted)
     if resume is not None and baselines is None:
         asked = RunFolder.open(resume).wanted_baselines()

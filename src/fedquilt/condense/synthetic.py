@@ -37,8 +37,8 @@ class SyntheticSet:
     def __post_init__(self) -> None:
         if not 1 <= self.tiles <= (most := most_tiles(self.images.shape)):
             raise InvalidValueError(
-                f"tiles={self.tiles} must be >= 1 and at most {most}, for {len(self.images)} "
-                f"images of {tuple(self.images.shape[2:])} pixels"
+                f"tiles={self.tiles} must be >= 1 and at most {most} for {len(self.images)} images "
+                f"of {tuple(self.images.shape[2:])} pixels"
             )
         if list(self.classes) != sorted(set(self.classes)):
             raise InvalidValueError(f"classes={self.classes} must be ascending, each named once")

@@ -22,12 +22,27 @@ CLIENTS = "clients"
 """Stands in a case for whose clients a run has: dealt from a named data set, or your own."""
 SPLIT, OWN_CLIENTS = "dealt from a data set", "your own"
 
+COMPARED = "baselines"
+"""Stands in a case for what a condensation is compared with: it has options of the run too."""
+
+
+class _AnyBut(tuple[Any, ...]):
+    """All values but these."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
 _QUAP = ("quap_fl", "quap_fl_client")
 _BY_LAYER = tuple(name for name, mode in MODE_TABLE.items() if mode.by_layer)
 _CLAIMING = ("fixed_dp", "certified")
 _CERTIFIED: Case = {"mode": ("certified",)}
 _PAPER: Case = {"mode": ("certified",), "policy": ("paper",)}
 _IN_LEDGER: Case = {"ledger": None}
+_FEDNUM: Case = {"mode": ("fednum",)}
+_DM: Case = {COMPARED: ("dm", "feddm")}
+_FEDDM: Case = {COMPARED: ("feddm",)}
+_TRAINED_POOL: Case = {"mode": ("fednum",), "feature_model": ("trained_pool",)}
 _SLICED = tuple(name for name in METHODS if name != "full")
 
 USES: dict[str, tuple[Case, ...]] = {
@@ -86,6 +101,36 @@ USES: dict[str, tuple[Case, ...]] = {
     "mean_rounds": (_CERTIFIED,),
     "head_step": (_CERTIFIED,),
     "drawings": (_CERTIFIED,),
+    "embed_layer": (_FEDNUM, _DM),
+    "model_families": ({"augmentation": _AnyBut(("none",))},),
+    "avg_num": (_FEDNUM,),
+    "min_group": (_FEDNUM, _FEDDM),
+    "max_samples": (_FEDNUM, _FEDDM),
+    "feature_model": (_FEDNUM,),
+    "model_n": (_FEDNUM,),
+    "trained_n": (_TRAINED_POOL,),
+    "pool_epochs": (_TRAINED_POOL,),
+    "moments": (_FEDNUM,),
+    "row_bits": (_FEDNUM,),
+    "rho": (
+        {"mode": ("fednum",), "feature_model": ("perturbed",)},
+        {"mode": ("fednum",), "init_method": ("dm",)},
+        _FEDDM,
+    ),
+    "tiles": (_FEDNUM,),
+    "init_method": (_FEDNUM, _FEDDM),
+    "dc_iterations": (_FEDNUM, _DM),
+    "batch_num": (_FEDNUM,),
+    "image_optimizer": (_FEDNUM, _DM),
+    "image_lr": (_FEDNUM, _DM),
+    "image_momentum": (
+        {**_FEDNUM, "image_optimizer": ("sgd",)},
+        {**_DM, "image_optimizer": ("sgd",)},
+    ),
+    "logit_loss_type": (_FEDNUM,),
+    "loss_computation": (_FEDNUM,),
+    "discrimination": (_TRAINED_POOL,),
+    "split_file": ({CLIENTS: (SPLIT,)},),
 }
 """Option -> the cases in which it says something; one of them is enough."""
 
@@ -110,8 +155,10 @@ def says_something(name: str, settings: Mapping[str, Any]) -> bool:
 def _holds(case: Case, settings: Mapping[str, Any]) -> bool:
     for name, allowed in case.items():
         value = settings.get(name)
+        if name == COMPARED:
+            value = next((one for one in value or () if one in (allowed or ())), None)
         # What somebody brings as an object may use whatever it likes.
-        if value is None or (allowed is not None and value not in (*allowed, OWN)):
+        if value is None or (allowed is not None and value not in allowed and value != OWN):
             return False
     return True
 
@@ -150,6 +197,8 @@ def _in_words(case: Case) -> Iterator[str]:
             yield f"clients that are {allowed[0]}"
         elif allowed == (True,):
             yield name
+        elif isinstance(allowed, _AnyBut):
+            yield f"{name} other than {allowed[0]!r}"
         else:
             names = [repr(value) for value in allowed]
             yield f"{name} " + " or ".join([", ".join(names[:-1]), names[-1]][len(names) == 1 :])

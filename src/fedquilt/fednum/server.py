@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import storage_errors
@@ -65,20 +67,19 @@ def entry_of(line: Mapping[str, Any], clients: Sequence[Client]) -> dict[str, An
     }
 
 
-def log_round(
-    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client], num_rounds: int
+def round_in_words(done: Mapping[str, Any], num_rounds: int) -> str:
+    """Return what the document prints of a round: who was in it, accuracy, loss and time."""
+    words = [f"clients {done['clients']}", f"{done['groups']} groups"]
+    for key, name in (("evaluate_acc", "accuracy"), ("epoch_avg_loss", "loss")):
+        words += [] if done[key] is None else [f"{name} {done[key]:.4f}"]
+    return f"round {done['round'] + 1} of {num_rounds}: {', '.join(words)}, {done['time']:.2f} s"
+
+
+def warn_of_round(
+    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client]
 ) -> None:
-    """Log a round, and the clients that were left out."""
+    """Warn of a round without statistics, and of the clients that were left out."""
     done = entry_of(line, clients)
-    accuracy = done["evaluate_acc"]
-    logger.info(
-        "round %d of %d: clients %s, %d groups%s",
-        done["round"] + 1,
-        num_rounds,
-        done["clients"],
-        done["groups"],
-        "" if accuracy is None else f", accuracy {accuracy:.4f}",
-    )
     if not done["groups"]:
         logger.warning(
             "round %d: no client of it holds min_group samples of a class, and nothing was sent",
@@ -191,6 +192,12 @@ class FedNumServer:
         Where rounds are logged: an object with `log(line)` and `close(failed=)`, or names of
         trackers ("wandb", "tensorboard", "mlflow", joined by commas), which write into
         `output_dir`.
+    model_schedule
+        How the rate of that training goes: "constant", as in the document's code, "step" (a tenth
+        from half way on) or "cosine".
+    logger, verbose
+        After every round the ids of its clients, the accuracy where it was measured, loss and
+        time go to the logger, or without one that is heard to the error stream; False: nowhere.
 
     `history` has one dictionary a round: round (from 0), time in seconds,
     epoch_avg_loss and evaluate_acc (None where there is none), clients, groups,
@@ -233,6 +240,8 @@ class FedNumServer:
         output_dir: str | Path | None = None,
         tracker: str | Tracker | None = None,
         logger: logging.Logger | None = None,
+        model_schedule: str = "constant",
+        verbose: bool = True,
     ) -> None:
         self.global_model = global_model
         self.clients = checked_clients(clients)
@@ -243,6 +252,8 @@ class FedNumServer:
         self.all_classes = all_classes(self.clients, self.info.num_classes)
         self.test_loader = checked_loader(test_loader, self.info)
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
+        self._own_logger = logger is not None
+        self.verbose = checks.flag("verbose", verbose)
         self.config = make_config(
             self.clients,
             self.info,
@@ -254,6 +265,7 @@ class FedNumServer:
             batch_size=batch_size,
             model_epochs=model_epochs,
             model_lr=model_lr,
+            model_schedule=model_schedule,
             ipc=ipc,
             rho=rho,
             avg_num=avg_num,
@@ -308,8 +320,15 @@ class FedNumServer:
         )
 
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
-        """Log a round, and copy its weights into the caller's model."""
-        log_round(self.logger, line, self.clients, config.num_rounds)
+        """Say how a round went, and copy its weights into the caller's model."""
+        if self.verbose:
+            said = round_in_words(entry_of(line, self.clients), config.num_rounds)
+            heard = self.logger.isEnabledFor(logging.INFO) and self.logger.hasHandlers()
+            if heard or self._own_logger:
+                self.logger.info("%s", said)
+            else:
+                print(said, file=sys.stderr)
+        warn_of_round(self.logger, line, self.clients)
         if self._tracker is not None:
             self._tracker.log(line)
         self._store_weights()

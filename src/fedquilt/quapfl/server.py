@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class QuAPFLServer:
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
         self.verbose = checks.flag("verbose", verbose)
         self._own_logger = logger is not None
-        self.config: dict[str, Any] = {**HYPERPARAMETERS, **(config or {})}
+        self._config = _Settings({**HYPERPARAMETERS, **(config or {})})
         settings = _settings(config or {}, model, len(client_indices), dataset_name, device)
         self._run_config, self._problem = problem_from(
             settings, model, train_dataset, test_dataset, client_indices, validation=validation
@@ -122,6 +122,11 @@ class QuAPFLServer:
         self._adopt_mechanism()
         self.history = History(build_history([]), self.statement)
         self._progress().expects(self._run_config, self._settings_in_words())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, which everything here was made from; they cannot be changed."""
+        return self._config
 
     def _adopt_mechanism(self) -> None:
         """Expose allocator and clipper under the API document's names."""
@@ -238,11 +243,12 @@ class QuAPFLServer:
         clients = checked_ids(self.select_clients(round_t), len(self.client_indices))
         return Cohort(clients, clients)
 
-    def local_training(self, client_id: int, round_t: int) -> tuple[NDArray[Any], float]:
-        """Step 3: train one client from the global model; return (vector, mean loss).
+    def local_training(self, client_id: int, round_t: int) -> LocalUpdate:
+        """Step 3: train one client from the global model; return its vector.
 
         The vector is local - global weights, divided by the learning rate when
-        the QuAP-FL paper's algorithm runs.
+        the QuAP-FL paper's algorithm runs.  Its `loss` is the mean of the training, and
+        `vector, loss = server.local_training(...)` takes both.
         """
         checks.integer("client_id", client_id, at_least=0, at_most=len(self.client_indices) - 1)
         self._take_weights()
@@ -251,7 +257,7 @@ class QuAPFLServer:
             iter(self._engine.train(self._federation.weights, [client_id], round_t, rate))
         )
         scale = rate if self._divides_by_rate else 1.0
-        return (update.delta / scale).cpu().numpy(), update.loss
+        return LocalUpdate.of((update.delta / scale).cpu().numpy(), update.loss)
 
     def update_global_model(self, aggregated_gradient: NDArray[Any] | torch.Tensor) -> None:
         """Step 8: add a mean update to the model, limited to max_agg_norm.
@@ -340,11 +346,50 @@ class QuAPFLServer:
         After them who will join, and what the noise will do.
         """
         config = self._run_config
-        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "epsilon", "max_agg_norm")
+        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "max_agg_norm")
         words = [f"{key}: {getattr(config, key)}" for key in listed]
+        words.append(f"epsilon_total: {config.epsilon}")
         words.append(f"epsilon_base: {config.epsilon / config.num_rounds:.6f}")
         problem = dataclasses.replace(self._problem, selector=self._selector)
         return [", ".join(words), *expectations(config, problem)]
+
+
+class LocalUpdate(np.ndarray[Any, np.dtype[Any]]):
+    """A client's vector, as the QuAP-FL architecture document's loop takes it, and its loss.
+
+    To numpy it is the vector.  It unpacks into (vector, loss), which is what the code published
+    with the document returns; arrays that are computed from it are plain vectors.
+    """
+
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, vector: NDArray[Any], loss: float) -> LocalUpdate:
+        """Return the vector with its loss."""
+        made = vector.view(cls)
+        made.loss = loss
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.loss is None:
+            return super().__iter__()
+        return iter((np.asarray(self), self.loss))
+
+
+class _Settings(dict[str, Any]):
+    """Settings that were used: changing them would change nothing, and is refused."""
+
+    def _refuse(self, *changes: object, **more: object) -> NoReturn:
+        raise InvalidValueError(
+            "server.config cannot be changed: the server was made from it. Make another with "
+            "QuAPFLServer(..., config={...})"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class History(dict[str, list[Any]]):
@@ -399,7 +444,9 @@ class _OwnTraining:
         for client in cohort:
             result = server.local_training(int(client), round_index)
             # In the QuAP-FL architecture document it returns the vector alone.
-            vector, loss = result if isinstance(result, tuple) else (result, math.nan)
+            pair = isinstance(result, tuple)
+            vector, loss = result if pair else (result, getattr(result, "loss", None))
+            loss = math.nan if loss is None else loss
             delta = torch.as_tensor(vector).to(start.device, start.dtype) * scale
             if delta.shape != start.shape:
                 raise InvalidValueError(
