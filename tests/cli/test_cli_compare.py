@@ -126,11 +126,11 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
 
 
 def test_an_arm_may_have_an_epsilon_of_its_own(cli: Cli, here: Path) -> None:
-    arms = ("--modes", "fixed_dp,fixed_dp:54", "--seeds", "0", "--json")
-    record = cli("compare", *compare_flags(num_rounds=1, epsilon=2.0), *arms).json()
-    assert [row["mode"] for row in record["table"]] == ["fixed_dp", "fixed_dp:54"]
+    arms = ("--modes", "fixed_dp,fixed_dp:1.5", "--seeds", "0", "--json")
+    record = cli("compare", *compare_flags(num_rounds=3, epsilon=2.0), *arms).json()
+    assert [row["mode"] for row in record["table"]] == ["fixed_dp", "fixed_dp:1.5"]
     configs = [fedquilt.load(here / run["output"]).result["metadata"] for run in record["runs"]]
-    assert [one["hyperparameters"]["epsilon"] for one in configs] == [2.0, 54.0]
+    assert [one["hyperparameters"]["epsilon"] for one in configs] == [2.0, 1.5]
 
 
 def test_an_option_may_be_for_one_policy_only(cli: Cli, here: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedquilt.assemble import build_method
 from fedquilt.assemble_problem import build_problem
-from fedquilt.config import RunConfig, build_config, plain_config
+from fedquilt.config import RunConfig, build_config
 from fedquilt.reproduce import PAPERS, Wanted, heflwr, heflwr_page, reproduce
 from fedquilt.reproduce.cells import Kept
 from fedquilt.reproduce.tables import mean
@@ -59,12 +59,6 @@ def test_heterofl_is_one_method_in_run_sweep_and_reproduction() -> None:
     assert [one.absent_classes for one in points()] == ["average", "leave_out", "average"]
     assert points()[2].model == "exits"
     assert {one.absent_classes for one in points(["absent_classes"])} == {"average"}, "as was said"
-    written = {key: value for key, value in typed_whole().items() if key != "absent_classes"}
-    assert plain_config(written).absent_classes == "average", "a run from before the option"
-
-
-def typed_whole() -> dict[str, Any]:
-    return build_config({"dataset": "digits", "method": "heterofl"}).as_dict()
 
 
 def test_in_mfl_every_client_holds_a_half() -> None:
