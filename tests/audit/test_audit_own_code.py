@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from fedquilt import audit
-from fedquilt.audit import whole
-from fedquilt.audit.neighbours import KINDS, MODELS, NOTHING, Net
+from fedquilt import assemble, assemble_problem, audit, round
+from fedquilt.audit import own_code, whole
+from fedquilt.audit.neighbours import KINDS, MODELS, NOTHING, Net, audit_data
 from fedquilt.audit.watch import Recorder, Seen, differing, known_entropy, watched_run
 from fedquilt.audit.whole_cases import WholeCase
 from fedquilt.condense.certified_engine import CertifiedEngine
@@ -29,7 +28,9 @@ from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment import run_config
 from fedquilt.learning import ClientUpdate
+from fedquilt.learning.batched import BatchedEngine, BatchTable
 from fedquilt.learning.local import train_client
+from fedquilt.learning.optimizers import ClientOptimizer
 from fedquilt.learning.state import ModuleState
 from fedquilt.privacy import device_noise
 from fedquilt.privacy.device_noise import DeviceNoise
@@ -59,6 +60,7 @@ HOLDS = {
     "optimizer with state in a closure, sequential": ("nothing", "many NaN"),
     "optimizer with state in its factory, sequential": ("nothing", "many NaN"),
     "loud sum, sequential": ("nothing",),
+    "declared sum, sequential": ("nothing",),
     "median, sequential": ("nothing",),
     "adapters, batched": ("nothing", "many NaN"),
     "width seen, batched": ("nothing", "many NaN"),
@@ -149,15 +151,59 @@ def test_a_count_on_a_class_that_nobody_puts_back_is_found(
 def test_the_state_of_an_optimiser_that_nobody_puts_back_is_found(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    begin = ModuleState.__init__
-
-    def only_modules(self: ModuleState, held: object, written: Any = ()) -> None:
-        begin(self, held if isinstance(held, nn.Module) else None, written)
-
-    monkeypatch.setattr(ModuleState, "__init__", only_modules)
+    monkeypatch.setattr(ClientOptimizer, "restore", lambda self: None)
     case = f"optimizer with state in {place}, sequential"
     found = problems(case, ("nothing", "many NaN"))
     assert any("the victim has nothing, the sum moved" in problem for problem in found)
+
+
+# Sums, shapes, data sets, nodes.
+
+
+@pytest.mark.parametrize(("case", "least"), [("loud sum", 999.0), ("median", 1.2)])
+def test_a_sum_that_is_believed_to_be_a_sum_is_found(
+    monkeypatch: pytest.MonkeyPatch, case: str, least: float
+) -> None:
+    for module in (assemble, round):
+        monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
+    monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
+    (finding,) = audit.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
+    assert all("moved" in problem for problem in finding.problems)
+    assert finding.ratio > least
+
+
+def test_a_declared_sensitivity_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_code.Declared, "sensitivity", 500.0)
+    monkeypatch.setattr(assemble, "try_sensitivity", lambda *given: 1)
+    (finding,) = audit.replay_worlds(["declared sum, sequential"], kinds=("nothing",))
+    assert finding.ratio == pytest.approx(2.0, abs=1e-6)
+
+
+def test_programs_as_wide_as_the_largest_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrunk(
+        self: BatchedEngine, table: BatchTable, rows: int, width: int
+    ) -> list[tuple[int, int]]:
+        return [(rows, min(width, max(4, widest))) for widest in table.widths]
+
+    monkeypatch.setattr(BatchedEngine, "_program", shrunk)
+    found = problems("width seen, batched", ("nothing", "many NaN"))
+    assert any("the victim has nothing, the sum moved" in problem for problem in found)
+
+
+def test_one_client_s_form_of_data_in_the_notes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble_problem, "_said_as_of_test", lambda train, test: train)
+    noted, counted = problems("client sets, sequential", ("bytes", "more classes"))
+    assert "metadata.data_notes" in noted
+    assert "metadata.num_classes" in counted
+
+
+def test_bytes_that_nodes_sent_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pytest.importorskip("fedquilt.flower.engine").FlowerEngine
+    monkeypatch.setattr(engine, "_bytes_asked", lambda self, *given: self.traffic[-1].bytes_up)
+    monkeypatch.setattr("fedquilt.flower.node.is_empty", lambda data: False)  # it then fails
+    found = problems("condense, flower", ("nothing", "ignored"))
+    assert len(found) >= 3
+    assert all("bytes_up" in problem for problem in found)
 
 
 # Errors.
@@ -169,14 +215,14 @@ def test_an_error_in_one_world_is_found_and_the_others_go_on(
     real = CertifiedEngine.train
 
     def stops(self: CertifiedEngine, *given: Any) -> Iterator[ClientUpdate]:
-        if bool((self.task.targets < 0).any()):
-            raise RuntimeError("bincount only supports non-negative input")
+        if sum(map(len, self.task.clients)) > len(audit_data(0).labels):
+            raise RuntimeError("too many")
         yield from real(self, *given)
 
     monkeypatch.setattr(CertifiedEngine, "train", stops)
-    (finding,) = audit.replay_worlds(["condense"], kinds=("nothing", "ignored", "replaced"))
+    (finding,) = audit.replay_worlds(["condense"], kinds=("nothing", "twice", "one less"))
     (problem,) = finding.problems
-    assert problem.endswith("ignored: RuntimeError: bincount only supports non-negative input")
+    assert problem.endswith(", twice: RuntimeError: too many")
     assert finding.worlds == 6
     assert finding.ratio == pytest.approx(1.0, abs=1e-6), "the other worlds were compared"
 
@@ -302,9 +348,8 @@ def write_leaf(place: Path, shifted: int) -> None:
         file.write_text(json.dumps(content))
 
 
-def test_what_is_measured_on_clients_own_test_samples_is_withheld_or_stated(
-    tmp_path: Path,
-) -> None:
+def worlds_of_leaf(tmp_path: Path) -> list[Seen]:
+    """Run twice, on other test labels of one client, with the same noise."""
     people = {"dataset": "femnist", "partition": "writer", "clients_per_round": 6}
     short = {"num_rounds": 1, "local_epochs": 1, "availability": "always", "model": "linear"}
     here = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "runs"), "device": "cpu"}
@@ -315,8 +360,23 @@ def test_what_is_measured_on_clients_own_test_samples_is_withheld_or_stated(
         write_leaf(tmp_path, shifted)
         worlds.append(watched_run(functools.partial(run_config, config), 0, *worlds))
     assert [seen.error for seen in worlds] == [None, None]
-    stated = "test samples" in worlds[0].public["statement"]
-    assert stated or differing(worlds[0].public, worlds[1].public) == []
+    return worlds
+
+
+def test_what_is_measured_on_clients_own_test_samples_is_withheld_and_stated(
+    tmp_path: Path,
+) -> None:
+    one, other = worlds_of_leaf(tmp_path)
+    assert differing(one.public, other.public) == []
+    assert "test samples" in one.public["statement"]
+
+
+def test_what_is_measured_on_clients_own_test_samples_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fedquilt.problem._ON_TEST", ())
+    one, other = worlds_of_leaf(tmp_path)
+    assert "result.json: metadata.final_loss" in differing(one.public, other.public)
 
 
 # The command without typer.

@@ -36,6 +36,7 @@ from fedquilt.audit.whole_cases import QUICK
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.errors import InvalidValueError
 from fedquilt.learning import ClassMask, ClientUpdate, Task
+from fedquilt.learning.batched import BatchTable
 from fedquilt.population.selection import secret_coins
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
@@ -116,17 +117,15 @@ def test_every_engine_method_and_option_is_in_a_case() -> None:
 # The holes.
 
 
-def masks_laid_out_by_rows(seeds: Any, step: Any, draw: int) -> Any:
-    """A1: the masks of a group follow from who stands where in it."""
-    from fedquilt.learning.draws import draw_keys
-
-    return draw_keys(np.arange(1, len(np.atleast_1d(seeds)) + 1), step, draw)
-
-
 def test_masks_of_a_whole_group_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fedquilt.learning.batched.draw_keys", masks_laid_out_by_rows, raising=False
-    )
+    """A1: the masks of a group follow from what all of it holds."""
+    begin = BatchTable.__init__
+
+    def of_everybody(self: BatchTable, *given: Any) -> None:
+        begin(self, *given)
+        self._seeds = self._seeds + np.uint64(self.seen.sum())
+
+    monkeypatch.setattr(BatchTable, "__init__", of_everybody)
     found = problems("smooth dropout, batched", ("nothing", "many NaN", "replaced"))
     assert any("the victim has nothing, the sum moved" in problem for problem in found)
     assert any(problem.endswith("of 1") for problem in found)
