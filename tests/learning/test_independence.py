@@ -318,6 +318,17 @@ def test_hidden_state_does_not_survive_from_client_to_client(where: str) -> None
         assert torch.equal(alone[client], together[client]), client
 
 
+@pytest.mark.parametrize("where", ["class of a helper", "default", "metaclass"])
+def test_an_engine_that_is_made_later_sees_nothing_of_earlier_clients(where: str) -> None:
+    """As slices of a model and nodes of a simulation are: one process, engines when needed."""
+    model = make(Hidden, where)
+    alone = updates(make_engine("sequential", model, task_of(), HOW), model, (3,))
+    earlier = make_engine("auto", model, task_of(), HOW)
+    assert len(list(earlier.train(FlatModel(model).read(), (5, 0), 0, 0.3))) == 2
+    later = updates(make_engine("sequential", model, task_of(), HOW), model, (3,))
+    assert torch.equal(later[3], alone[3])
+
+
 class Recast(nn.Module):
     """Changes the type of its weights, or cuts them, in a client's later steps."""
 

@@ -172,3 +172,18 @@ def test_what_cannot_be_told_is_not_a_number() -> None:
     found = measured(SCORES, nothing, "accuracy,perplexity")
     assert math.isnan(found["accuracy"])
     assert math.isnan(found["perplexity"])
+
+
+def test_what_an_own_metric_keeps_does_not_reach_the_next_evaluation() -> None:
+    """Clients measure with it in turn, and then the server."""
+    seen: list[float] = []
+
+    def largest(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append(float(outputs.max()))
+        return max(seen)
+
+    objective = Objective("mse")
+    made = make_metrics(largest, objective, None, None)
+    for inputs in (torch.full((3, 1), 7.0), torch.ones(3, 1)):
+        found = measure(nn.Identity(), objective, made, inputs, torch.zeros(3, 1))
+        assert found["largest"] == float(inputs.max())

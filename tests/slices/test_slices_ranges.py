@@ -120,6 +120,6 @@ def test_the_uneven_quarter_fits_its_father() -> None:
 def test_a_layer_takes_what_the_published_types_name() -> None:
     one: Interval = ("0", "1/2")
     several: Intervals = [one, ("3/4", "1")]
-    for given, units in ((one, 4), (several, 6)):
-        ranges: Layer_Range = given
+    for held, units in ((one, 4), (several, 6)):
+        ranges: Layer_Range = held
         assert SSLinear(8, 2, in_features_ranges=ranges).weight.shape == (2, units)
