@@ -98,6 +98,7 @@ REVIEWED = {
     # The documents' functions, where no seed means a fresh one; no run calls them so.
     "data/clients.py": {"default_rng", "Generator", "seed"},
     "data/split.py": {"default_rng"},
+    "learning/state.py": {"random", "rand"},  # whose generators these are; none is drawn from
     "quapfl/server.py": {"initial_seed"},  # torch's own seed, which a run then states
 }
 """Who may draw what from the operating system; noise and coins are not among them."""
@@ -105,20 +106,20 @@ REVIEWED = {
 
 def drawn_from_the_system(source: str) -> Iterator[str]:
     """Yield the names by which a source draws bytes that no seed decides."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     seeded = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr == "manual_seed"
     }
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    for node in ast.walk(tree):
+    imported = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (a.name for a in node.names if a.name in OF_THE_SYSTEM)
             if node.module in ("random", "secrets", "numpy.random"):
                 yield from (a.name for a in node.names if a.name[0].islower())
         elif isinstance(node, ast.Attribute):
-            base = ast.unparse(node.value)
+            base = spelt(node.value)
             is_module = base == "np.random" or (base in ("random", "secrets") and base in imported)
             if node.attr in OF_THE_SYSTEM or (
                 is_module and node.attr[0].islower() and node.attr not in HOLDS_STILL
@@ -127,7 +128,7 @@ def drawn_from_the_system(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and node.value in ("/dev/urandom", "/dev/random"):
             yield node.value
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = spelt(node.func).rpartition(".")[2]
             if name == "Generator" and not node.args and id(node) not in seeded:
                 yield name  # torch's; numpy's is given its bits
             if name in SEEDS_ITSELF and may_be_none(node):
@@ -142,7 +143,14 @@ def may_be_none(call: ast.Call) -> bool:
     if isinstance(given[0], ast.Constant):
         return given[0].value is None
     named = isinstance(given[0], ast.Name | ast.Attribute)
-    return named and ast.unparse(call.func).endswith(("default_rng", "SeedSequence"))
+    return named and spelt(call.func).endswith(("default_rng", "SeedSequence"))
+
+
+def spelt(node: ast.expr) -> str:
+    """Return a name with dots as it stands in the source, nothing for another expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{spelt(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_noise_and_coins_have_one_source_of_entropy() -> None:
