@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.learning import ClassMask, LocalSettings, Task, planned, trial
+from fedquilt.learning import ClassMask, LocalSettings, Task, planned
 from fedquilt.learning.batched import BatchedEngine
 from fedquilt.learning.cpu_program import check_layers
 from fedquilt.learning.flat import FlatModel
@@ -139,7 +139,7 @@ def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         from fedquilt.learning import program
 
         monkeypatch.setattr(program, "_SUM_SPLIT", 2)
-        monkeypatch.setattr(trial, "_SCALES", (1.0,))
+        monkeypatch.setattr(planned, "SCALES", (1.0,))
 
 
 def make_task(
