@@ -31,6 +31,8 @@ INTERRUPTED = {
     "certified_condensation_interrupted": "condense",
 }
 SECRET = "certified_secret_interrupted"  # secret noise, so it ends elsewhere each time
+# The folders were written with AVX-512; elsewhere sums are added up in another order.
+ROUNDS_ALIKE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def copied(name: str, here: Path) -> Path:
@@ -44,6 +46,27 @@ def assert_ends_as_before(result: fedquilt.RunResult, name: str) -> None:
     assert result.state_dict.keys() == end.keys()
     for key, tensor in end.items():
         torch.testing.assert_close(result.state_dict[key], tensor, rtol=1e-4, atol=1e-6)
+
+
+def assert_same_round(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Fail unless a round says all that it said before, and may be more.
+
+    To the bit where the machine rounds as the one that wrote it.
+    """
+    for key, value in before.items():
+        if isinstance(value, float) and not ROUNDS_ALIKE:
+            assert now[key] == pytest.approx(value, rel=1e-5), key
+        else:
+            assert now[key] == value, key
+
+
+def is_refused_elsewhere(said: Any) -> bool:
+    """Tell whether a seeded run was rightly refused: its round was added up in another order.
+
+    Under the same noise, two sums that differ in their last bits would show what is between them.
+    """
+    refused = said.code == 2 and "data, code or machine changed" in said.err
+    return refused and not ROUNDS_ALIKE
 
 
 def largest_epsilon(cli: Cli, place: Path) -> float:
@@ -83,12 +106,13 @@ def test_an_interrupted_run_goes_on(cli: Cli, here: Path, name: str, command: st
     before = rounds_without_clock(folder)
     assert len(before) == 3
     said = cli(command, "--resume", folder, "--quiet")
-    assert said.code == 0, said.err
     after = rounds_without_clock(folder)[:3]
-    # The round that ran again may say more than older versions did.
-    assert [{key: ours[key] for key in old} for ours, old in zip(after, before, strict=True)] == (
-        before
-    )
+    if is_refused_elsewhere(said):
+        assert after == before[: len(after)], "what is kept is left as it was"
+        return
+    assert said.code == 0, said.err
+    for now, old in zip(after, before, strict=True):
+        assert_same_round(now, old)
     result = fedquilt.load(folder)
     assert len(result.result["cohorts"]) == 4
     assert_ends_as_before(result, name)
@@ -97,9 +121,14 @@ def test_an_interrupted_run_goes_on(cli: Cli, here: Path, name: str, command: st
 @pytest.mark.parametrize("name", [name for name in INTERRUPTED if "certified" in name])
 def test_the_ledger_of_a_seeded_run_stays_whole(cli: Cli, here: Path, name: str) -> None:
     folder = copied(name, here)
-    assert 0 < largest_epsilon(cli, folder) < math.inf
-    assert cli(INTERRUPTED[name], "--resume", folder, "--quiet").code == 0
+    before = largest_epsilon(cli, folder)
+    assert 0 < before < math.inf
+    said = cli(INTERRUPTED[name], "--resume", folder, "--quiet")
     assert cli("ledger", "verify", folder, "--run", folder).code == 0
+    if is_refused_elsewhere(said):
+        assert largest_epsilon(cli, folder) >= before
+        return
+    assert said.code == 0, said.err
     assert largest_epsilon(cli, folder) == math.inf, "a seed protects nobody"
 
 

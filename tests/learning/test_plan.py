@@ -139,6 +139,7 @@ def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         from fedquilt.learning import program
 
         monkeypatch.setattr(program, "_SUM_SPLIT", 2)
+        monkeypatch.setattr(planned, "SCALES", (1.0,))
 
 
 def make_task(

@@ -540,6 +540,25 @@ def test_devices(device: Any) -> None:
     made.train()
 
 
+class Centred(Net):
+    """Its class keeps a mean of what it saw in training."""
+
+    centre = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.training:
+            Centred.centre = self.centre + 1 + float(out.mean())
+        return out * (1 + self.centre)
+
+
+def test_a_step_by_hand_leaves_nothing_behind_in_what_is_evaluated() -> None:
+    made = server(model=Centred(5))
+    before = made.evaluate()
+    made.local_training(3, 0)
+    assert made.evaluate() == before
+
+
 def test_a_device_that_cannot_be_had_is_refused() -> None:
     for device in ("cuda:3", "meta"):
         with pytest.raises(ValueError, match="device="):

@@ -29,7 +29,7 @@ from fedquilt.learning.local import NEVER_SILENT, client_seed, epoch_order, trai
 from fedquilt.learning.objective import IGNORED
 from fedquilt.learning.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
 from fedquilt.learning.threads import one_thread
-from fedquilt.learning.trial import FLOAT32, disagreement, moved_by_a_pass
+from fedquilt.learning.trial import FLOAT32, SCALES, disagreement, moved_by_a_pass
 
 _log = logging.getLogger(__name__)
 
@@ -328,9 +328,11 @@ class CpuTraining:
         """Refuse a plan that does not compute what the network does, on public samples."""
         flat, most, like = self._flat, self._settings.batch_size, self._task.public()
         start = flat.read().clone()
-        for count in {most, max(1, most // 2)}:
+        # What a network computes shows on few samples; a full batch, that its memory is laid out.
+        for count, scales in ((max(1, most // 8), SCALES), (most, SCALES[:1])):
             reason = disagreement(
-                *(self._gradient, self._autograd_gradient, start, like.inputs, count, FLOAT32)
+                *(self._gradient, self._autograd_gradient, start, like.inputs, count, FLOAT32),
+                scales=scales,
             )
             if reason:
                 raise NoPlanError(f"its gradient by hand is {reason}")

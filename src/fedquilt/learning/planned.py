@@ -21,6 +21,7 @@ from fedquilt.learning.shuffles import Stretch
 from fedquilt.learning.stack import clients_that_fit
 from fedquilt.learning.trial import (
     BFLOAT16,
+    SCALES,
     TF32,
     disagreement,
     drawn_tokens,
@@ -189,6 +190,7 @@ class PlannedTraining:
         reason = disagreement(
             *(by_hand, by_autograd, start, inputs, len(inputs), _UNITS[self._type]),
             vocabulary=self.plan.vocabulary,
+            scales=SCALES,
         )
         moved = moved_by_a_pass(self._flat, like.inputs, draws)
         self._flat.write(start)

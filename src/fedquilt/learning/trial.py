@@ -13,7 +13,7 @@ computes something else does so in every draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ of; of products on a GPU, whose factors are rounded once, 4."""
 _TIMES = 4
 # Near one a relative distance says nothing.
 _FURTHEST = 0.5
-_SCALES = (1.0, 100.0)
+SCALES = (1.0, 100.0)
+"""The sizes of inputs that are tried."""
 _DRAWS = 3
 _SPREAD = 0.05
 
@@ -48,6 +49,7 @@ def disagreement(
     unit: float,
     *,
     vocabulary: int | None = None,
+    scales: Sequence[float] = SCALES,
 ) -> str | None:
     """Return how a way to compute gradients differs from autograd, None where it does not.
 
@@ -56,7 +58,7 @@ def disagreement(
     """
     weights = start + _SPREAD * _noise(start, seed=1)
     floating = any(leaf.is_floating_point() for leaf in trees.leaves(like))
-    for scale in _SCALES if floating else _SCALES[:1]:
+    for scale in scales if floating else scales[:1]:
         words = ""
         for seed in range(_DRAWS):
             samples = _samples(like, count, scale, seed, vocabulary)
