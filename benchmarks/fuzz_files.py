@@ -963,8 +963,8 @@ def make_case(place: Place, number: int, seed: int) -> tuple[Kind, Action]:
         name = draw.choice(("points", "points/00001", "points/00002", "points/00002/x"))
         name = draw.choice((name, ".lock", "sweep.sqlite-journal", "sweep.png"))
         shutil.rmtree(place.case / name, ignore_errors=True)
-        (place.case / name).parent.mkdir(exist_ok=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # where another file was put in a folder's place
+            (place.case / name).parent.mkdir(exist_ok=True)
             (place.case / name).symlink_to(place.outside / draw.choice(("victim", "folder", ".")))
     return kind, draw.choice(kind.actions)
 

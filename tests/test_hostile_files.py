@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import safetensors.torch
 import torch
 
 import fedquilt
-from fedquilt.common import storage
+from fedquilt.common import storage, untrusted
 from fedquilt.config import RunConfig, build_config
-from fedquilt.errors import FedquiltError, InvalidValueError, RunFolderError
+from fedquilt.errors import DataError, FedquiltError, InvalidValueError, RunFolderError
 from fedquilt.experiment import RunResult, resume_run
 from run_samples import contents
 
@@ -285,3 +286,16 @@ def test_plans_with_a_coin_end(cli: Cli) -> None:
     one_message(cli(*plan, "--epsilon", 2147483647), "epsilon=2147483647.0 must be", "<= 10000")
     said = cli(*plan, "--num-rounds", 100_000, "--adjacency", "replace_one")
     one_message(said, "joins=100000 must be <= 10000")
+
+
+def test_a_file_of_holes_is_refused_unread(tmp_path: Path) -> None:
+    """It says that it is larger than any may be: nothing is read to find that out."""
+    path = tmp_path / "rounds.jsonl"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 33)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="must be a file of at most"):
+        untrusted.read_bytes(path, 1 << 27)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20

@@ -724,6 +724,29 @@ def test_a_run_that_lost_what_only_its_owner_may_read_makes_no_claim(
     assert not (folder / "ledger.sqlite").exists()
 
 
+def spent_in(path: Path) -> list[float]:
+    with Ledger.open(path, read_only=True) as ledger:
+        return [float(value) for one in ledger.populations() for value in one.spent()]
+
+
+def test_two_runs_of_one_ledger_do_not_go_on_with_the_account_of_each_other(tmp_path: Path) -> None:
+    """What a run has released is charged to its own account: another's would leave it out."""
+    ledger = tmp_path / "clients.sqlite"
+    chosen = {**CERTIFIED, "num_rounds": 3, "ledger": str(ledger), "allowance": 8.0}
+    first, second = (
+        stopped(run_config, tiny(**chosen, output_dir=str(tmp_path / name))) for name in "ab"
+    )
+    notes = [(folder / "ledger.json").read_bytes() for folder in (first, second)]
+    before = spent_in(ledger)
+    for folder, note in zip((second, first), notes, strict=True):
+        (folder / "ledger.json").write_bytes(note)
+        with pytest.raises(RunFolderError, match=r"the checkpoint beside it is of .*: restore"):
+            resume_run(folder)
+    assert spent_in(ledger) == before
+    (first / "ledger.json").write_bytes(notes[0])
+    assert resume_run(first).result["rounds"] == 3
+
+
 def test_the_ledger_of_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     folder = stopped_run(tmp_path)
     for name in ("ledger.json", "rounds.jsonl", "private.jsonl", "checkpoint.safetensors"):

@@ -32,8 +32,10 @@ from typing import Any
 import numpy as np
 
 from fedquilt.assemble_mechanism import check_untouched
+from fedquilt.checkpoint_files import Checkpoint
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.printable import printable
 from fedquilt.common.storage import sync_folder
 from fedquilt.common.untrusted import parse_json
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
@@ -383,8 +385,17 @@ def check_identity(problem: Problem, folder: RunFolder) -> None:
             )
 
 
-def check_not_rolled_back(account: RunAccount, head: str | None) -> None:
-    """Refuse to go on when the ledger has lost an entry that this run has seen."""
+def check_account_of(saved: Checkpoint, account: RunAccount) -> None:
+    """Refuse the account of another run, and a ledger that lost an entry which this one has seen.
+
+    What a checkpoint has released is charged to the run that it names and counted nowhere else.
+    """
+    run_id, head = account.run.info.name, saved.ledger_head
+    if saved.run_id not in ("", run_id):
+        raise RunFolderError(
+            f"ledger.json names the run {run_id!r} of ledger {account.ledger.path}, and the "
+            f"checkpoint beside it is of {printable(saved.run_id)[:200]!r}: {_RESTORE}"
+        )
     if head and account.ledger.missing_heads([head]):
         raise RunFolderError(
             f"ledger {account.ledger.path} does not contain the entry {head[:16]}... that this run "

@@ -42,12 +42,16 @@ Expected = Callable[[Mapping[str, TensorSpec]], Iterable[str]]
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A run after some round: model tensors, state arrays, the ledger's head then."""
+    """A run after some round: model tensors, state arrays, the ledger's head then, its name there.
+
+    The name is "" for a run without an account, and in files of an older fedquilt.
+    """
 
     rounds: int
     model: dict[str, torch.Tensor]
     state: dict[str, NDArray[Any]]
     ledger_head: str
+    run_id: str = ""
 
 
 class CheckpointFiles:
@@ -69,6 +73,7 @@ class CheckpointFiles:
         state: dict[str, NDArray[Any]],
         ledger_head: str = "",
         *,
+        run_id: str = "",
         whole: bool = False,
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
@@ -88,6 +93,7 @@ class CheckpointFiles:
             "schema_version": str(_WITH_BASE if split.token else SCHEMA_VERSION),
             "rounds": str(rounds),
             "ledger_head": ledger_head,
+            **({"run_id": run_id} if run_id else {}),
         }
         storage.write_file(self._path, as_safetensors(tensors, metadata))
         if whole or split.base is not None:
@@ -148,6 +154,7 @@ class CheckpointFiles:
             {name.removeprefix("model/"): opened.get(name) for name in model},
             arrays,
             opened.metadata.get("ledger_head", ""),
+            opened.metadata.get("run_id", ""),
         )
 
     def _changed(self, opened: TensorFile, key: str, array: NDArray[Any]) -> NDArray[Any]:

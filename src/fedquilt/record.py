@@ -166,6 +166,7 @@ CHECKPOINT_PUBLIC: dict[str, str] = {
     "rounds": _OUTSIDE,
     "config": "a digest of config.toml",
     "ledger_head": "a hash over charges and releases",
+    "run_id": _OUTSIDE,
     "model/*": _RELEASED,
     "state/weights": _RELEASED,
     "state/tracker.total_rounds": _JOINS,

@@ -348,12 +348,13 @@ class RunFolder:
         state: dict[str, NDArray[Any]],
         ledger_head: str = "",
         *,
+        run_id: str = "",
         whole: bool = False,
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
         for name in ("rounds.jsonl", "private.jsonl"):
             storage.sync_file(self.path / name)
-        self._checkpoint.save(rounds, model, state, ledger_head, whole=whole)
+        self._checkpoint.save(rounds, model, state, ledger_head, run_id=run_id, whole=whole)
 
     def load_checkpoint(self, expected: Expected | None = None) -> Checkpoint | None:
         """Return the checkpoint, or None when there is none yet.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.assemble_account import account_notes, check_not_rolled_back
+from fedquilt.assemble_account import account_notes, check_account_of
 from fedquilt.checkpoint_state import check_state, expected_state
 from fedquilt.client_evaluation import ClientEvaluation
 from fedquilt.common.errors import RunFolderError
@@ -378,8 +378,10 @@ class Experiment:
         state = federation.state() | self._kept_state
         if flat.is_lossy:
             state["weights"] = federation.weights.cpu().numpy()
-        head = "" if federation.account is None else federation.account.run.head
-        self.folder.save_checkpoint(rounds, flat.module.state_dict(), state, head, whole=whole)
+        run = None if federation.account is None else federation.account.run
+        head, name = ("", "") if run is None else (run.head, run.info.name)
+        tensors = flat.module.state_dict()
+        self.folder.save_checkpoint(rounds, tensors, state, head, run_id=name, whole=whole)
 
     def restore(self) -> None:
         """Restore the last checkpoint of the folder."""
@@ -394,7 +396,7 @@ class Experiment:
                 federation.account.rewind(np.zeros_like(federation.account.spent()))
             return
         if federation.account is not None:
-            check_not_rolled_back(federation.account, saved.ledger_head)
+            check_account_of(saved, federation.account)
         self._check_kept(saved.state)
         check_state(saved.state, saved.rounds, folder.path)
         flat.restore()

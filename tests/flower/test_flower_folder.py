@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from command_line import Said
-from fedquilt.common.errors import InvalidValueError
-from fedquilt.flower import processes
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.flower import keys, processes, warm
 from fedquilt.flower.directory import NodeRoster
 from fedquilt.flower.federation import Federation
 from fedquilt.flower.keys import make_server_files
@@ -287,3 +287,16 @@ def test_where_there_is_no_app_there_is_nothing_to_trust(
     assert said.code == 2
     assert "must be a Flower app" in said.err
     assert said.err.count("\n") == 1
+
+
+def test_logs_and_keys_of_a_received_federation_lead_nowhere_else(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "gate.log").symlink_to(victim)
+    said = warm.fork(lambda: print("something"), tmp_path / "gate.log")
+    assert os.waitstatus_to_exitcode(os.waitpid(said, 0)[1]) == 1
+    assert victim.read_bytes() == b"precious"
+    (tmp_path / "node0").write_bytes(b"a key")
+    os.mkfifo(tmp_path / "node0.pub")
+    with pytest.raises(FedquiltError, match="a pipe"):
+        keys.make_node_key(tmp_path / "node0")

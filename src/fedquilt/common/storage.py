@@ -108,6 +108,11 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
     return handle
 
 
+def open_log(path: Path) -> int:
+    """Open a file to add lines for its owner, made where there is none; no link is followed."""
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
 def write_file(
     path: Path,
     content: bytes | Iterable[bytes | memoryview],

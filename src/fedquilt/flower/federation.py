@@ -32,7 +32,7 @@ from typing import Any
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
 from fedquilt.common.printable import printable
-from fedquilt.common.storage import lock_file, open_regular, storage_errors, write_file
+from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
 from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes
 from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
@@ -161,7 +161,7 @@ class Federation:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         marked = {processes.MARK: str(self.folder), "OMP_NUM_THREADS": threads}
         path = self.folder / "logs" / "supervisor.log"
-        with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+        with open(open_log(path), "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "fedquilt.flower.processes", str(self.folder)],
                 stdout=log,

@@ -16,6 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from fedquilt.common.errors import DataError, InvalidValueError
 from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import NOTE_BYTES, read_bytes, read_named
 
 CONNECTION = "fedquilt"
 """What the connection to a SuperLink is called in Flower's own configuration."""
@@ -46,8 +47,8 @@ def make_certificate(folder: Path, stem: str, hosts: Sequence[str]) -> None:
         return
     names = x509.SubjectAlternativeName([_host(host) for host in hosts])
     try:
-        authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
-        signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        authority = x509.load_pem_x509_certificate(read_named(folder / "ca.crt", NOTE_BYTES))
+        signer = serialization.load_pem_private_key(read_named(folder / "ca.key", NOTE_BYTES), None)
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{str(folder)!r} must hold an authority, ca.crt and ca.key, and one of them cannot be "
@@ -81,7 +82,7 @@ def make_node_key(path: Path) -> bytes:
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         )
         write_file(public, line + b"\n")
-    return public.read_bytes()
+    return read_bytes(public, NOTE_BYTES)
 
 
 def make_secret(path: Path) -> None:

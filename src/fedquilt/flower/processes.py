@@ -33,7 +33,7 @@ from typing import Any
 
 from fedquilt.common.errors import DataError, FedquiltError, InvalidValueError
 from fedquilt.common.shapes import ANY_TEXT, COUNT, NUMBER, TEXT, Mapped, Plain, Table, check, maybe
-from fedquilt.common.storage import write_file
+from fedquilt.common.storage import open_log, write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.flower import warm
 from fedquilt.flower.simulate import OFFLINE
@@ -356,7 +356,7 @@ class Supervisor:
     def _command(self, name: str, arguments: list[str]) -> int:
         """Start one of Flower's commands, from beside this interpreter."""
         program = Path(sys.executable).parent / arguments[0]
-        with open(self._log(name), "ab") as log:
+        with open(open_log(self._log(name)), "ab") as log:
             started = subprocess.Popen(
                 [str(program), *arguments[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedquilt.common.storage import open_log
 from fedquilt.flower import internals
 
 PRELOADED = (
@@ -149,7 +150,7 @@ def _die_with(parent: int) -> None:
 
 def _write_to(log: Path) -> None:
     """Let what this process says go to the end of a file."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    handle = open_log(log)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
