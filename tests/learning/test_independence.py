@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import itertools
 import math
@@ -103,6 +104,26 @@ class Numbered(float):
     """A number with an attribute."""
 
 
+class Array(np.ndarray):  # type: ignore[type-arg]
+    """An array whose class keeps something."""
+
+    held = torch.zeros(10)
+
+
+class Clearing:
+    """Has a method of the name that cached functions have, and keeps more than a cache."""
+
+    held = torch.zeros(10)
+
+    def cache_clear(self) -> None:
+        """Clear nothing."""
+
+
+@functools.lru_cache(maxsize=0)
+def behind_a_cache(seen: str, kept: list[torch.Tensor] = []) -> list[torch.Tensor]:  # noqa: B006
+    return kept
+
+
 class Meta(type):
     """A class of classes that keeps something itself."""
 
@@ -136,6 +157,8 @@ class Hidden(nn.Module):
         self.slotted, self.listed, self.number = Slotted(), Listed(), Numbered(0)
         self.helper, self.bytes = Helper(), io.BytesIO()
         self.register_buffer("constant", torch.zeros(10))
+        self.ones, self.clearing = np.ones(1).view(Array), Clearing()
+        self.named, self.cached = functools.partial(len, ()), behind_a_cache
         self.array = np.empty(1, dtype=object)
         self.array[0] = torch.zeros(10)
 
@@ -168,6 +191,11 @@ class Hidden(nn.Module):
             "dunder attribute": lambda: Helper.__dunder__,
             "default of a call": lambda: (self.helper(None) or [none])[-1],
             "default of a property": lambda: (self.helper.all or [none])[-1],
+            "class of a list": lambda: type(self.listed).held,
+            "class of an array": lambda: type(self.ones).held,
+            "attribute of a partial": lambda: getattr(self.named, "own", none),
+            "behind a cache": lambda: (self.cached("") or [none])[-1],
+            "beside a cache_clear": lambda: self.clearing.held,
         }
         return places[self.where]()
 
@@ -187,6 +215,11 @@ class Hidden(nn.Module):
             "dunder attribute": lambda: setattr(Helper, "__dunder__", value),
             "default of a call": lambda: self.helper(value),
             "default of a property": lambda: self.helper.all.append(value),
+            "class of a list": lambda: setattr(type(self.listed), "held", value),
+            "class of an array": lambda: setattr(type(self.ones), "held", value),
+            "attribute of a partial": lambda: setattr(self.named, "own", value),
+            "behind a cache": lambda: self.cached("").append(value),
+            "beside a cache_clear": lambda: setattr(self.clearing, "held", value),
         }
         places[self.where]()
 
@@ -194,7 +227,8 @@ class Hidden(nn.Module):
 HIDDEN = (
     *("slot", "list attribute", "number attribute", "class of a helper", "default", "bytes"),
     *("new attribute of the class", "gradient of a buffer", "object array", "metaclass"),
-    *("dunder attribute", "default of a call", "default of a property"),
+    *("dunder attribute", "default of a call", "default of a property", "class of a list"),
+    *("class of an array", "attribute of a partial", "behind a cache", "beside a cache_clear"),
 )
 
 

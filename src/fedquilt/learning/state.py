@@ -51,6 +51,7 @@ _FIXED = (
 _CONTAINERS = (dict, list, deque, set, tuple, frozenset, MappingProxyType)
 _METHODS = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _MANAGER = contextlib._GeneratorContextManagerBase
+_CACHE = functools._lru_cache_wrapper
 _ACCESSORS = (property, classmethod, staticmethod)
 # Seen through by `_take`; anything else without attributes keeps its state to itself.
 _SEEN = (
@@ -104,23 +105,23 @@ class ModuleState:
         if type(value) in _FIXED or type(value) is object or id(value) in self._known:
             return
         self._known[id(value)] = value  # kept alive, so that its id stays its own
-        if not isinstance(value, type):
+        if not isinstance(value, type):  # a subclass of anything may hold more
             self._take_slots(value, name)
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(value, _MANAGER):
+                self._take(attributes, name)
+            self._take(type(value), name)
         if isinstance(value, torch.Tensor):
             self._parts.append(_hooks(name, value))
             if id(value) not in self._written:
                 self._parts.append(_tensor(name, value))
-            self._take(value.__dict__, name)
-        elif isinstance(value, _FIXED):
-            self._take(getattr(value, "__dict__", None), name)  # a subclass may hold more
         elif isinstance(value, np.ndarray):
             self._parts.append(_array(name, value))
             if value.dtype == object:
                 self._take(tuple(value.flat), name)
         elif isinstance(value, _CONTAINERS):
             self._take_container(value, name)
-            self._take(getattr(value, "__dict__", None), name)
-        elif hasattr(value, "cache_clear"):
+        elif isinstance(value, _CACHE):
             self._parts.append(_Part(value.cache_clear, list))
         elif isinstance(value, _METHODS):
             if _is_hidden(value.__self__):  # what a method is bound to cannot be exchanged
@@ -141,7 +142,7 @@ class ModuleState:
             self._take_function(value, name)
         elif isinstance(value, type):
             self._take_class(value, name)
-        else:
+        elif not isinstance(value, _FIXED):
             self._take_object(value, name)
 
     def _take_container(self, value: Any, name: str) -> None:
@@ -176,7 +177,6 @@ class ModuleState:
         for key in ("__defaults__", "__kwdefaults__"):
             self._parts.append(_attribute(name, function, key))
             self._take(getattr(function, key), name)
-        self._take(function.__dict__, name)
 
     def _take_class(self, kind: type, name: str) -> None:
         """Save the attributes of a user's own class, of its bases and of its metaclass."""
@@ -194,10 +194,6 @@ class ModuleState:
         if generator is not None:
             self._parts.append(generator)
             return
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._take(attributes, name)
-        self._take(type(value), name)
         is_iterator = hasattr(value, "__next__") and not isinstance(value, io.IOBase)
         if is_iterator and _is_opaque(value) and not _is_hidden(value):
             self.opaque.append(name)  # a generator: no copy of it can be kept
@@ -205,7 +201,7 @@ class ModuleState:
 
 def _is_opaque(value: Any) -> bool:
     """Tell whether a value may have a state that cannot be seen: an iterator, for example."""
-    if type(value) is object or hasattr(value, "cache_clear") or _draws(value):
+    if type(value) is object or isinstance(value, _CACHE) or _draws(value):
         return False
     if isinstance(value, (*_FIXED, *_CONTAINERS, *_SEEN)):
         return False
