@@ -174,15 +174,25 @@ def test_a_declaration_that_is_seen_to_be_wrong_is_refused(kind: type, words: st
         world(with_client=True, method=method_with(kind))
 
 
-def test_sums_must_stay_what_the_noise_was_made_for() -> None:
+class LoudLater(RunningMean):
+    """A thousandfold sum that declares itself a plain one."""
+
+    sensitivity = 1.0
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: Any = None) -> None:
+        super().add(1000 * vector, weight, place)
+
+
+@pytest.mark.parametrize("later", [Median, LoudLater])
+def test_sums_must_stay_what_the_noise_was_made_for(later: type) -> None:
     class Changing(WholeModel):
         rounds = 0
 
         def new_sum(self) -> Any:
             Changing.rounds += 1
-            return RunningMean(self._size) if Changing.rounds < 6 else Median(self._size)
+            return RunningMean(self._size) if Changing.rounds < 6 else later(self._size)
 
-    with pytest.raises(InvalidValueError, match="sums of one sensitivity in all rounds"):
+    with pytest.raises(InvalidValueError, match="sums of one kind and sensitivity in all rounds"):
         world(with_client=True, method=Changing, num_rounds=8)
 
 

@@ -33,7 +33,8 @@ def build_federation(
 ) -> Federation:
     """Build the federation of the configured mode, as it is before round 0."""
     method = build_method(config, problem) if method is None else method
-    doubts, sensitivity = doubts_of(config, method), sensitivity_of(method.new_sum())
+    doubts, total = doubts_of(config, method), method.new_sum()
+    sensitivity = sensitivity_of(total)
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
     tried: tuple[str, ...] = ()
     if not doubts and sensitivity is not None and not is_plain_sum(method):
@@ -53,6 +54,7 @@ def build_federation(
         weights=problem.flat.read().clone(),
         account=account,
         sensitivity=sensitivity,
+        sum_kind=type(total),
         doubts=doubts,
         beliefs=(*tried, *beliefs_of(problem.own)),
         withheld=problem.withheld,

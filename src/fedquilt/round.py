@@ -47,10 +47,10 @@ _ATTEMPTS = 20
 class Federation:
     """The parts of a federation and its state between two rounds.
 
-    `sensitivity` is that of the sums which the mechanism's noise was made for.  `doubts` are
-    reasons why nothing may be claimed, `beliefs` what a claim takes on trust of somebody's own
-    parts (`assemble.build_federation`).  What begins with one of `withheld` is measured on
-    samples that clients have made, and under a claim it is the owner's alone.
+    `sensitivity` and `sum_kind` are those of the sums which the mechanism's noise was made for.
+    `doubts` are reasons why nothing may be claimed, `beliefs` what a claim takes on trust of
+    somebody's own parts (`assemble.build_federation`).  What begins with one of `withheld`
+    is measured on samples that clients have made, and under a claim it is the owner's alone.
     """
 
     select: Select
@@ -61,6 +61,7 @@ class Federation:
     weights: torch.Tensor
     account: RunAccount | None = None
     sensitivity: float | None = 1.0
+    sum_kind: type[Accumulator] | None = None
     doubts: tuple[str, ...] = ()
     beliefs: tuple[str, ...] = ()
     withheld: tuple[str, ...] = ()
@@ -74,11 +75,13 @@ class Federation:
     def new_sum(self) -> Accumulator:
         """Return an empty sum of the kind that the noise of the run was made for."""
         total = self.method.new_sum()
-        if sensitivity_of(total) != self.sensitivity and self.mechanism.is_bounded:
+        kind = self.sum_kind or type(total)
+        changed = type(total) is not kind or sensitivity_of(total) != self.sensitivity
+        if changed and self.mechanism.is_bounded:
             raise InvalidValueError(
-                f"new_sum of {type(self.method).__name__} must give sums of one sensitivity in "
-                f"all rounds: {type(total).__name__} has {sensitivity_of(total)}, and the noise is "
-                f"made for {self.sensitivity}"
+                f"new_sum of {type(self.method).__name__} must give sums of one kind and "
+                f"sensitivity in all rounds: {type(total).__name__} has {sensitivity_of(total)}, "
+                f"and the noise is made for {kind.__name__} of {self.sensitivity}"
             )
         return total
 

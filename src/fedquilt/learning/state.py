@@ -23,8 +23,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import (
+    AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
+    CoroutineType,
     EllipsisType,
     FunctionType,
     GenericAlias,
@@ -195,7 +197,8 @@ class ModuleState:
             self._parts.append(generator)
             return
         is_iterator = hasattr(value, "__next__") and not isinstance(value, io.IOBase)
-        if is_iterator and _is_opaque(value) and not _is_hidden(value):
+        is_frame = is_iterator or isinstance(value, CoroutineType | AsyncGeneratorType)
+        if is_frame and _is_opaque(value) and not _is_hidden(value):
             self.opaque.append(name)  # a generator: no copy of it can be kept
 
 
@@ -273,19 +276,18 @@ def _tensor(name: str, tensor: torch.Tensor) -> _Part:
 
 def _hooks(name: str, tensor: torch.Tensor) -> _Part:
     """Return the part of a tensor's hooks and of its gradient, which no dictionary shows."""
-    hooks = tensor._backward_hooks
-    saved = None if hooks is None else dict(hooks)
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    saved = {kind: dict(getattr(tensor, kind, None) or {}) for kind in kinds}
     wanted = tensor.grad
 
     def restore() -> None:
         if tensor.is_leaf and tensor.grad is not wanted:
             tensor.grad = wanted
-        now = tensor._backward_hooks
-        if now is not None and saved is None:
-            now.clear()
-        elif now is not None and saved is not None and dict(now) != saved:
-            now.clear()
-            now.update(saved)
+        for kind, hooks in saved.items():
+            now = getattr(tensor, kind, None)
+            if now is not None and dict(now) != hooks:
+                now.clear()
+                now.update(hooks)
 
     return _Part(restore, list)
 
