@@ -23,7 +23,7 @@ import pytest
 from command_line import Said
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.config import plain_config
+from fedquilt.config import build_config, plain_config
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
@@ -469,3 +469,15 @@ def test_what_is_printed_of_a_sweep_moves_no_cursor(
     assert r"local_epochs=\x1b[31mred" in said.out
     assert "1 run refused: " in said.out
     assert "\x1b" not in said.out + said.err
+
+
+def test_a_secret_coin_in_one_point_leaves_no_bound_on_all_of_them() -> None:
+    """What such a run releases is not described by one unit, also where the coin is an axis."""
+    own = {"mode": "certified", "selection": "poisson", "policy": "worst_case"}
+    base = build_config({**own, "num_clients": 20, "num_rounds": 2}).as_dict()
+    plan = make_plan(base, [parse_axis("amplification=true,false")], [0])
+    row = {"seed": 0, "state": "done", "accuracy": 0.5, "message": None, "charged": 0}
+    row |= {"claimed_epsilon": 2.0, "claimed_delta": 1e-5}
+    found = summarise(plan, [{**row, "amplification": value} for value in (1, 0)])
+    assert found.looks.epsilon == math.inf
+    assert "together they are bounded by nothing" in found.looks.text

@@ -113,7 +113,8 @@ def _looks(rows: Sequence[Mapping[str, Any]], plan: Plan) -> Looks:
     runs, unfinished = len(looked), sum(row["state"] != DONE for row in looked)
     charged = sum(bool(row["charged"]) for row in looked)
     refused = sum(row["state"] == REFUSED for row in rows)
-    epsilon, delta = _together(looked, amplified=bool(plan.base.get("amplification")))
+    coin = any({**plan.base, **point.settings}.get("amplification") for point in plan.points)
+    epsilon, delta = _together(looked, amplified=coin)
     text = _in_words(runs, unfinished, charged, epsilon, delta)
     return Looks(runs, unfinished, charged, refused, epsilon, delta, text)
 
