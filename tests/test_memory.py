@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
@@ -85,9 +86,11 @@ def test_a_large_model_is_held_few_times(mode: str, limit: float) -> None:
     """The caller's own, the global one, the one in training and a sum in float64: that is five.
 
     A layer's gradients come on top, and what drawing a piece of the noise takes: one of this
-    model, a tenth of one ten times as large.
+    model, a tenth of one ten times as large.  Without AVX-512 the gradient of one more layer is
+    held for a moment, a quarter of this model.
     """
-    assert measured(MODEL, mode=mode) < limit
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert measured(MODEL, mode=mode) < limit + (0.0 if wide else 0.4)
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("fedavg", 25), ("certified", 30)])

@@ -211,7 +211,8 @@ def open_account(
     try:
         if witness is not None:
             witness.check(ledger)
-        if config.ledger is None and not resumed and _has_charges(ledger):
+        # The ledger of a run folder, which has a witness, is of this run alone.
+        if witness is not None and not resumed and _has_charges(ledger):
             raise RunFolderError(f"ledger {path} has charges of another run: {_RESTORE}")
         ledger.populations()  # a long ledger is hashed here, while nobody has to wait
         with ledger.transaction():

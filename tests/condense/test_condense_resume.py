@@ -223,8 +223,8 @@ def test_an_interruption_before_the_last_checkpoint_leaves_no_noise(
     config = certified(**BOUNDED).replace(output_dir=str(tmp_path))
     amend = RunFolder.amend_round
 
-    def amend_and_stop(folder: RunFolder, record: dict[str, Any]) -> None:
-        amend(folder, record)
+    def amend_and_stop(folder: RunFolder, *records: Any) -> None:
+        amend(folder, *records)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

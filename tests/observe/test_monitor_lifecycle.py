@@ -219,12 +219,15 @@ def test_a_sampler_ends_with_a_program_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_sampler_ends_with_a_program_that_forgot_to_stop_it(tmp_path: Path) -> None:
-    with run_python(ABANDON.format(then="time.sleep(0.1)"), str(tmp_path / "usage.txt")) as program:
+    usage = tmp_path / "usage.txt"
+    waits = "while open(sys.argv[1]).read().count(chr(10)) < 3: time.sleep(0.02)"
+    usage.touch()
+    with run_python(ABANDON.format(then=waits), str(usage)) as program:
         output, errors = program.communicate()
     wait_until(lambda: has_ended(int(output)))
     assert program.returncode == 0
     assert errors == ""
-    assert len((tmp_path / "usage.txt").read_text().splitlines()) > 2
+    assert len(usage.read_text().splitlines()) > 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from fedquilt.common.errors import IrregularFileError, StorageError
@@ -68,12 +68,17 @@ def check_own_folder(path: Path) -> None:
         raise IrregularFileError(f"{str(path)!r} must be a folder of its own, not a link or a file")
 
 
-def check_own_tree(path: Path) -> None:
-    """Refuse a folder in which anything, at any depth, leads out of it or is no file."""
+def check_own_tree(path: Path, *, but: Collection[str] = ()) -> None:
+    """Refuse a folder in which anything, at any depth, leads out of it or is no file.
+
+    Links of the names `but` may lead anywhere.
+    """
     check_own_folder(path)
     inside = path.resolve()
     for folder, folders, names in os.walk(path):
         for one in (Path(folder, name) for name in (*folders, *names)):
+            if one.is_symlink() and one.name in but:
+                continue
             if one.is_symlink() and not one.resolve().is_relative_to(inside):
                 raise IrregularFileError(f"{str(one)!r} must not lead out of {str(path)!r}")
             if not one.is_symlink() and not one.is_dir():

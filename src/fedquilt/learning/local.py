@@ -350,7 +350,7 @@ class SequentialEngine:
             for client in cohort:
                 yield self.train_one(start, int(client), round_index, learning_rate)
         finally:
-            self.close()  # what is made or evaluated next sees nothing of the last client
+            self._put_back()  # what is made or evaluated next sees nothing of the last client
 
     def train_one(
         self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
@@ -394,6 +394,9 @@ class SequentialEngine:
 
     def close(self) -> None:
         """Restore what training has changed outside the model, such as attributes of its class."""
+        self._put_back()
+
+    def _put_back(self) -> None:
         self._flat.restore()
         self.task.objective.begin()
         self.settings.optimizer.restore()

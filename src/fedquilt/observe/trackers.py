@@ -274,7 +274,9 @@ def _open(
     name: str, folder: Path, project: str, run_name: str, config: Mapping[str, Any]
 ) -> Tracker:
     try:
-        check_own_tree(folder / name)  # of the same name as the tracker; it may be a stranger's
+        # Of the same name as the tracker; it may be a stranger's.  wandb itself links the log of
+        # its service into the folder of each run, and opens none of an earlier one.
+        check_own_tree(folder / name, but=("debug-core.log",) if name == "wandb" else ())
         if name == "wandb":
             return WandbTracker(folder, project=project, run_name=run_name, config=config)
         if name == "mlflow":
