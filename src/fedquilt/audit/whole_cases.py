@@ -154,13 +154,13 @@ def whole_cases() -> dict[str, WholeCase]:
 
 def _model_cases() -> dict[str, WholeCase]:
     cases = {}
-    for engine in ("sequential", "batched"):
+    for engine, kinds in _HALVES.items():
         for model in _STATELESS:
-            cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model)
+            cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model, kinds=kinds)
     for model in _STATEFUL:
         cases[f"{model}, sequential"] = WholeCase({"engine": "sequential"}, model)
     for model in _STACKED:
-        cases[f"{model}, batched"] = WholeCase({"engine": "batched"}, model)
+        cases[f"{model}, batched"] = WholeCase({"engine": "batched"}, model, kinds=_FEW)
     cases["width seen, batched"] = WholeCase(
         {"engine": "batched", "batch_size": 16}, "width seen", kinds=_FEW
     )
@@ -190,9 +190,12 @@ def _method_cases() -> dict[str, WholeCase]:
     for method in OWN_LOSS_METHODS:
         model = "exits" if method == "depthfl" else "dropout layer"
         settings = {"method": method, "tiers": "1,1/2", "engine": "sequential"}
-        cases[f"{method}, {model}, sequential"] = WholeCase(settings, model)
+        cases[f"{method}, {model}, sequential"] = WholeCase(
+            settings, model, kinds=_HALVES["sequential"]
+        )
     cases["fedrolex, secret coin, batched"] = WholeCase(
         {"method": "fedrolex", "tiers": _TIERS, "engine": "batched", **_COIN},
+        kinds=_HALVES["batched"],
         needs=("dp_accounting",),
     )
     return cases
@@ -297,7 +300,10 @@ def _flower_cases() -> dict[str, WholeCase]:
         for model, kinds in (("plain", (*_FEW, "ignored")), ("frozen parameter", _FEW))
     }
     cases["condense, flower"] = WholeCase(
-        {**CONDENSE, "engine": "flower"}, "condensed", needs=("flwr",)
+        {**CONDENSE, "engine": "flower"},
+        "condensed",
+        kinds=(*_FEW, "ignored"),
+        needs=("flwr",),
     )
     return cases
 
