@@ -32,4 +32,4 @@ def test_no_hostile_file_ends_in_a_traceback_a_hang_or_elsewhere(tmp_path: Path)
     assert int(accepted) > 20
     assert int(refused) > 100
     assert int(accepted) + int(refused) == int(inputs)
-    assert bad == ["0", "0", "0"]
+    assert bad == ["0"] * 5
