@@ -15,11 +15,18 @@ from http_receiver import Receiver, wait_until
 
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
-    """Every test ends with the threads and processes that it began with."""
-    threads = set(threading.enumerate())
+    """Every test ends with the threads and processes that it began with.
+
+    But for the one thread that wandb keeps for the life of a process, whichever test starts it.
+    """
+
+    def running() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if not one.name.startswith("wandb-Asyncio")}
+
+    threads = running()
     processes = set(psutil.Process().children(recursive=True))
     yield
-    wait_until(lambda: set(threading.enumerate()) <= threads)
+    wait_until(lambda: running() <= threads)
     wait_until(lambda: set(psutil.Process().children(recursive=True)) <= processes)
 
 
