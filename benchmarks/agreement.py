@@ -39,13 +39,13 @@ import torch
 import fedquilt
 from fedquilt.common.errors import InvalidValueError, WorkerError
 from fedquilt.config.modes import MODES
-from fedquilt.learning import ClientUpdate, Engine
-from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.devices import DevicesEngine
-from fedquilt.learning.local import SequentialEngine
-from fedquilt.learning.processes import ProcessEngine
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
+from fedquilt.training import ClientUpdate, Engine
+from fedquilt.training.batched import BatchedEngine
+from fedquilt.training.devices import DevicesEngine
+from fedquilt.training.local import SequentialEngine
+from fedquilt.training.processes import ProcessEngine
 
 LIMIT, _LOSSES = 1e-5, 1e-4
 NUDGES, DRAWS = (2.0**-22, 2.0**-21, 2.0**-20, 2.0**-19), 24

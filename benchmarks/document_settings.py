@@ -18,7 +18,7 @@ import tomllib
 import torch
 
 from fedquilt.config import RunConfig, build_config
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment.api import run_in_memory
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.learning import Engine, FlatModel, LocalSettings, Task, make_engine
 from fedquilt.models import make_model
+from fedquilt.training import Engine, FlatModel, LocalSettings, Task, make_engine
 
 SHAPES = {
     "mlp": (1, 28, 28),

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from fedquilt.common.errors import DataError
 from fedquilt.config import RunConfig, build_config
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.federation import Federation
 from fedquilt.flower.simulate import simulate
 from fedquilt.flower.template import write_app

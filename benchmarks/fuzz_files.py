@@ -434,8 +434,8 @@ def link_outwards(path: Path, draw: random.Random, outside: Path) -> None:
 def make_sources(folder: Path) -> None:
     """Make small runs, a shared ledger and data files to start from."""
     from fedquilt.config import build_config
-    from fedquilt.experiment import run_config
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.experiment.api import run_config
+    from fedquilt.record.folder import RunFolder
 
     tiny = {
         "dataset": "digits",
@@ -590,7 +590,7 @@ def command(*arguments: str) -> Action:
 def read_folder(case: Path) -> object:
     """Read all there is in a run folder, as Python does."""
     import fedquilt
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     folder = RunFolder.open(case)
     folder.read_config()
@@ -753,7 +753,7 @@ ON_FEDERATION = (
     command("flower", "rotate", "node1", "--folder", "@"),
     command("flower", "seats", "2", "--roster", "@/roster.json"),
 )
-CONDENSE = command("condense", "--resume", "@", "--quiet", "--baselines", "none")
+CONDENSE = command("condense", "--resume", "@", "--quiet")
 KINDS = [
     Kind(
         "result.json",
@@ -987,9 +987,9 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
+    from fedquilt.experiment.loop import Experiment
     from fedquilt.report import sweep_figure
     from fedquilt.sweep import run as sweep
-    from fedquilt.training_loop import Experiment
 
     def go_on(*_: object, **__: object) -> None:
         raise WentOnError
@@ -1109,8 +1109,7 @@ def warm() -> None:
     import typer.main
 
     import fedquilt.cli.app
-    import fedquilt.experiment
-    import fedquilt.fednum.baselines
+    import fedquilt.experiment.api
     import fedquilt.report.ledger
     from fedquilt.data import load
 

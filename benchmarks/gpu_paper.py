@@ -27,7 +27,7 @@ def child(case: dict[str, object]) -> dict[str, float]:
     """Run one case in this process and return what it took."""
     began = time.perf_counter()
     from fedquilt.config import RunConfig
-    from fedquilt.experiment import run_config
+    from fedquilt.experiment.api import run_config
 
     imported = time.perf_counter()
     stamps: list[float] = []

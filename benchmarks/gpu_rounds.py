@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from fedquilt.data.split import dirichlet_split
-from fedquilt.learning import FlatModel, LocalSettings, Task
-from fedquilt.learning.batched import BatchedEngine
 from fedquilt.models import make_model
+from fedquilt.training import FlatModel, LocalSettings, Task
+from fedquilt.training.batched import BatchedEngine
 
 SHAPES = {"mnist": (60_000, (1, 28, 28)), "cifar10": (50_000, (3, 32, 32))}
 

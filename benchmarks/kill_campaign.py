@@ -46,13 +46,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt import experiment, opening
 from fedquilt.config import RunConfig
+from fedquilt.experiment import api as experiment
+from fedquilt.experiment import start as opening
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
+from fedquilt.record.folder import RunFolder
 from fedquilt.round import Federation
-from fedquilt.run_folder import RunFolder
 
 ALLOWANCE, DELTA, CLIENTS = 6.0, 1e-5, 12
 RUNS_PER_LEDGER = 6
@@ -445,8 +446,8 @@ def place_faults(count: int, kinds: str | None, seed: int, parent: Path | None) 
 
 def _load_what_faults_need(kinds: Sequence[str], amplified: RunConfig) -> None:
     """Import, compute and start once what takes each forked process seconds."""
-    from fedquilt import assemble_mechanism
     from fedquilt.condense import method
+    from fedquilt.setup import mechanism as assemble_mechanism
 
     for name in ("fedquilt.models.features", "torch.func", "torch._dynamo"):
         importlib.import_module(name)
@@ -463,7 +464,7 @@ def _start_fork_server() -> None:
     import multiprocessing.forkserver
 
     server = multiprocessing.forkserver
-    server.set_forkserver_preload(["fedquilt.learning.worker"])
+    server.set_forkserver_preload(["fedquilt.training.worker"])
     server.ensure_running()
     server.ensure_running = server._forkserver.ensure_running = lambda: None
 

@@ -34,26 +34,26 @@ import torch
 from torch import nn
 
 import fedquilt
-import fedquilt.experiment
-import fedquilt.opening
+import fedquilt.experiment.api
+import fedquilt.experiment.loop
+import fedquilt.experiment.start
 import fedquilt.round
-import fedquilt.training_loop
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.aggregation.accumulators import RunningMean
-from fedquilt.learning.local import SequentialEngine
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
+from fedquilt.training.local import SequentialEngine
 
 MODEL_LIMIT, CLIENTS_LIMIT_MB = 5, 300
 COHORT = 10
 
 # Where a phase is: the class or module, the function, the phase's name.
 PHASES = (
-    (fedquilt.experiment, "problem_from", "start"),
-    (fedquilt.opening, "build_method", "trial of the model"),
-    (fedquilt.opening, "open_account", "ledger"),
+    (fedquilt.experiment.api, "problem_from", "start"),
+    (fedquilt.experiment.start, "build_method", "trial of the model"),
+    (fedquilt.experiment.start, "open_account", "ledger"),
     (SequentialEngine, "train_one", "local training"),
     (NoPrivacy, "receive", "receive, clip"),
     (Certified, "receive", "receive, clip"),
@@ -65,8 +65,8 @@ PHASES = (
     (RunAccount, "settle", "settle"),
     (ServerOptimizer, "step", "server step"),
     (RunFolder, "save_checkpoint", "checkpoint"),
-    (fedquilt.training_loop.Experiment, "measure", "evaluation"),
-    (fedquilt.training_loop.Experiment, "finish", "result"),
+    (fedquilt.experiment.loop.Experiment, "measure", "evaluation"),
+    (fedquilt.experiment.loop.Experiment, "finish", "result"),
 )
 
 

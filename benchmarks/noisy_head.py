@@ -24,6 +24,7 @@ import argparse
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,10 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.data import ImageDataset, load_dataset, split_clients
-from fedquilt.reproduce.cells import source_origin
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reproduction.cells import source_origin
 
 RATE, DECAY, EPOCHS, BATCH, COHORT, MOST = 0.005, 0.995, 3, 32, 10, 800
 # sigma = (C / m) sqrt(2 ln(1.25 / delta)) / epsilon_t: C = 1, m = 30, 6 / 200 x 1.25 a round.

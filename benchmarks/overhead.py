@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedquilt.assemble import build_federation
-from fedquilt.assemble_problem import problem_from
 from fedquilt.config import RunConfig
 from fedquilt.models import MLP
-from fedquilt.problem import Own
 from fedquilt.round import run_round
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation
+from fedquilt.setup.task import Own
 
 CLIENTS, SAMPLES, BATCH, RATE = 20, 600, 32, 0.05
 

@@ -24,9 +24,9 @@ from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import build_config
 from fedquilt.data import load_dataset
-from fedquilt.experiment import run_in_memory
-from fedquilt.learning import evaluate
+from fedquilt.experiment.api import run_in_memory
 from fedquilt.models import make_model
+from fedquilt.training import evaluate
 
 NETWORK = TrainingSettings(epochs=500)
 WIDTHS = (8, 10, 18, 20, 8)

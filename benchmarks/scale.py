@@ -85,11 +85,11 @@ class Clock:
 def population(clients: int, mode: str, parent: str | None) -> dict[str, Any]:
     """Return the milliseconds of rounds beside their training, and the memory of the run."""
     import fedquilt
-    from fedquilt import training_loop
     from fedquilt.common import storage
-    from fedquilt.learning import make_engine
+    from fedquilt.experiment import loop as training_loop
     from fedquilt.method import MethodParts
     from fedquilt.privacy.run_account import RunAccount
+    from fedquilt.training import make_engine
 
     training_loop.CHECKPOINT_SECONDS = 0.0
     mode, _, paid = mode.partition(", ")
@@ -174,8 +174,8 @@ def _count_bytes(storage: Any) -> list[int]:
 
 def cohort(clients: int) -> dict[str, Any]:
     """Return the highest memory of a round of so many clients of twenty samples."""
-    from fedquilt.learning import FlatModel, LocalSettings, Task, make_engine
     from fedquilt.models import MLP
+    from fedquilt.training import FlatModel, LocalSettings, Task, make_engine
 
     inputs = torch.rand(2000, 1, 28, 28)
     targets = torch.randint(0, 10, (2000,))

@@ -66,7 +66,7 @@ def first_round_in_python() -> None:
 
 def stop_at_first_round() -> None:
     """Let the first round end the process, and say what was loaded until then."""
-    from fedquilt import training_loop
+    from fedquilt.experiment import loop as training_loop
 
     def begun(*_: Any) -> None:
         print(json.dumps(Counter(name.split(".")[0] for name in sys.modules)))

@@ -16,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import build_federation
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import problem_from
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, plain_config
-from fedquilt.learning import ClientUpdate
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
-from fedquilt.problem import Problem
 from fedquilt.round import Federation
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation
+from fedquilt.setup.task import Problem
+from fedquilt.training import ClientUpdate
 
 SIZE = 15  # parameters of the model
 BASE: dict[str, Any] = {

@@ -18,7 +18,7 @@ from command_line import cli, here, no_figures  # noqa: F401
 from done_once import build_commands_once, read_digits_once
 from examples import use_profile
 from fedquilt.config import RunConfig
-from fedquilt.experiment import RunResult, run_config
+from fedquilt.experiment.api import RunResult, run_config
 from run_processes import Nursery
 from run_samples import tiny
 

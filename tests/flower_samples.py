@@ -19,7 +19,7 @@ from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
 
 SIZE, CLASSES, COUNT = 6, 3, 4
 

@@ -20,6 +20,7 @@ Every entry of `here`, and `test`, is looked up, so that a name that vanishes fa
 | `fedquilt.a.f(x, y)` | a function or class that takes the arguments x and y |
 | `fedquilt.a.T['k'] = 3` | a table with that key, and that value where one is given |
 | `fedquilt run --seed` | that command, and every option named after it |
+| `python -m reproduction --only` | every option of it; `fednum-baselines` may stand before |
 | `docs/page.md#some-heading` | that file, and that heading |
 | `tests/test_x.py::test_y` | that file, and a function or class of that name in it |
 
@@ -119,11 +120,13 @@ def look_up(reference: str) -> None:
     """Raise unless a reference leads somewhere."""
     if reference.startswith("fedquilt "):
         _look_up_command(reference.split()[1:])
+    elif reference.startswith("python -m reproduction "):
+        _look_up_experiments(reference.split()[3:])
     elif found := _KEYED.match(reference):
         _look_up_key(found["name"], found["keys"], found["value"])
     elif found := _CALLED.match(reference):
         _look_up_arguments(found["name"], found["arguments"])
-    elif reference.startswith("fedquilt.") or reference == "fedquilt":
+    elif reference.startswith(("fedquilt.", "reproduction.")) or reference == "fedquilt":
         attribute(reference)
     elif found := _FILE.match(reference):
         _look_up_file(found["path"], found["name"], found["heading"])
@@ -174,6 +177,16 @@ def _look_up_command(words: list[str]) -> None:
             raise LookupError(f"no command {' '.join(words[:1])!r}")
         command = command.commands[words.pop(0)]
     known = {option for item in command.params for option in (*item.opts, *item.secondary_opts)}
+    for option in (word for word in words if word.startswith("--")):
+        if option not in known:
+            raise LookupError(f"no option {option!r}")
+
+
+def _look_up_experiments(words: list[str]) -> None:
+    from reproduction.__main__ import baselines_parser, paper_parser
+
+    parser = baselines_parser() if words[0] == "fednum-baselines" else paper_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
     for option in (word for word in words if word.startswith("--")):
         if option not in known:
             raise LookupError(f"no option {option!r}")

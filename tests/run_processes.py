@@ -207,7 +207,7 @@ def _prepare(
     """
     import fedquilt.cli.run
     import fedquilt.condense.method as condensation
-    from fedquilt import training_loop
+    from fedquilt.experiment import loop as training_loop
 
     # Images are refined in a few steps: what is tested is what happens around them.
     few = functools.partial(condensation.GrowingSettings, steps=15)
@@ -232,7 +232,7 @@ def _arm(event: str, count: int) -> None:
     import signal
 
     from fedquilt.privacy.run_account import RunAccount
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     left = [count]
 
@@ -278,7 +278,7 @@ def _arm(event: str, count: int) -> None:
 
 
 def _limit_files(size: int, after_rounds: int) -> None:
-    from fedquilt import training_loop
+    from fedquilt.experiment import loop as training_loop
 
     run_round = training_loop.run_round
 
@@ -293,7 +293,7 @@ def _limit_files(size: int, after_rounds: int) -> None:
 def _slow_down(seconds: float) -> None:
     import time
 
-    from fedquilt import training_loop
+    from fedquilt.experiment import loop as training_loop
 
     run_round = training_loop.run_round
 

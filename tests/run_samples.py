@@ -12,8 +12,8 @@ import torch
 
 from fedquilt.config import RunConfig, option_fields
 from fedquilt.config.uses import says_something
-from fedquilt.experiment import RunResult, load
-from fedquilt.run_folder import RunFolder
+from fedquilt.experiment.api import RunResult, load
+from fedquilt.record.folder import RunFolder
 
 TINY: dict[str, Any] = {
     "mode": "quap_fl",

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fedquilt.assemble import build_federation
-from fedquilt.assemble_account import is_bounded, needs_account, open_account
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODE_TABLE, plain_config
-from fedquilt.experiment import run_config
-from fedquilt.run_folder import RunFolder
+from fedquilt.experiment.api import run_config
+from fedquilt.record.folder import RunFolder
+from fedquilt.setup.account import is_bounded, needs_account, open_account
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.federation import build_federation
 from run_samples import TINY
 
 CONDENSED = {"method": "condense", "dataset": "digits", "num_clients": 3, "num_rounds": 1, "ipc": 1}

@@ -20,9 +20,9 @@ import pytest
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment.api import RunResult, resume_run, run_config
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 from run_processes import Nursery, environment
 from run_samples import flags, folder_of, only_folder, rounds_without_clock, tiny
 

@@ -13,11 +13,11 @@ import safetensors.numpy
 import torch
 
 import fedquilt
-from fedquilt import training_loop
 from fedquilt.common import changes, storage
 from fedquilt.errors import RunFolderError, StorageError
-from fedquilt.experiment import resume_run, run_config
-from fedquilt.run_folder import RunFolder
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import resume_run, run_config
+from fedquilt.record.folder import RunFolder
 from run_samples import assert_is_whole, only_folder, tiny
 
 MODEL = {"weight": torch.arange(3.0)}

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.client_evaluation import hold_back
 from fedquilt.common.spread import grouped, spread
 from fedquilt.errors import InvalidValueError, RunInterrupted
-from fedquilt.experiment import RunResult
-from fedquilt.learning import evaluate
+from fedquilt.experiment.api import RunResult
 from fedquilt.privacy.evaluation import SENSITIVITY, contribution
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.run_account import EvaluationShare
+from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.training import evaluate
 from gaussian_oracle import exact_epsilon
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -295,8 +295,8 @@ def released(
     kind: str, monkeypatch: pytest.MonkeyPatch, victim: str = "c", **changes: Any
 ) -> tuple[list[np.ndarray[Any, Any]], list[float], dict[str, Any]]:
     """Return the sums that evaluations noise, what each client paid, and the public lines."""
-    from fedquilt import client_evaluation
     from fedquilt.privacy import evaluation
+    from fedquilt.setup import client_evaluation as client_evaluation
 
     sums: list[np.ndarray[Any, Any]] = []
 
@@ -372,7 +372,7 @@ def test_the_noise_is_as_strong_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
             drawn.append(size)
             return super().normal(size)
 
-    from fedquilt import client_evaluation
+    from fedquilt.setup import client_evaluation as client_evaluation
 
     monkeypatch.setattr(client_evaluation, "noise_source", lambda seed: Counted())
     run(evaluation_share=0.3)

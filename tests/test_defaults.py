@@ -16,8 +16,8 @@ from torch import nn
 import fedquilt
 from fedquilt.config import PRESETS, RunConfig, build_config, plain_config
 from fedquilt.data import load_dataset, split_clients
-from fedquilt.problem import build_selector
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
+from fedquilt.setup.task import build_selector
 from run_samples import flags, only_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")

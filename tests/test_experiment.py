@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 import fedquilt
-from fedquilt import training_loop
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODES
 from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.errors import FedquiltError, InvalidValueError
-from fedquilt.experiment import RunResult, run_config
-from fedquilt.problem import pick_device
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, run_config
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.task import pick_device
 from run_samples import assert_same_run, same_tensors, tiny
 
 PER_ROUND = (
@@ -105,7 +105,7 @@ def with_test_labels(
         train, test = load_dataset(*given, **options)
         return train, ImageDataset(test.images, change(test.targets), test.name, test.num_classes)
 
-    monkeypatch.setattr("fedquilt.assemble_problem.load_dataset", load)
+    monkeypatch.setattr("fedquilt.setup.build_task.load_dataset", load)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,7 +160,7 @@ def test_early_stopping_looks_at_the_validation_split_only(
     ) -> tuple[float, float]:
         return (on_test if len(targets) == 355 else on_validation), 1.0
 
-    monkeypatch.setattr("fedquilt.problem.evaluate", pretend)
+    monkeypatch.setattr("fedquilt.setup.task.evaluate", pretend)
     stopped = start(tmp_path, mode="fedavg", early_stopping=True, target_accuracy=0.5)
     assert stopped.result["rounds"] == rounds
     assert stopped.result["history"]["evaluation_rounds"][-1] == rounds
@@ -455,7 +455,7 @@ def test_a_run_that_diverges_is_recorded_as_strict_json(tmp_path: Path) -> None:
 def test_engines_are_closed_whatever_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.learning.local import SequentialEngine
+    from fedquilt.training.local import SequentialEngine
 
     closed: list[str] = []
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))

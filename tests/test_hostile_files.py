@@ -21,7 +21,7 @@ import fedquilt
 from fedquilt.common import storage, untrusted
 from fedquilt.config import RunConfig, build_config
 from fedquilt.errors import DataError, FedquiltError, InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, resume_run
+from fedquilt.experiment.api import RunResult, resume_run
 from run_samples import contents
 
 pytestmark = pytest.mark.usefixtures("no_figures")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
@@ -81,16 +80,15 @@ def measured(program: str, **case: Any) -> float:
     return float(json.loads(ended.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(("mode", "limit"), [("fedavg", 5.8), ("certified", 6.6)])
+@pytest.mark.parametrize(("mode", "limit"), [("fedavg", 6.2), ("certified", 6.9)])
 def test_a_large_model_is_held_few_times(mode: str, limit: float) -> None:
     """The caller's own, the global one, the one in training and a sum in float64: that is five.
 
     A layer's gradients come on top, and what drawing a piece of the noise takes: one of this
-    model, a tenth of one ten times as large.  On a processor without AVX-512
-    0.3 of this model more was seen, with older code as well.
+    model, a tenth of one ten times as large.  On two of three processors 0.3 of this model more was
+    seen, with older code as well: about one of its layers, as a packed copy of one would be.
     """
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    assert measured(MODEL, mode=mode) < limit + (0.0 if wide else 0.4)
+    assert measured(MODEL, mode=mode) < limit
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("fedavg", 25), ("certified", 30)])

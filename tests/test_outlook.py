@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODES, build_config
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import run_in_memory
-from fedquilt.outlook import cohort_line, expectations, noise_outlook
+from fedquilt.experiment.api import run_in_memory
+from fedquilt.experiment.preflight import cohort_line, expectations, noise_outlook
 from fedquilt.population import Availability, CohortSelector, propensities
-from fedquilt.problem import build_selector
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.task import build_selector
 from run_samples import flags
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")

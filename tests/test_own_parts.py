@@ -16,10 +16,10 @@ from torch import nn
 import fedquilt
 from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean
-from fedquilt.audit.watch import known_entropy
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting import gaussian_mu
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
 
 CLIENTS, SIZE = 9, 3
 QUIET: dict[str, Any] = {"output_dir": None, "quiet": True}

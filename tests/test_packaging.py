@@ -63,6 +63,22 @@ def test_declared_is_imported() -> None:
     assert needed == core | extra
 
 
+def test_the_wheel_holds_the_package_and_nothing_beside_it() -> None:
+    """Experiments, benchmarks and hostile models stay in the repository."""
+    from setuptools import find_packages
+
+    where = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert where == {"find": {"where": ["src"]}}
+    found = find_packages(str(ROOT / "src"))
+    assert {name.split(".")[0] for name in found} == {"fedquilt"}
+    gone = {"reproduce", "bench", "papers.fednum.baselines"}
+    assert not gone & {name.removeprefix("fedquilt.") for name in found}
+    for name in ("reproduction", "benchmarks", "tests"):
+        assert (ROOT / name).is_dir()
+        for module in SOURCE.rglob("*.py"):
+            assert name not in imported(module.read_text()), f"{module} imports {name}"
+
+
 def test_every_extra_is_known_here() -> None:
     assert set(project()["optional-dependencies"]) == {*EXTRAS, *TOOLS}
 

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt import assemble_account, assemble_problem, run_folder
 from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment.api import RunResult, resume_run, run_config
 from fedquilt.privacy.ledger import (
     BudgetExceededError,
     Ledger,
@@ -28,7 +27,10 @@ from fedquilt.privacy.ledger import (
     LedgerCorruptError,
     population_name,
 )
-from fedquilt.run_folder import RunFolder
+from fedquilt.record import folder as run_folder
+from fedquilt.record.folder import RunFolder
+from fedquilt.setup import account as assemble_account
+from fedquilt.setup import build_task as assemble_problem
 from run_samples import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

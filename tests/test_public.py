@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt import training_loop
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.audit.watch import known_entropy
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.config import option_fields, plain_config
 from fedquilt.data import ImageDataset, load_dataset
-from fedquilt.experiment import RunResult, run_config
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, run_config
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.record import (
+from fedquilt.record.result import (
     CHECKPOINT_PUBLIC,
     OWNER_FILES,
     RESULT_PUBLIC,

@@ -24,11 +24,11 @@ from certified_samples import (
 )
 from fedquilt.config import build_config, plain_config
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment.api import run_in_memory
 from fedquilt.privacy import feasibility as planning
 from fedquilt.privacy.accounting import Adjacency, Release, calibrate, epsilon
 from fedquilt.privacy.ledger.run import Run
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
 from fedquilt.round import run_round
 from gaussian_oracle import exact_epsilon
 

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedquilt
-from fedquilt import training_loop
 from fedquilt.config import MODES
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, resume_run, run_config
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 from run_processes import Nursery, environment
 from run_samples import (
     assert_is_whole,

@@ -14,7 +14,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
-from fedquilt.experiment import RunResult
+from fedquilt.experiment.api import RunResult
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError
 from gaussian_oracle import exact_epsilon
 

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import RunningMean, make_server_optimizer
-from fedquilt.assemble import build_federation
-from fedquilt.assemble_mechanism import MechanismParts, make_mechanism
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import MODES, RunConfig
-from fedquilt.learning import ClientUpdate, FlatModel
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
-from fedquilt.problem import build_selector
 from fedquilt.round import Federation, run_round
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.federation import build_federation
+from fedquilt.setup.mechanism import MechanismParts, make_mechanism
+from fedquilt.setup.task import build_selector
+from fedquilt.training import ClientUpdate, FlatModel
 from run_samples import tiny
 
 RATE = 0.05

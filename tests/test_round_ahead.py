@@ -14,12 +14,12 @@ from torch import nn
 
 import fedquilt
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.engine import ClientUpdate
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.ledger.run import Run
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
+from fedquilt.training.batched import BatchedEngine
+from fedquilt.training.engine import ClientUpdate
 
 SEEDED = {"mode": "certified", "epsilon": 5.0, "noise_seed": 1}
 

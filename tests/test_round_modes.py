@@ -14,7 +14,7 @@ from torch import nn
 import fedquilt
 from fedquilt.config import RunConfig
 from fedquilt.config.uses import says_something
-from fedquilt.experiment import RunResult
+from fedquilt.experiment.api import RunResult
 from numpy_federation import LAYERS, Net, NumpyFederation, Outcome, Settings
 
 SIZES = (4, 5, 3, 3)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fedquilt.errors import RunInterrupted
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment.api import RunResult, resume_run, run_config
+from fedquilt.experiment.loop import Experiment
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.training_loop import Experiment
 from run_samples import flags, folder_of, only_folder, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,12 +19,12 @@ import safetensors.torch
 import torch
 
 import fedquilt
-from fedquilt import training_loop
 from fedquilt.common import storage
 from fedquilt.config import build_config
 from fedquilt.errors import FedquiltError, RunFolderError, StorageError
-from fedquilt.experiment import RunResult, resume_run, run_config
-from fedquilt.run_folder import RunFolder, finite, storage_errors
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, resume_run, run_config
+from fedquilt.record.folder import RunFolder, finite, storage_errors
 from run_samples import TINY, contents, only_folder, same_tensors, tiny
 
 

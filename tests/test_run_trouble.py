@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fedquilt import training_loop
 from fedquilt.errors import RunFolderError, RunInterrupted, StorageError
-from fedquilt.experiment import RunResult, resume_run, run_config
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, resume_run, run_config
 from run_processes import Nursery, environment
 from run_samples import (
     assert_is_whole,

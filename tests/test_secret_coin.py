@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from certified_samples import memory_folder
-from fedquilt import assemble_mechanism
 from fedquilt.common.observer import Observer
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from fedquilt.population import selection
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoiseReport
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
+from fedquilt.setup import mechanism as assemble_mechanism
 
 COIN: dict[str, Any] = {
     "dataset": "digits",

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import fedquilt
-import fedquilt.experiment
+import fedquilt.experiment.api
 import fedquilt.models.features
-from fedquilt.assemble import build_method
-from fedquilt.assemble_mechanism import front_notes
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_dataset, split_clients
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment.api import run_in_memory
 from fedquilt.models.features import CHOSEN_ON, FEATURE_MODELS, choice_note, make_feature_model
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.federation import build_method
+from fedquilt.setup.mechanism import front_notes
 
 QUICK: dict[str, Any] = {
     "dataset": "digits",
@@ -53,7 +53,7 @@ def test_a_bound_says_what_is_public_and_what_it_does_not_cover(settings: dict[s
 @pytest.mark.parametrize("settings", [{"mode": "certified"}, FIXED], ids=["certified", "fixed_dp"])
 def test_a_large_delta_is_said_in_the_record(settings: dict[str, Any], tmp_path: Path) -> None:
     config = build_config({**QUICK, **settings, "delta": 0.5, "output_dir": str(tmp_path)})
-    done = fedquilt.experiment.run_config(config)
+    done = fedquilt.experiment.api.run_config(config)
     assert done.folder is not None
     record = json.loads((done.folder / "result.json").read_text())
     assert any("delta 0.5 is above 1/8" in note for note in record["statement"]["notes"])

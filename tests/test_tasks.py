@@ -90,7 +90,7 @@ def test_a_regression_has_its_own_record(tmp_path: Path) -> None:
 
 
 def test_a_metric_is_public_only_where_an_evaluation_measured_it() -> None:
-    from fedquilt.record import split_private
+    from fedquilt.record.result import split_private
 
     line = {"test_mae": 1.0, "test_own": 2.0, "train_loss": 3.0}
     public, private = split_private(line, looked=("test_mae", "train_loss"))

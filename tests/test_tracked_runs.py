@@ -12,7 +12,7 @@ import torch
 
 import fedquilt
 from fedquilt.common.errors import InvalidValueError, StorageError
-from fedquilt.experiment import resume_run, run_config
+from fedquilt.experiment.api import resume_run, run_config
 from fedquilt.observe.trackers import open_trackers
 from run_samples import flags, tiny
 

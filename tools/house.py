@@ -2,9 +2,12 @@
 
     python tools/house.py                  # src/fedquilt of this repository
     python tools/house.py --no-rounds      # only what can be read without running anything
+    python tools/house.py --details        # the names behind the figures
 
 An importer is a module with an import of another one anywhere in it, functions included.
 A cycle is a set of modules that reach one another through imports of any kind.
+A list of options is a literal of five and more names, nearly all of them options of a run, outside
+of the declarations in `config/`: somebody has to keep it by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -168,7 +171,7 @@ class RoundTrace:
 def trace_round(settings: Mapping[str, Any], source: Path) -> RoundTrace:
     """Run what a configuration describes and return what its second round went through."""
     from fedquilt.config import build_config
-    from fedquilt.experiment import run_config
+    from fedquilt.experiment.api import run_config
 
     trace = RoundTrace(str(source))
     with tempfile.TemporaryDirectory() as folder:
@@ -196,25 +199,108 @@ def one_importer(edges: Mapping[str, set[str]], modules: Mapping[str, Module]) -
     return [name for name in modules if len(importers[name]) == 1 and not modules[name].is_package]
 
 
+def public_names(modules: Mapping[str, Module]) -> dict[str, list[str]]:
+    """Return the public classes and functions that more than one module defines, and where."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for node in ast.parse(module.text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                homes[node.name].append(name)
+    return {name: found for name, found in homes.items() if len(found) > 1 and name != "main"}
+
+
+def option_names(modules: Mapping[str, Module], package: str) -> set[str]:
+    """Return the options that `config` declares: fields whose default is a call of `declare`."""
+    found = set()
+    for name, module in modules.items():
+        if not name.startswith(f"{package}.config"):
+            continue
+        for node in ast.walk(ast.parse(module.text)):
+            value = node.value if isinstance(node, ast.AnnAssign) else None
+            if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "declare":
+                found.add(getattr(node.target, "id", ""))
+    return found
+
+
+def option_lists(modules: Mapping[str, Module], package: str) -> dict[str, list[str]]:
+    """Return where options are listed by hand, beside their declarations, and which ones."""
+    options = option_names(modules, package)
+    found = {}
+    for name, module in modules.items():
+        inner: set[int] = set()  # literals that are a part of a longer one
+        for node in ast.walk(ast.parse(module.text)):
+            if id(node) in inner:
+                continue
+            words = [word for word in _words_of(node, inner) if word in options]
+            if len(words) >= 5 and len(words) >= 0.8 * len(_words_of(node, inner)):
+                found[f"{name}:{getattr(node, 'lineno', 0)}"] = words
+    return found
+
+
+def listed_twice(modules: Mapping[str, Module], package: str) -> list[str]:
+    """Return the options that stand in more than one list that is kept by hand."""
+    seen: dict[str, int] = defaultdict(int)
+    for words in option_lists(modules, package).values():
+        for word in set(words):
+            seen[word] += 1
+    return sorted(word for word, count in seen.items() if count > 1)
+
+
+def _words_of(node: ast.AST, inner: set[int]) -> list[str]:
+    """Return the texts that a literal lists, or the names that a typed dictionary has."""
+    if isinstance(node, ast.ClassDef):
+        if not any(getattr(base, "id", "") == "TypedDict" for base in node.bases):
+            return []
+        return [getattr(part.target, "id", "") for part in node.body if _is_field(part)]
+    if not isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return []  # a dictionary of options is a run's settings
+    words = []
+    for part in node.elts:
+        if isinstance(part, ast.Starred):
+            inner.add(id(part.value))
+            words += _words_of(part.value, inner)
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            words.append(part.value)
+    return words
+
+
+def _is_field(part: ast.stmt) -> TypeGuard[ast.AnnAssign]:
+    return isinstance(part, ast.AnnAssign)
+
+
+def measured(source: Path, package: str) -> dict[str, int]:
+    """Return what the ceilings of tests/test_house.py are about, without running anything."""
+    modules = read_modules(source)
+    edges = {name: imported(module, modules) for name, module in modules.items()}
+    top = [name for name in modules if name.count(".") == 1 and not modules[name].is_package]
+    return {
+        "files": len(modules),
+        "lines": sum(module.num_lines for module in modules.values()),
+        "modules with one importer": len(one_importer(edges, modules)),
+        "cycles of modules": len(cycles(edges)),
+        "modules at the top": len(top) + 1,  # and the package itself
+        "lines of round.py": modules[f"{package}.round"].num_lines,
+        "options in several lists": len(listed_twice(modules, package)),
+        "public names in several modules": len(public_names(modules)),
+    }
+
+
 def measure(source: Path, package: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of the table that need no run."""
     modules = read_modules(source)
     edges = {name: imported(module, modules) for name, module in modules.items()}
     lengths = {name: module.num_lines for name, module in modules.items()}
     longest = max(lengths, key=lengths.__getitem__)
-    yield "files", f"{len(modules)}"
-    yield "lines", f"{sum(lengths.values()):,}"
+    for name, value in measured(source, package).items():
+        yield name, f"{value:,}"
     yield "median file", f"{statistics.median(lengths.values()):g} lines"
     yield "longest file", f"{lengths[longest]} lines ({longest})"
     yield "below 60 lines", f"{sum(length < 60 for length in lengths.values())} files"
-    yield "exactly one importer", f"{len(one_importer(edges, modules))} modules"
-    yield from _cycle_lines("cycles of modules", cycles(edges))
-    yield from _cycle_lines("cycles of parts", cycles(packages_of(edges, package)))
+    yield from _cycle_lines("cycle of modules", cycles(edges))
+    yield from _cycle_lines("cycle of parts", cycles(packages_of(edges, package)))
 
 
 def _cycle_lines(name: str, found: list[list[str]]) -> Iterator[tuple[str, str]]:
-    if not found:
-        yield name, "0"
     for members in found:
         shown = ", ".join(members[:8]) + (", ..." if len(members) > 8 else "")
         yield name, f"{len(members)}: {shown}"
@@ -228,16 +314,32 @@ def measure_rounds(source: Path) -> Iterator[tuple[str, str]]:
         yield f"one round, {name}", reach
 
 
+def print_details(source: Path, package: str) -> None:
+    """Print the modules with one importer, the lists of options, the names in several modules."""
+    modules = read_modules(source)
+    edges = {name: imported(module, modules) for name, module in modules.items()}
+    importer = {other: name for name, others in edges.items() for other in others}
+    for name in one_importer(edges, modules):
+        print(f"one importer: {name} ({modules[name].num_lines} lines) <- {importer[name]}")
+    for place, words in option_lists(modules, package).items():
+        print(f"list of options: {place}: {', '.join(words)}")
+    for name, homes in sorted(public_names(modules).items()):
+        print(f"in several modules: {name}: {', '.join(homes)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", type=Path, default=ROOT / "src")
     parser.add_argument("--package", default="fedquilt")
     parser.add_argument("--no-rounds", action="store_true")
+    parser.add_argument("--details", action="store_true")
     given = parser.parse_args()
     source = given.source.resolve()
     sys.path.insert(0, str(source))
     for name, value in measure(source, given.package):
         print(f"{name:32} {value}")
+    if given.details:
+        print_details(source, given.package)
     if not given.no_rounds:
         for name, value in measure_rounds(source / given.package):
             print(f"{name:32} {value}")

@@ -39,12 +39,13 @@ import numpy as np
 from faults import shim
 from faults.kinds import KINDS, Kind, same_runs
 from faults.power_cut import Disk
-from fedquilt import experiment, training_loop
 from fedquilt.common.errors import FedquiltError
+from fedquilt.experiment import api as experiment
+from fedquilt.experiment import loop as training_loop
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 
 REFUSED, BROKEN = 3, 1
 MOST_FAULTS = 3  # of one run

@@ -11,7 +11,7 @@ import torch
 
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 
 _TINY: dict[str, Any] = {
     "dataset": "digits",

@@ -1,6 +1,6 @@
 """What the scripts of all peers share: the work, the networks, and the gate.
 
-A script is started with the file of the work (`fedquilt.bench.work` writes it).  It trains one
+A script is started with the file of the work (`benchmarks.bench.work` writes it).  It trains one
 round for every line `go` on its standard input and answers with the seconds it took, so that
 all ways take turns; at `end` it answers with the accuracy of what it has trained.  Answers are
 lines of JSON behind `@@`; whatever else a framework prints is not looked at.

@@ -1,4 +1,4 @@
-"""Make the environments of the frameworks that `fedquilt bench --peers FOLDER` compares with.
+"""Make the environments of the frameworks for `python -m benchmarks.bench --peers FOLDER`.
 
     python benchmarks/peers/install.py FOLDER [--torch 2.13.0] [--only pfl,flower]
 

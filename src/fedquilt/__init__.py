@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from fedquilt._version import __version__
 
 if TYPE_CHECKING:
-    from fedquilt.assemble_mechanism import MechanismParts
     from fedquilt.common.observer import Observer
     from fedquilt.config import RunConfig
     from fedquilt.data import register_dataset
-    from fedquilt.experiment import run
-    from fedquilt.learning import ClientUpdate, Engine
+    from fedquilt.experiment.api import run
     from fedquilt.method import Method, MethodParts, WholeModel
     from fedquilt.privacy.certified import Certified
     from fedquilt.privacy.mechanism import Mechanism
     from fedquilt.privacy.statement import Statement
-    from fedquilt.record import RunResult, load
+    from fedquilt.record.result import RunResult, load
+    from fedquilt.setup.mechanism import MechanismParts
+    from fedquilt.training import ClientUpdate, Engine
 
 __all__ = [
     "Certified",
@@ -45,20 +45,20 @@ __all__ = [
 
 _HOME = {
     "Certified": "fedquilt.privacy.certified",
-    "ClientUpdate": "fedquilt.learning",
-    "Engine": "fedquilt.learning",
+    "ClientUpdate": "fedquilt.training",
+    "Engine": "fedquilt.training",
     "Mechanism": "fedquilt.privacy.mechanism",
-    "MechanismParts": "fedquilt.assemble_mechanism",
+    "MechanismParts": "fedquilt.setup.mechanism",
     "Method": "fedquilt.method",
     "MethodParts": "fedquilt.method",
     "Observer": "fedquilt.common.observer",
     "WholeModel": "fedquilt.method",
     "RunConfig": "fedquilt.config",
-    "RunResult": "fedquilt.record",
+    "RunResult": "fedquilt.record.result",
     "Statement": "fedquilt.privacy.statement",
-    "load": "fedquilt.record",
+    "load": "fedquilt.record.result",
     "register_dataset": "fedquilt.data",
-    "run": "fedquilt.experiment",
+    "run": "fedquilt.experiment.api",
 }
 
 

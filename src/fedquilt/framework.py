@@ -1,6 +1,6 @@
 """The classes of the QuAP-FL API document, section Framework, under its module's name."""
 
-from fedquilt.quapfl.server import (
+from fedquilt.papers.quapfl import (
     AdaptivePrivacyAllocator,
     ParticipationTracker,
     QuantileClipper,

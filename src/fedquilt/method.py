@@ -30,7 +30,7 @@ from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, ma
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset
-from fedquilt.learning import (
+from fedquilt.training import (
     ClientUpdate,
     Engine,
     FlatModel,
@@ -140,7 +140,7 @@ class MethodParts:
 
     def _on_devices(self, names: str) -> Engine:
         """Return one batched engine on each of several devices."""
-        from fedquilt.learning.devices import DevicesEngine, parse_devices
+        from fedquilt.training.devices import DevicesEngine, parse_devices
 
         return DevicesEngine(self.flat.module, self.task, self.local_settings, parse_devices(names))
 

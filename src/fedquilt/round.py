@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place, RunningMean, sensitivity_of
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, Mechanism, NoiseReport, RoundFacts
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
+from fedquilt.training import ClientUpdate
 
 CLIENTS_TESTED = (
     "what is measured on the test samples, which people who are clients have made (not published: "

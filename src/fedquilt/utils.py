@@ -1,6 +1,6 @@
 """The names of the module `utils` of the QuAP-FL API document, and a self-test."""
 
-from fedquilt.quapfl.self_test import check_milestone, validate_implementation
+from fedquilt.papers.self_test import check_milestone, validate_implementation
 from fedquilt.report import (
     generate_summary_table,
     plot_multi_seed_comparison,

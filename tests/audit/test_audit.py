@@ -12,7 +12,7 @@ import pytest
 import torch
 from audit_command import run
 
-from fedquilt import audit, record
+from fedquilt import audit
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
@@ -20,6 +20,7 @@ from fedquilt.privacy.clip import PrivateQuantile, norm
 from fedquilt.privacy.mechanism import Contribution, NoiseReport
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
+from fedquilt.record import result as record
 
 TENSORS = (16, 4, 12, 3)  # the sizes of the model's tensors
 receive, clip, release = Certified.receive, Certified.clip, Certified.release

@@ -14,32 +14,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hostile_code
 import numpy as np
 import pytest
 import torch
+import whole_runs
+from hostile_models import KINDS, MODELS, NOTHING, audit_data
+from watched_runs import Recorder, Seen, differing, watched_run
+from whole_cases import WholeCase
 
-from fedquilt import assemble, assemble_problem, audit, round
-from fedquilt.audit import own_code, whole
-from fedquilt.audit.neighbours import KINDS, MODELS, NOTHING, Net, audit_data
-from fedquilt.audit.watch import Recorder, Seen, differing, known_entropy, watched_run
-from fedquilt.audit.whole_cases import WholeCase
+from fedquilt import round
+from fedquilt.audit.canary import Net
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import run_config
-from fedquilt.learning import ClientUpdate
-from fedquilt.learning.batched import BatchedEngine, BatchTable
-from fedquilt.learning.local import train_client
-from fedquilt.learning.optimizers import ClientOptimizer
-from fedquilt.learning.state import ModuleState
+from fedquilt.experiment.api import run_config
 from fedquilt.privacy import device_noise
 from fedquilt.privacy.device_noise import DeviceNoise
+from fedquilt.setup import build_task as assemble_problem
+from fedquilt.setup import federation as assemble
+from fedquilt.training import ClientUpdate
+from fedquilt.training.batched import BatchedEngine, BatchTable
+from fedquilt.training.local import train_client
+from fedquilt.training.optimizers import ClientOptimizer
+from fedquilt.training.state import ModuleState
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
 
 
 def problems(case: str, kinds: tuple[str, ...] | None = FEW) -> tuple[str, ...]:
-    (finding,) = audit.replay_worlds([case], kinds=kinds)
+    (finding,) = whole_runs.replay_worlds([case], kinds=kinds)
     assert finding.ok == (not finding.problems)
     return finding.problems
 
@@ -80,7 +85,7 @@ REFUSABLE = {
 def test_own_code_moves_no_more_than_is_charged(case: str) -> None:
     if "flower" in case:
         pytest.importorskip("flwr")
-    (finding,) = audit.replay_worlds([case], kinds=HOLDS[case])
+    (finding,) = whole_runs.replay_worlds([case], kinds=HOLDS[case])
     assert finding.problems == ()
     assert case in REFUSABLE or finding.note == ""
     assert finding.note != "" or finding.ratio == pytest.approx(1.0, abs=1e-6)
@@ -165,15 +170,15 @@ def test_a_sum_that_is_believed_to_be_a_sum_is_found(
     for module in (assemble, round):
         monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
     monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
-    (finding,) = audit.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
+    (finding,) = whole_runs.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
     assert all("moved" in problem for problem in finding.problems)
     assert finding.ratio > least
 
 
 def test_a_declared_sensitivity_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_code.Declared, "sensitivity", 500.0)
+    monkeypatch.setattr(hostile_code.Declared, "sensitivity", 500.0)
     monkeypatch.setattr(assemble, "try_sensitivity", lambda *given: 1)
-    (finding,) = audit.replay_worlds(["declared sum, sequential"], kinds=("nothing",))
+    (finding,) = whole_runs.replay_worlds(["declared sum, sequential"], kinds=("nothing",))
     assert finding.ratio == pytest.approx(2.0, abs=1e-6)
 
 
@@ -218,7 +223,7 @@ def test_an_error_in_one_world_is_found_and_the_others_go_on(
         yield from real(self, *given)
 
     monkeypatch.setattr(CertifiedEngine, "train", stops)
-    (finding,) = audit.replay_worlds(["condense"], kinds=("nothing", "twice", "one less"))
+    (finding,) = whole_runs.replay_worlds(["condense"], kinds=("nothing", "twice", "one less"))
     (problem,) = finding.problems
     assert problem.endswith(", twice: RuntimeError: too many")
     assert finding.worlds == 6
@@ -231,16 +236,16 @@ def test_an_error_of_somebody_else_is_no_refusal_even_in_every_world(
     def wrong(*given: Any, **more: Any) -> Any:
         raise TypeError("unhashable")
 
-    monkeypatch.setattr(whole.experiment, "run", wrong)
-    (finding,) = audit.replay_worlds(["even clips, sequential"], kinds=("nothing",))
+    monkeypatch.setattr(whole_runs.experiment, "run", wrong)
+    (finding,) = whole_runs.replay_worlds(["even clips, sequential"], kinds=("nothing",))
     assert not finding.ok
     assert "TypeError: unhashable" in finding.problems[0]
 
     def refuses(*given: Any, **more: Any) -> Any:
         raise InvalidValueError("no")
 
-    monkeypatch.setattr(whole.experiment, "run", refuses)
-    (finding,) = audit.replay_worlds(["even clips, sequential"], kinds=("nothing",))
+    monkeypatch.setattr(whole_runs.experiment, "run", refuses)
+    (finding,) = whole_runs.replay_worlds(["even clips, sequential"], kinds=("nothing",))
     assert finding.ok
     assert finding.note == "refused in every world: InvalidValueError: no"
 
@@ -260,7 +265,7 @@ def test_a_run_that_trains_nobody_shows_nothing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(MODELS, "still", Still)
     case = WholeCase({"engine": "sequential"}, "still", kinds=("nothing", "replaced"))
-    finding = whole.replay_case("still", case, 0)
+    finding = whole_runs.replay_case("still", case, 0)
     assert finding.problems == ("nobody's data moved anything: the case shows nothing",)
 
 
@@ -271,7 +276,7 @@ def test_every_case_has_a_first_a_middle_and_a_last_victim() -> None:
     kinds = tuple(KINDS)
     pairs = set()
     for turn in range(9):
-        dealt = list(whole._dealt([0, 3, 5], kinds, turn))
+        dealt = list(whole_runs._dealt([0, 3, 5], kinds, turn))
         assert [victim for victim, kind in dealt if kind == "nothing"] == [0, 3, 5]
         others = [kind for _, kind in dealt if kind != "nothing"]
         assert sorted(others) == sorted(set(kinds) - {"nothing"}), "each kind once"
@@ -283,12 +288,12 @@ def test_every_case_has_a_first_a_middle_and_a_last_victim() -> None:
 
 
 def test_victims_are_those_who_join_most_often() -> None:
-    (finding,) = audit.replay_worlds(["cap on joins, batched"], kinds=("nothing",))
+    (finding,) = whole_runs.replay_worlds(["cap on joins, batched"], kinds=("nothing",))
     assert finding.worlds == 4
     joins = np.array([[1, 0, 1, 1], [1, 1, 0, 1]], dtype=float)
     rounds: Any = [type("Round", (), {"declared": row}) for row in joins]
-    assert whole._victims(whole.Seen(rounds)) == [0, 3]
-    assert whole._victims(whole.Seen()) == [0, 3, 5], "nobody is known to have joined"
+    assert whole_runs._victims(whole_runs.Seen(rounds)) == [0, 3]
+    assert whole_runs._victims(whole_runs.Seen()) == [0, 3, 5], "nobody is known to have joined"
 
 
 # Entropy.
@@ -321,7 +326,7 @@ def test_noise_that_the_audit_does_not_hold_still_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_noise, "expand", numbers_of)
-    monkeypatch.setattr("fedquilt.assemble_mechanism.noise_source", lambda *given: OnThisDevice())
+    monkeypatch.setattr("fedquilt.setup.mechanism.noise_source", lambda *given: OnThisDevice())
     assert problems("even clips, sequential", ("nothing", "replaced")) == ()
     monkeypatch.setattr(device_noise, "secret_bytes", os.urandom)
     found = problems("even clips, sequential", ("nothing", "replaced"))
@@ -372,7 +377,7 @@ def test_what_is_measured_on_clients_own_test_samples_is_withheld_and_stated(
 def test_what_is_measured_on_clients_own_test_samples_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fedquilt.problem._ON_TEST", ())
+    monkeypatch.setattr("fedquilt.setup.task._ON_TEST", ())
     one, other = worlds_of_leaf(tmp_path)
     assert "result.json: metadata.final_loss" in differing(one.public, other.public)
 
@@ -401,14 +406,13 @@ class SentAway:
 def test_the_module_replays_cases_in_several_processes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.audit.__main__ import main
-
-    monkeypatch.setattr(whole, "ProcessPoolExecutor", SentAway)
+    main = whole_runs.main
+    monkeypatch.setattr(whole_runs, "ProcessPoolExecutor", SentAway)
     cases = ["--case", "late buffer, sequential", "--case", "gradient buffer, sequential"]
-    assert main(["--replay", "--jobs", "2", *cases]) == 0
+    assert main(["--jobs", "2", *cases]) == 0
     shown = capsys.readouterr().out
     assert shown.index("late buffer") < shown.index("gradient buffer")
     assert "every case holds" in shown
-    assert main(["--replay", "--case", "no such"]) == 2
-    assert main(["--replay", "--jobs", "0", *cases]) == 2
+    assert main(["--case", "no such"]) == 2
+    assert main(["--jobs", "0", *cases]) == 2
     assert "jobs=0 must be" in capsys.readouterr().err

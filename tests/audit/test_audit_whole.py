@@ -5,8 +5,8 @@ The five holes are put back one by one, each at the smallest seam there is.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audit_command import run
-
-import fedquilt
-from fedquilt import assemble_account, assemble_problem, audit
-from fedquilt import record as history
-from fedquilt.audit import watch
-from fedquilt.audit.neighbours import (
+import watched_runs
+from hostile_code import OWN_MODELS
+from hostile_models import (
     FORMS_OF_ONE,
     IGNORED,
     KINDS,
@@ -29,30 +25,36 @@ from fedquilt.audit.neighbours import (
     SHORT,
     audit_data,
 )
-from fedquilt.audit.own_code import OWN_MODELS
-from fedquilt.audit.tasks import TASK_MODELS
-from fedquilt.audit.watch import known_entropy
-from fedquilt.audit.whole_cases import QUICK
+from same_people import replay_people
+from task_forms import TASK_MODELS
+from whole_cases import QUICK, whole_cases
+from whole_runs import main, replay_worlds
+
+import fedquilt
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import ClassMask, ClientUpdate, Task
-from fedquilt.learning.batched import BatchTable
 from fedquilt.population.selection import secret_coins
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.noise import SecretNoise
+from fedquilt.record import result as history
+from fedquilt.setup import account as assemble_account
+from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
+from fedquilt.training import ClassMask, ClientUpdate, Task
+from fedquilt.training.batched import BatchTable
 
 
 def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    (finding,) = audit.replay_worlds([case], kinds=kinds)
+    (finding,) = replay_worlds([case], kinds=kinds)
     assert finding.ok == (not finding.problems)
     return finding.problems
 
 
 @pytest.mark.parametrize("case", QUICK)
 def test_every_case_holds(case: str) -> None:
-    (finding,) = audit.replay_worlds([case], kinds=(*SHORT, "replaced"))
+    (finding,) = replay_worlds([case], kinds=(*SHORT, "replaced"))
     assert finding.problems == ()
     assert finding.note == "", "a refusal would compare nothing"
     assert finding.ratio == pytest.approx(1.0, abs=1e-6), "the bound is reached"
@@ -80,10 +82,11 @@ def test_the_process_engine_on_another_task() -> None:
 
 
 def test_every_loss_optimiser_and_form_of_data_is_in_a_case() -> None:
-    from fedquilt.audit.tasks import CLIENT_FORMS, FORMS
+    from task_forms import CLIENT_FORMS, FORMS
+
     from fedquilt.config.choices import CLIENT_OPTIMIZERS
 
-    cases = audit.whole_cases().values()
+    cases = whole_cases().values()
     assert {case.task for case in cases} == {*FORMS, *CLIENT_FORMS}
     named = {case.settings.get("optimizer", "sgd") for case in cases}
     assert {"sgd", "adam", "nesterov", torch.optim.RMSprop} <= named
@@ -94,14 +97,14 @@ def test_every_loss_optimiser_and_form_of_data_is_in_a_case() -> None:
 
 def test_other_seeds() -> None:
     for seed in (1, 2):
-        (finding,) = audit.replay_worlds(["dropout layer, batched"], seed, kinds=SHORT)
+        (finding,) = replay_worlds(["dropout layer, batched"], seed, kinds=SHORT)
         assert finding.problems == ()
 
 
 def test_every_engine_method_and_option_is_in_a_case() -> None:
     from fedquilt.config.choices import CLIPPINGS, ENGINES, METHODS, POLICIES
 
-    cases = audit.whole_cases().values()
+    cases = whole_cases().values()
     assert {case.settings.get("engine", "auto") for case in cases} >= (
         set(ENGINES) - {"flower-ray"}  # whose nodes do as those of this process, elsewhere
     )
@@ -150,10 +153,10 @@ def test_a_choice_read_off_raw_samples_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_state_from_client_to_client_is_found(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A3: nothing is put back between two clients."""
     monkeypatch.setattr(
-        "fedquilt.learning.flat.FlatModel.restore", lambda self: None, raising=False
+        "fedquilt.training.flat.FlatModel.restore", lambda self: None, raising=False
     )
     monkeypatch.setattr(
-        "fedquilt.learning.local.refuse_hidden_state", lambda *given: None, raising=False
+        "fedquilt.training.local.refuse_hidden_state", lambda *given: None, raising=False
     )
     assert any("moved" in problem for problem in problems(case))
 
@@ -218,7 +221,7 @@ def test_a_raw_measurement_in_the_folder_is_found(
 
 
 def test_a_file_that_nobody_thought_of_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     real = RunFolder.write_result
 
@@ -233,7 +236,7 @@ def test_a_file_that_nobody_thought_of_is_compared(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_private_file_that_anybody_may_read_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     real = RunFolder._append
     monkeypatch.setattr(
@@ -275,10 +278,10 @@ def test_a_neighbour_differs_in_one_client_only(kind: str) -> None:
 
 
 def test_values_are_compared_to_the_bit() -> None:
-    assert watch.same(float("nan"), float("nan"))
-    assert not watch.same(0.0, -0.0)
-    assert not watch.same(1, 1.0)
-    assert watch.differing({"a": 1, "b": 2}, {"a": 1, "c": None}) == ["b"]
+    assert watched_runs.same(float("nan"), float("nan"))
+    assert not watched_runs.same(0.0, -0.0)
+    assert not watched_runs.same(1, 1.0)
+    assert watched_runs.differing({"a": 1, "b": 2}, {"a": 1, "c": None}) == ["b"]
 
 
 def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> None:
@@ -298,8 +301,8 @@ def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> 
             output_dir=str(tmp_path),
         )
         assert result.folder is not None
-        views.append(watch.folder_values(result.folder)[0])
-    differ = watch.differing(*views)
+        views.append(watched_runs.folder_values(result.folder)[0])
+    differ = watched_runs.differing(*views)
     # The noise and the first weights are different: what follows from them, nothing else.
     assert differ
     assert all(
@@ -307,7 +310,7 @@ def test_what_the_clock_decides_is_left_out_and_nothing_else(tmp_path: Path) -> 
         for key in differ
     ), differ
     assert "result.json: metadata.seed" in views[0]
-    for file, keys in watch.VOLATILE.items():
+    for file, keys in watched_runs.VOLATILE.items():
         assert not [key for key in views[0] if key in {f"{file}: {name}" for name in keys}]
 
 
@@ -321,7 +324,7 @@ def test_nothing_means_nothing() -> None:
 def named_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """A4: the name of a population is made of options, the irrelevant ones included."""
     if not hasattr(assemble_account, "_default_name"):
-        from fedquilt.roster import Roster
+        from fedquilt.setup.clients import Roster
 
         real = assemble_account._population
 
@@ -341,12 +344,12 @@ def _with_roster(problem: Any, roster: Any) -> Any:
 
 
 def test_the_same_people_keep_one_allowance() -> None:
-    assert [f.case for f in audit.replay_people() if not f.ok] == []
+    assert [f.case for f in replay_people() if not f.ok] == []
 
 
 def test_a_name_made_of_options_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     named_by_options(monkeypatch)
-    failed = {f.case for f in audit.replay_people() if not f.ok}
+    failed = {f.case for f in replay_people() if not f.ok}
     assert failed >= {
         "people: iid, another alpha",
         "people: iid, other classes a client",
@@ -357,29 +360,31 @@ def test_a_name_made_of_options_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 # The command.
 
 
-def test_the_command_shows_whole_runs_and_people() -> None:
-    good = run("--replay", "--case", "frozen front, batched", "--case", "people: iid, another seed")
-    assert good.exit_code == 0, good.output
-    assert "moved/declared" in good.output
-    assert "1.000000" in good.output
-    assert "every case holds" in good.output
-    assert "people: iid, another seed" in good.output
+def test_the_command_shows_whole_runs_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--case", "frozen front, batched", "--case", "people: iid, another seed"]) == 0
+    shown = capsys.readouterr().out
+    assert "moved/declared" in shown
+    assert "1.000000" in shown
+    assert "every case holds" in shown
+    assert "people: iid, another seed" in shown
 
 
-def test_the_command_fails_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_and_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Certified, "clip", lambda self, contribution: contribution)
-    bad = run("--replay", "--case", "even clips, sequential", "--json")
-    assert bad.exit_code == 1
-    (world,) = json.loads(bad.output)["worlds"]
-    assert world["ok"] is False
-    assert world["ratio"] > 2
-    assert world["problems"]
+    assert main(["--case", "even clips, sequential"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED" in shown
+    assert re.search(r"even clips, sequential: client \d, .*: moved \S+ of 1", shown)
+    (world,) = replay_worlds(["even clips, sequential"])
+    assert world.ratio > 2
 
 
 def test_an_engine_is_picked() -> None:
-    assert [f.case for f in audit.replay_worlds(["condense"], engine="batched", kinds=[])] == [
+    assert [f.case for f in replay_worlds(["condense"], engine="batched", kinds=[])] == [
         "condense"
     ], "a condensation has no engine to pick"
-    assert audit.replay_worlds(["even clips, sequential"], engine="batched") == []
+    assert replay_worlds(["even clips, sequential"], engine="batched") == []
     with pytest.raises(InvalidValueError, match="case='nothing' must be"):
-        audit.replay_worlds(["nothing"])
+        replay_worlds(["nothing"])

@@ -54,13 +54,22 @@ def test_help(cli: Cli, command: list[str]) -> None:
     ("command", "said"),
     [
         (["report"], "Run folders, or folders that hold some."),
-        (["reproduce"], "Whose experiments: quap-fl, heflwr or fednum."),
         (["compare"], "Compare these finished runs; train nothing."),
         (["ledger", "show"], "A ledger file, or the folder of a run."),
     ],
 )
 def test_the_help_says_what_arguments_are(cli: Cli, command: list[str], said: str) -> None:
     assert said in cli(*command, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [("bench", "benchmarks.bench"), ("reproduce", "reproduction")]
+)
+def test_a_command_that_has_left_says_where_it_is(cli: Cli, command: str, module: str) -> None:
+    said = cli(command, "--rounds", 1)
+    assert said.code == 2
+    assert f"fedquilt {command} is now `python -m {module}`" in said.err
+    assert command not in cli("--help").out
 
 
 def test_every_argument_has_a_help() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import fedquilt
 from fedquilt.config import MODES, RunConfig
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from fedquilt.report.comparison import _color
 from run_samples import assert_same_run, flags, tiny
 
@@ -148,7 +148,7 @@ def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cl
         if len(seen) % 6 == 0:
             raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.api.run_config", remember)
     demo = Path(__file__).parents[2] / "demo.toml"
     cli("compare", "--seeds", "0", "--config", demo)
     assert [one.mode for one in seen] == [*MODES, "certified"]

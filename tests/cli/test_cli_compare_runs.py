@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from fedquilt.report.comparison_files import as_csv, as_latex, as_markdown
 from run_samples import tiny
 

@@ -14,7 +14,7 @@ import torch
 from fedquilt import load
 from fedquilt.config import CondenseConfig, build_config
 from fedquilt.data import load_condensed
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from run_samples import contents, only_folder, same_tensors
 
 Cli = Callable[..., Any]
@@ -50,7 +50,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> list[CondenseConfig]:
         seen.append(config)
         raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.api.run_config", remember)
     return seen
 
 
@@ -100,10 +100,7 @@ def test_a_join_ratio_of_one_is_everybody(
         (["--ipcs", "1"], ["--ipcs"]),
         (["--local-epochs", "1"], ["--local-epochs"]),
         (["--tracker", "foo"], ["'foo'", "'tensorboard'"]),
-        (["--baselines", "corset"], ["baselines='corset'", "'coreset'"]),
-        (["--baselines", "coreset,coreset"], ["must not repeat"]),
-        (["--baselines", ""], ["baselines=''"]),
-        (["--baselines", "none,dm"], ["baselines='none'"]),
+        (["--baselines", "dm"], ["baselines='dm'", "python -m reproduction fednum-baselines RUN"]),
         (["--model", "mlpp"], ["mlpp"]),
         (["--mode", "certified", "--init-method", "real_sample"], ["may leave it"]),
         (["--config", "nowhere.toml"], ["nowhere.toml"]),
@@ -137,7 +134,7 @@ def test_help_lists_the_panels(cli: Cli) -> None:
     ):
         assert f"─ {panel} " in said.out
     assert "─ Certified condensation ─" in said.out
-    for flag in ("--ipc", "--join-ratio", "--communication-rounds", "--eval-gap", "--baselines"):
+    for flag in ("--ipc", "--join-ratio", "--communication-rounds", "--eval-gap"):
         assert flag in said.out
     for foreign in ("--local-epochs", "--tiers", "--server-lr", "--warmup-rounds"):
         assert foreign not in said.out
@@ -162,7 +159,8 @@ def test_what_is_printed_and_left(cli: Cli, here: Path, finished: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     lines = said.out.splitlines()
     assert lines[0].split()[:2] == ["method", "accuracy"]
-    assert [line.split()[0] for line in lines[2:5]] == ["fednum", "coreset", "fedavg"]
+    assert [line.split()[0] for line in lines[2:3]] == ["fednum"]
+    assert lines[3] == ""
     assert f"{result['metadata']['final_accuracy']:.4f}" in lines[2]
     assert "claim      epsilon: inf, no guarantee for the released model" in said.out
     assert f"images    {Path('results') / folder.name / 'condensed.safetensors'}" in said.out
@@ -180,22 +178,22 @@ def test_what_is_printed_and_left(cli: Cli, here: Path, finished: Path) -> None:
 
 def test_progress_is_shown_on_the_error_stream(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich can tell
-    said = cli("condense", *flags(num_rounds=1), "--baselines", "none")
+    said = cli("condense", *flags(num_rounds=1))
     assert said.code == 0
     assert "digits fednum" in said.err
     assert "digits fednum" not in said.out
 
 
 def test_json_is_one_object_and_nothing_else(cli: Cli, here: Path) -> None:
-    said = cli("condense", *flags(seed=3), "--json", "--baselines", "coreset")
+    said = cli("condense", *flags(seed=3), "--json")
     record = said.json()
     assert said.err == ""
     assert list(record) == SUMMARY
     assert (record["mode"], record["dataset"], record["seed"]) == ("fednum", "digits", 3)
     assert record["statement"]["epsilon_max"] == "inf"
-    assert [row["name"] for row in record["table"]] == ["fednum", "coreset"]
+    assert [row["name"] for row in record["table"]] == ["fednum"]
     assert all(set(row) == ROW for row in record["table"])
-    assert [row["raw"] for row in record["table"]] == [False, True]
+    assert [row["raw"] for row in record["table"]] == [False]
     assert record["table"][0]["bytes_up"] == record["condensation"]["bytes_up"] > 0
     assert [Path(path).name for path in record["pictures"]] == [
         *("condensed.png", "condensed_strip.png", "condensed_rounds.gif")
@@ -211,46 +209,16 @@ def test_json_of_a_certified_run(cli: Cli, here: Path) -> None:
     record = cli("condense", *given, "--json").json()
     assert 0 < record["statement"]["epsilon_max"] <= 6
     assert record["statement"]["uncovered"] == []
-    # Baselines read data, so none is computed unless asked for; the head is released.
-    row, head = record["table"]
-    assert (row["name"], head["name"]) == ("certified", "head")
+    (row,) = record["table"]
+    assert row["name"] == "certified"
     assert row["seconds"] is None
-    kept = only_folder(here / "results") / "baselines.json"
-    assert json.loads(kept.read_text())["wanted"] == ["head"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "names"),
-    [
-        ("none", []),
-        ("all", ["coreset", "dm", "feddm", "fedavg"]),
-        (" dm , fedavg", ["dm", "fedavg"]),
-    ],
-)
-def test_baselines(cli: Cli, here: Path, asked: str, names: list[str]) -> None:
-    record = cli("condense", *flags(num_rounds=1), "--json", "--baselines", asked).json()
-    assert [row["name"] for row in record["table"]] == ["fednum", *names]
-    kept = only_folder(here / "results") / "baselines.json"
-    content = json.loads(kept.read_text())
-    assert list(content["rows"]) == content["wanted"] == names
-    again = cli("condense", "--resume", kept.parent, "--json").json()
-    assert [row["name"] for row in again["table"]] == ["fednum", *names]
-
-
-def test_baselines_are_computed_once(cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cli("condense", *flags(num_rounds=1), "--json", "--baselines", "coreset").json()
-    folder = only_folder(here / "results")
-    before = contents(folder)
-    monkeypatch.setattr("fedquilt.fednum.baselines.run_baseline", pytest.fail)
-    again = cli("condense", "--resume", folder, "--json", "--baselines", "coreset").json()
-    assert again["table"] == first["table"]
-    assert contents(folder) == before
+    assert not (only_folder(here / "results") / "baselines.json").exists()
 
 
 def test_a_picture_that_is_missing_is_drawn_on_resume(cli: Cli, here: Path, finished: Path) -> None:
     for name in ("condensed.png", "condensed_rounds.gif"):
         (finished / name).unlink(missing_ok=True)
-    said = cli("condense", "--resume", finished, "--baselines", "none", "--quiet")
+    said = cli("condense", "--resume", finished, "--quiet")
     assert said.code == 0, said.err
     assert (finished / "condensed.png").read_bytes().startswith(PNG)
     assert (finished / "condensed_rounds.gif").read_bytes().startswith(GIF)
@@ -262,42 +230,37 @@ def test_rounds_that_were_removed_are_not_drawn(cli: Cli, finished: Path, tmp_pa
     shutil.rmtree(folder / "synthetic")
     for path in folder.glob("condensed*.*g*"):
         path.unlink()
-    record = cli("condense", "--resume", folder, "--baselines", "none", "--json").json()
+    record = cli("condense", "--resume", folder, "--json").json()
     assert [Path(path).name for path in record["pictures"]] == ["condensed.png"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [([1, 2], "rows"), ({"coreset": {"name": 3}}, "name must be a text")],
-    ids=str,
-)
-def test_spoilt_baselines_are_named(
-    cli: Cli, finished: Path, tmp_path: Path, rows: object, words: str
-) -> None:
+def test_a_torn_set_of_images_is_named(cli: Cli, finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
-    (folder / "baselines.json").write_text(json.dumps({"schema_version": 1, "rows": rows}))
-    said = cli("condense", "--resume", folder, "--quiet")
-    assert said.code == 2
-    assert "baselines.json" in said.words
-    assert words in said.words
-    (folder / "baselines.json").unlink()
     (folder / "condensed.safetensors").write_bytes(b"torn")
     assert "condensed.safetensors must be a whole" in cli("condense", "--resume", folder).words
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["fedquilt.fednum.pictures.draw_pictures", "fedquilt.fednum.baselines.baseline_row"],
-)
+def test_a_folder_with_rows_of_an_earlier_version_is_resumed(
+    cli: Cli, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    kept = folder / "baselines.json"
+    kept.write_text(json.dumps({"schema_version": 1, "wanted": ["coreset"], "rows": {}}))
+    before = contents(folder)
+    assert cli("condense", "--resume", folder, "--json").json()["table"][0]["name"] == "fednum"
+    assert contents(folder)["baselines.json"] == before["baselines.json"]
+
+
 def test_ctrl_c_after_the_rounds_says_where_the_run_is(
-    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*given: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(place, interrupt)
+        patched.setattr("fedquilt.papers.fednum.pictures.draw_pictures", interrupt)
         said = cli("condense", *flags(num_rounds=1), "--quiet")
     assert said.code == 130
     folder = only_folder(here / "results")
@@ -312,14 +275,14 @@ def test_ctrl_c_before_anything_is_kept(
     def interrupt(*given: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedquilt.experiment.build_problem", interrupt)
+    monkeypatch.setattr("fedquilt.experiment.api.build_problem", interrupt)
     said = cli("condense", "--quiet")
     assert (said.code, said.err.strip()) == (130, "interrupted: nothing was kept")
     assert not list(here.iterdir())
 
 
 def test_tensorboard_gets_the_measurements(cli: Cli, here: Path) -> None:
-    said = cli("condense", *flags(), "--quiet", "--baselines", "none", "--tracker", "tensorboard")
+    said = cli("condense", *flags(), "--quiet", "--tracker", "tensorboard")
     assert said.code == 0, said.err
     folder = only_folder(here / "results")
     (events,) = folder.rglob("events.out.tfevents.*")
@@ -341,7 +304,7 @@ def test_run_tracks_too(cli: Cli, here: Path) -> None:
 def test_classes_without_images_and_a_class_a_client(cli: Cli, here: Path) -> None:
     said = cli(
         *("condense", *flags(num_clients=10), "--partition", "shards", "--quiet"),
-        *("--classes-per-client", 1, "--baselines", "coreset"),
+        *("--classes-per-client", 1),
     )
     assert said.code == 0, said.err
     made = load_condensed(only_folder(here / "results") / "condensed.safetensors")

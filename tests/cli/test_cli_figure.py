@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedquilt.cli.run import draw_history
-from fedquilt.experiment import RunResult, run_config
+from fedquilt.experiment.api import RunResult, run_config
 from run_samples import tiny
 
 

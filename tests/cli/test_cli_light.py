@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from run_processes import environment
 from run_samples import tiny
 

@@ -52,7 +52,7 @@ def test_a_comparison_prints_its_table(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("full_disk")
 def test_a_condensation_goes_on(cli: Cli) -> None:
-    said = cli("condense", *SMALL.split(), "--model-epochs", 1, "--baselines", "none", "--quiet")
+    said = cli("condense", *SMALL.split(), "--model-epochs", 1, "--quiet")
     assert said.code == 0
     assert "What may be claimed (" in said.out
     assert "pictures  " not in said.out

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt.experiment import RunResult, run_config
+from fedquilt.experiment.api import RunResult, run_config
 from run_samples import flags, tiny
 
 Cli = Callable[..., Any]
@@ -190,10 +190,13 @@ def test_words_of_the_command_line_in_its_errors(cli: Cli, certified: Path) -> N
 
 def test_an_audit_without_a_word_replays(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("fedquilt.cli.audit._replayed", lambda *a: asked.append(a) or ([], []))
-    assert cli("audit").code == 0
+    monkeypatch.setattr("fedquilt.audit.replay", lambda *a: asked.append(a) or [])
+    said = cli("audit")
+    assert said.code == 0
+    assert said.out.splitlines()[-1].endswith("python tests/audit/whole_runs.py.")
     assert len(asked) == 1
     assert cli("audit", "--without-clip").code == 2
+    assert "must be used with --canary" in cli("audit", "--device", "cuda").words
 
 
 def test_what_one_client_has_given_away(cli: Cli, here: Path) -> None:

@@ -16,7 +16,7 @@ from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.choices import METHODS
 from fedquilt.config.uses import CLIENTS, USES
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 
 Cli = Callable[..., Any]
@@ -37,7 +37,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         seen.append(config)
         raise SystemExit(0)
 
-    monkeypatch.setattr("fedquilt.experiment.run_config", remember)
+    monkeypatch.setattr("fedquilt.experiment.api.run_config", remember)
     return seen
 
 

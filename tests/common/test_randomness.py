@@ -86,20 +86,20 @@ REVIEWED = {
     "privacy/noise.py": {"SeedSequence"},  # of a seed that is checked to be a number
     # Names that nobody else may have or guess: files, runs, ledgers, seats, tokens, keys.
     **{name: {"token_hex"} for name in ("common/storage.py", "common/changes.py")},
-    "opening.py": {"token_hex", "token_bytes"},
-    "assemble_account.py": {"token_bytes"},
+    "experiment/start.py": {"token_hex", "token_bytes"},
+    "setup/account.py": {"token_bytes"},
     "privacy/ledger/files.py": {"token_hex"},
     "observe/monitors.py": {"uuid4"},
     "observe/trackers.py": {"uuid4"},
-    "watch/server.py": {"token_urlsafe"},
+    "report/watch/server.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
     "flower/directory.py": {"token_hex"},
     "flower/keys.py": {"token_urlsafe", "generate_private_key", "random_serial_number"},
     # The documents' functions, where no seed means a fresh one; no run calls them so.
     "data/clients.py": {"default_rng", "Generator", "seed"},
     "data/split.py": {"default_rng"},
-    "learning/state.py": {"random", "rand"},  # whose generators these are; none is drawn from
-    "quapfl/server.py": {"initial_seed"},  # torch's own seed, which a run then states
+    "training/state.py": {"random", "rand"},  # whose generators these are; none is drawn from
+    "papers/quapfl.py": {"initial_seed"},  # torch's own seed, which a run then states
 }
 """Who may draw what from the operating system; noise and coins are not among them."""
 

@@ -11,7 +11,7 @@ from torch import nn
 import fedquilt
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.data import load_dataset
-from fedquilt.experiment import RunResult
+from fedquilt.experiment.api import RunResult
 
 WIDTH = 6  # numbers of the embedding
 SMALL: dict[str, Any] = {

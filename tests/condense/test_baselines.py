@@ -12,19 +12,22 @@ import pytest
 import torch
 
 import fedquilt
-from fedquilt.assemble import build_method
-from fedquilt.assemble_problem import build_problem, problem_from
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
-from fedquilt.fednum.baselines import BASELINES, BaselineResult, run_baseline
-from fedquilt.fednum.baselines import federated as feddm_module
-from fedquilt.fednum.baselines.central import coreset, dm_images
-from fedquilt.fednum.baselines.common import held_by_class, own_model
-from fedquilt.fednum.baselines.federated import (
+from fedquilt.models import ConvNet
+from fedquilt.setup.build_task import build_problem, problem_from
+from fedquilt.setup.federation import build_method
+from fedquilt.setup.task import Problem
+from fedquilt.training import evaluate
+from reproduction.baselines import BASELINES, BaselineResult, run_baseline
+from reproduction.baselines import federated as feddm_module
+from reproduction.baselines.central import coreset, dm_images
+from reproduction.baselines.common import held_by_class, own_model
+from reproduction.baselines.federated import (
     BATCH_SIZE,
     COHORT,
     LEARNING_RATE,
@@ -33,9 +36,6 @@ from fedquilt.fednum.baselines.federated import (
     make_plan,
     same_steps,
 )
-from fedquilt.learning import evaluate
-from fedquilt.models import ConvNet
-from fedquilt.problem import Problem
 
 PIXEL_BYTES = 4 * 1 * 8 * 8
 # conv 1->8, norm, conv 8->8, norm, and 8 channels of 3 x 3 to 10 classes.

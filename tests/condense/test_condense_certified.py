@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from torch import nn
 
 from certified_samples import memory_folder, refine_in_few_steps
-from fedquilt.assemble import build_federation, build_method
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensation
 from fedquilt.data import load_dataset
 from fedquilt.data.holdings import Holdings
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import RunResult, run_config, run_in_memory
-from fedquilt.learning import Task
+from fedquilt.experiment.api import RunResult, run_config, run_in_memory
 from fedquilt.models.features import make_feature_model, precompute
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 from fedquilt.privacy.mechanism import Contribution
-from fedquilt.problem import Problem
 from fedquilt.round import run_round
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.federation import build_federation, build_method
+from fedquilt.setup.task import Problem
+from fedquilt.training import Task
 from run_samples import folder_of
 
 DELTA = 1e-5

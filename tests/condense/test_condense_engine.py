@@ -29,7 +29,7 @@ from fedquilt.condense.statistics import StatisticsTable, make_groups
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer, TrainingSettings
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import ClientUpdate, FlatModel, Task
+from fedquilt.training import ClientUpdate, FlatModel, Task
 
 SEED, SAMPLES = 9, 60
 

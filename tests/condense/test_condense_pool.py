@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from condense_samples import condense, small
 
-from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig
 from fedquilt.data import load_dataset
-from fedquilt.fednum.baselines import condensation_row
-from fedquilt.fednum.baselines.central import dm_images
+from fedquilt.report import condensation_row
+from fedquilt.setup.build_task import build_problem
+from reproduction.baselines.central import dm_images
 
 
 def test_a_pool_is_trained_once_there_are_images_and_travels() -> None:
@@ -46,10 +46,10 @@ def test_the_reason_why_a_class_is_missing_is_the_true_one(tmp_path: Path) -> No
     done = condense(clients=[[*others, *ones[:2]], nines], availability=str(there), num_rounds=1)
     assert done.result["condensation"]["classes_not_sent"] == [1, 9]
     assert done.result["condensation"]["classes_too_small"] == [1]
-    note = condensation_row(done)["note"]
+    note = condensation_row(done.result)["note"]
     assert "the classes 1: no client holds min_group=4 samples of them" in note
     assert "the classes 9: no client that holds enough of them joined" in note
-    assert condensation_row(condense())["note"] == ""
+    assert condensation_row(condense().result)["note"] == ""
 
 
 def test_dm_begins_with_real_images() -> None:

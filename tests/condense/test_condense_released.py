@@ -10,13 +10,14 @@ import torch
 from condense_samples import certified
 
 from fedquilt.condense.training import TrainingSettings
-from fedquilt.condense.transfer import transfer_set
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import run_config
-from fedquilt.fednum.baselines import baseline_row, condensation_row
-from fedquilt.fednum.baselines import released as uses
-from fedquilt.record import RunResult
+from fedquilt.experiment.api import run_config
+from fedquilt.record.result import RunResult
+from fedquilt.report import condensation_row
+from reproduction.baselines import baseline_row
+from reproduction.baselines import released as uses
+from reproduction.baselines.released import transfer_set
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_networks_are_rows_that_the_folder_keeps(finished: RunResult) -> None:
     assert "30 public drawings" in rows["distilled"]["note"]
     assert "neither head nor front" in rows["network"]["note"]
     assert baseline_row("distilled", finished) == rows["distilled"]
-    note = condensation_row(finished)["note"]
+    note = condensation_row(finished.result)["note"]
     assert "trained on the images alone" in note
     assert "of the head's condition unmet" in note
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 from condense_samples import certified, condense, images_of, small
 
-from fedquilt import experiment, training_loop
 from fedquilt.condense.certified_engine import GrowingServer
 from fedquilt.config import RunConfig
 from fedquilt.data import load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.experiment import RunResult, load, resume_run, run_config
+from fedquilt.experiment import api as experiment
+from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.api import RunResult, load, resume_run, run_config
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 from run_processes import Ended, Nursery
 from run_samples import (
     contents,
@@ -36,12 +37,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUPED: dict[str, Any] = {"num_rounds": 3, "eval_every": 2, "ipc": 1, "model_n": 1}
 # What GROUPED does to the disk with a checkpoint after every round, file after file:
-# 1 config.toml, 2 clients.json, 3 baselines.json, 4 and 5 first images and their picture,
-# 6 checkpoint; 7 and 8 images and picture after two rounds, 9 checkpoint; 10 and 11 after
-# three, 12 checkpoint; 13 final images, 14 checkpoint, 15 result.json, 16 to 18 pictures.
+# 1 config.toml, 2 clients.json, 3 and 4 first images and their picture, 5 checkpoint;
+# 6 and 7 images and picture after two rounds, 8 checkpoint; 9 and 10 after three,
+# 11 checkpoint; 12 final images, 13 checkpoint, 14 result.json, 15 to 17 pictures.
 MOMENTS = [
-    *(("replace", number) for number in (7, 10, 13, 17)),
-    *(("replaced", number) for number in (6, 7)),
+    *(("replace", number) for number in (6, 9, 12, 16)),
+    *(("replaced", number) for number in (5, 6)),
     *(("round", 2), ("torn", 2), ("recorded", 3)),
 ]
 BOUNDED: dict[str, Any] = {"num_rounds": 3, "eval_every": 3, "mean_rounds": 1, "noise_seed": 5}
@@ -63,7 +64,7 @@ def options(config: RunConfig) -> list[str]:
 
 def start(nursery: Nursery, config: RunConfig, parent: Path, **fault: Any) -> Ended:
     given = options(config.replace(output_dir=str(parent)))
-    return nursery.run("condense", *given, "--quiet", "--baselines", "none", **fault)
+    return nursery.run("condense", *given, "--quiet", **fault)
 
 
 def killed(nursery: Nursery, config: RunConfig, parent: Path, moment: tuple[str, int]) -> Path:
@@ -73,8 +74,7 @@ def killed(nursery: Nursery, config: RunConfig, parent: Path, moment: tuple[str,
 
 
 def resume(nursery: Nursery, folder: Path, command: str = "condense") -> Ended:
-    more = ("--baselines", "none") if command == "condense" else ()
-    ended = nursery.run(command, "--resume", folder, "--quiet", *more)
+    ended = nursery.run(command, "--resume", folder, "--quiet")
     assert ended.code == 0, ended
     return ended
 
@@ -127,7 +127,7 @@ def test_killed_and_resumed(
 ) -> None:
     config = small(**GROUPED)
     folder = killed(nursery, config, tmp_path, moment)
-    if moment == ("replaced", 6):
+    if moment == ("replaced", 5):
         assert rounds_saved(folder) == 1
     ended = resume(nursery, folder)
     assert str(folder) in ended.out
@@ -135,7 +135,7 @@ def test_killed_and_resumed(
 
 
 def test_the_moments_are_what_they_are_called(nursery: Nursery, tmp_path: Path) -> None:
-    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 7))
+    folder = killed(nursery, small(**GROUPED), tmp_path / "images", ("replace", 6))
     left = {path.name for path in (folder / "synthetic").iterdir()}
     assert "round_0002.safetensors" not in left
     assert any(name.startswith(".round_0002") for name in left), "half a file of images"
@@ -156,14 +156,14 @@ def test_killed_in_the_middle_of_rounds(
     """Again and again, wherever it happens to be; rounds take about a quarter of a second."""
     config = small(**{**GROUPED, "num_rounds": 4, "dc_iterations": 60})
     given = options(config.replace(output_dir=str(tmp_path)))
-    child = nursery.start("condense", *given, "--quiet", "--baselines", "none")
+    child = nursery.start("condense", *given, "--quiet")
     folder = wait_for_lines(tmp_path, 1)
     kills = 0
     for pause in (0.05, 0.15, 0.1):
         time.sleep(pause)
         child.kill(signal.SIGKILL)
         kills += child.wait().code == -signal.SIGKILL
-        child = nursery.start("condense", "--resume", folder, "--quiet", "--baselines", "none")
+        child = nursery.start("condense", "--resume", folder, "--quiet")
     assert child.wait().code == 0
     assert kills >= 1
     assert_equal_runs(folder, whole(config))
@@ -267,7 +267,7 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     config = small(**GROUPED)
     given = options(config.replace(output_dir=str(tmp_path)))
-    child = nursery.start("condense", *given, "--baselines", "none", slow_rounds=0.3)
+    child = nursery.start("condense", *given, slow_rounds=0.3)
     folder = wait_for_lines(tmp_path, 1)
     child.kill(signal.SIGINT)
     ended = child.wait()

@@ -7,12 +7,12 @@ import pytest
 import torch
 from condense_samples import certified, condense, small
 
-from fedquilt.assemble import build_method
-from fedquilt.assemble_problem import build_problem
 from fedquilt.condense.method import Condensation
 from fedquilt.condense.rows import BLOCK, coded_width, decode, encode
 from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.errors import InvalidValueError
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.federation import build_method
 
 
 def rows(groups: int, numbers: int, scale: float = 1.0) -> torch.Tensor:

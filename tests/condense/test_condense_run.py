@@ -16,7 +16,7 @@ import fedquilt
 from fedquilt.common.observer import Observer
 from fedquilt.data import DATASETS, condensed_info, load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import run_config, run_in_memory
+from fedquilt.experiment.api import run_config, run_in_memory
 from run_samples import assert_same_run, folder_of, only_folder, same_tensors
 
 NUMBERS = 64 * WIDTH + WIDTH + 10 * WIDTH + 10  # parameters of `Linear`

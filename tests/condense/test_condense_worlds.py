@@ -13,7 +13,7 @@ from flwr.app import Context
 
 import fedquilt
 from certified_samples import refine_in_few_steps
-from fedquilt.audit.watch import known_entropy
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset
 from fedquilt.flower.apps import client_app
@@ -22,7 +22,7 @@ from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.models.features import make_feature_model, precompute
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
 
 COUNT, EACH = 4, 12
 SETTINGS: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import nn
 from fedquilt.condense import FedNumClient
 from fedquilt.condense.augment import Augmentation
 from fedquilt.errors import InvalidValueError, NotReadyError
-from fedquilt.fednum.client import ImageInfo, table_of
+from fedquilt.papers.fednum.client import ImageInfo, table_of
 
 INFO = {"name": "squares", "channel": 1, "img_size": (2, 3), "num_classes": 10, "mean": [0.5]}
 

@@ -17,7 +17,7 @@ from fedquilt.common.randomness import generator
 from fedquilt.condense import Augmentation, FedNumClient, FedNumServer, SyntheticSet
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.record import load
+from fedquilt.record.result import load
 from run_processes import environment
 
 SIDE, OUTPUTS = 6, 8

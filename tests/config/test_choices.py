@@ -11,7 +11,6 @@ import pytest
 import fedquilt
 from fedquilt.config import MODE_TABLE, MODES, Claim, RunConfig, choices, modes, option_fields
 from fedquilt.data import DATASETS
-from fedquilt.fednum import baselines
 from fedquilt.models.features.model import _PUBLIC_IMAGES
 from fedquilt.models.registry import MODELS
 from fedquilt.privacy.accounting import Adjacency
@@ -26,7 +25,7 @@ TABLES = {
     if name.isupper() and len(values) > 1
 }
 # The documents' clipping_strategy is another option that happens to have the same values.
-ANOTHER = {("server.py", "CLIPPINGS")}
+ANOTHER = {("quapfl.py", "CLIPPINGS")}
 
 
 def literals(source: str) -> Iterator[tuple[int, frozenset[str]]]:
@@ -88,7 +87,6 @@ def test_every_policy_can_be_built(policy: str) -> None:
 
 
 def test_whoever_builds_from_a_list_knows_all_of_it() -> None:
-    assert tuple(baselines.BASELINES) == choices.BASELINES
     assert tuple(_PUBLIC_IMAGES) == choices.FRONTS
     assert set(choices.FRONTS) <= set(MODELS)
     assert {Adjacency.of(name).value for name in choices.ADJACENCIES} == set(choices.ADJACENCIES)

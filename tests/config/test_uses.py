@@ -18,7 +18,6 @@ from fedquilt.config.keywords import RunSettings, Settings
 from fedquilt.config.uses import (
     CLIENTS,
     COMMON,
-    COMPARED,
     SPLIT,
     USES,
     modes_of,
@@ -127,22 +126,6 @@ def test_what_does_something_is_taken(settings: dict[str, Any]) -> None:
     assert {key: getattr(config, key) for key in settings} == settings
 
 
-@pytest.mark.parametrize(
-    ("baseline", "settings"),
-    [
-        ("feddm", {"rho": 7.0, "max_samples": 9, "min_group": 4, "init_method": "random"}),
-        ("dm", {"dc_iterations": 9, "image_lr": 0.5, "image_momentum": 0.1}),
-    ],
-)
-def test_what_only_a_baseline_uses_is_taken_beside_it(
-    baseline: str, settings: dict[str, Any]
-) -> None:
-    asked = {"method": "condense", "mode": "certified", **settings}
-    assert build_config(asked, baselines=[baseline]).as_dict().items() >= settings.items()
-    with pytest.raises(InvalidValueError, match="would do nothing"):
-        build_config(asked, baselines=["coreset"])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_defaults_and_presets_are_never_refused(mode: str) -> None:
     assert build_config({"mode": mode}).mode == mode
@@ -196,7 +179,7 @@ def test_every_entry_of_the_table_is_an_option() -> None:
         assert uses_in_words(name)
         for case in cases:
             for other, allowed in case.items():
-                own = other in (CLIENTS, COMPARED)
+                own = other == CLIENTS
                 choices = {} if own else fields[other].metadata["rule"]
                 if allowed is not None and "choices" in choices and other != "mode":
                     assert set(allowed) <= set(choices["choices"])

@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from watched_runs import differing, folder_values
 
 import fedquilt
-from fedquilt.assemble_problem import build_problem
-from fedquilt.audit.watch import differing, folder_values, known_entropy
+from fedquilt.audit.worlds import known_entropy
 from fedquilt.config import plain_config
 from fedquilt.data import DATASETS, DatasetSpec, ImageDataset, dataset_status, load_dataset, specs
 from fedquilt.data.leaf import LETTERS, SHARED_PEOPLE
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError
-from fedquilt.experiment import run_config, run_in_memory
+from fedquilt.experiment.api import run_config, run_in_memory
+from fedquilt.setup.build_task import build_problem
 
 RANDOM = np.random.default_rng(5)
 

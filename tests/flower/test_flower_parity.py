@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedquilt.assemble_problem import build_problem
 from fedquilt.config import build_config
-from fedquilt.experiment import run_in_memory
+from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate
-from fedquilt.learning.hand_engine import HandEngine
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
+from fedquilt.setup.build_task import build_problem
+from fedquilt.training.hand_engine import HandEngine
 
 BASE: dict[str, Any] = {
     "num_clients": 8,

@@ -16,7 +16,6 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble_problem import build_problem
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
 from fedquilt.config import build_config
 from fedquilt.flower import wire
@@ -27,8 +26,9 @@ from fedquilt.flower.node import new_model
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.flower.simulate import _all_settings, _nodes_of, simulate
-from fedquilt.problem import Own
-from fedquilt.record import RunResult
+from fedquilt.record.result import RunResult
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.task import Own
 from flower_samples import COUNT, client_data, make_model, run_federation, samples
 from flower_samples import test_data as held_by_the_server
 

@@ -14,7 +14,6 @@ from torch.nn import functional
 import fedquilt.models.features
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning.flat import FlatModel
 from fedquilt.models.features import (
     FEATURE_MODELS,
     FeatureModel,
@@ -24,6 +23,7 @@ from fedquilt.models.features import (
     make_feature_model,
     precompute,
 )
+from fedquilt.training.flat import FlatModel
 
 SMALL = (1, 8, 8)
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import fedquilt
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning.batched import BatchedEngine
-from fedquilt.learning.engine import Task
 from fedquilt.models import lora, merge_lora
+from fedquilt.training.batched import BatchedEngine
+from fedquilt.training.engine import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,13 +19,13 @@ from dp_accounting import (
 
 import fedquilt
 from certified_samples import SIZE, Sending, make_federation, make_problem
-from fedquilt import assemble_mechanism
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning import local
 from fedquilt.population import Cohort
 from fedquilt.privacy.accounting import calibrate
 from fedquilt.privacy.poisson import AmplifiedCertified
 from fedquilt.round import Federation, run_round
+from fedquilt.setup import mechanism as assemble_mechanism
+from fedquilt.training import local
 
 CLIENTS, ROUNDS = 6, 5
 SECRET: dict[str, Any] = {

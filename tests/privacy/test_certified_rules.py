@@ -258,8 +258,8 @@ def test_calls_out_of_order_are_refused(folder: Path) -> None:
 def test_statistics_that_training_moves_are_refused() -> None:
     from torch import nn
 
-    from fedquilt.assemble_problem import problem_from
     from fedquilt.config import build_config
+    from fedquilt.setup.build_task import problem_from
 
     config = build_config({"mode": "certified", "dataset": "custom", "model": "custom"})
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from report_samples import FAST, words
 
 from fedquilt.errors import RunFolderError
-from fedquilt.experiment import run_config
+from fedquilt.experiment.api import run_config
+from fedquilt.record.folder import RunFolder
 from fedquilt.report.clients import client_groups, client_tables, plot_clients
-from fedquilt.run_folder import RunFolder
 from run_samples import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

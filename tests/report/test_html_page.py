@@ -14,7 +14,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}
 
 
 def view(name: str = "run", seed: int = 0, **changes: Any) -> dict[str, Any]:
-    """Return a run as `fedquilt.views` describes it."""
+    """Return a run as `fedquilt.report.views` describes it."""
     claim = {"bounded": True, "headline": "h", "text": name, "epsilon_max": 3.0, "delta": 1e-5}
     return {
         "name": name,

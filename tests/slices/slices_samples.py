@@ -10,12 +10,12 @@ import torch
 from sliced_federation import CLASSES, HIDDEN, INPUTS
 from torch import nn
 
-from fedquilt.assemble import build_federation
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import problem_from
 from fedquilt.config import RunConfig, plain_config
-from fedquilt.problem import Problem
 from fedquilt.round import Federation
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation
+from fedquilt.setup.task import Problem
 
 SIZES = (3, 5, 2, 6, 4, 4)
 RATE, EPOCHS = 0.3, 2

@@ -15,15 +15,15 @@ from slices_samples import RATE, SIZES, data, federation, network, problem
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble import build_method
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import load, run_config, run_in_memory
-from fedquilt.learning import Task
+from fedquilt.experiment.api import load, run_config, run_in_memory
 from fedquilt.models import ExitNet
 from fedquilt.report import slices_table
 from fedquilt.round import run_round
+from fedquilt.setup.federation import build_method
 from fedquilt.slices.engine import class_mask
 from fedquilt.slices.method import Slices
+from fedquilt.training import Task
 from run_samples import tiny
 
 

@@ -10,7 +10,6 @@ from sliceable_models import ZOO, Residual, images
 from torch import nn
 
 from fedquilt.errors import InvalidValueError
-from fedquilt.learning.flat import FlatModel
 from fedquilt.nn import SSLinear
 from fedquilt.slices import (
     Prefix,
@@ -23,6 +22,7 @@ from fedquilt.slices import (
     merge_states,
 )
 from fedquilt.slices.depth import Blocks
+from fedquilt.training.flat import FlatModel
 
 SELECTIONS: list[Selection] = [Prefix("1/2"), Window("1/2", 13), RandomUnits("1/2", 2), Prefix(1)]
 

@@ -12,11 +12,11 @@ from slices_samples import data, federation, network, problem
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble import build_method
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config, plain_config
 from fedquilt.models import ExitNet
 from fedquilt.round import run_round
+from fedquilt.setup.federation import build_method
 from fedquilt.slices.depth import exits_loss, ramp
 from fedquilt.slices.engine import _Nested, loss_of_slice
 from fedquilt.slices.method import LargestOnly, Slices

@@ -11,11 +11,11 @@ import torch
 from slices_samples import data, network, problem
 
 import fedquilt
-from fedquilt.assemble import build_method
 from fedquilt.report import plot_training_history, slices_table
+from fedquilt.report.views.run import run_view
+from fedquilt.setup.federation import build_method
 from fedquilt.slices import slice_model
 from fedquilt.slices.method import Slices
-from fedquilt.views.run import run_view
 
 
 def run(folder: Path, **more: Any) -> fedquilt.RunResult:

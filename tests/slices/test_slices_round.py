@@ -25,7 +25,7 @@ from sliced_federation import (
 from slices_samples import EPOCHS, RATE, SIZES, data, federation
 
 from fedquilt.common.randomness import generator
-from fedquilt.experiment import resume_run, run_config, run_in_memory
+from fedquilt.experiment.api import resume_run, run_config, run_in_memory
 from fedquilt.privacy.noise import SeededNoise
 from fedquilt.round import Federation, run_round
 from fedquilt.slices.method import Slices

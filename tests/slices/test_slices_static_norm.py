@@ -13,11 +13,11 @@ from slices_samples import data, federation, problem
 from torch import nn
 
 import fedquilt
-from fedquilt.assemble import build_method
-from fedquilt.client_evaluation import hold_back
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.round import run_round
+from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
 from fedquilt.slices.static_norm import (
     batches_of,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from slices_samples import network, problem
 
-from fedquilt.assemble import build_method
 from fedquilt.errors import InvalidValueError
+from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
 from fedquilt.slices.tiers import client_widths
 

@@ -26,9 +26,9 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import build_config, plain_config
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
+from fedquilt.report.views.page import find_runs
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
 from fedquilt.sweep.plan import Axis, Plan, choose
-from fedquilt.views.page import find_runs
 from run_processes import environment
 from run_samples import TINY, contents, flags
 

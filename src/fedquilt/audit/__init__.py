@@ -24,10 +24,10 @@ public history.  One more world has no noise.
 A client's clip follows from what the ledger has charged: c_i = s_t sqrt((charge_i - bit)
 / k), with the bit's cost and the correlation factor k.  Who is absent must move nothing.
 
-`replay_worlds` does the same to whole runs through `fedquilt.run`, with real training, for
-every kind of data that may stand in the place of a client's, and compares every public
-file; `replay_people` asks whether the same people keep one allowance; `canary` and
-`one_run` try to find a client in releases with real, secret noise.  See docs/audit.md.
+`canary` and `one_run` try to find a client in releases with real, secret noise.  Whole runs
+through `fedquilt.run` are replayed in the repository, by `tests/audit/whole_runs.py`: with real
+training, every kind of data that may stand in the place of a client's, and hostile models.
+See docs/audit.md.
 
 >>> [finding.ok for finding in replay(["even clips"])]
 [True, True, True]
@@ -37,25 +37,18 @@ from fedquilt.audit.canary import CanaryFinding, canary, canary_table
 from fedquilt.audit.cases import CASES, Case
 from fedquilt.audit.findings import ReplayFinding, replay, replay_table
 from fedquilt.audit.one_run import one_run
-from fedquilt.audit.people import PEOPLE, replay_people
-from fedquilt.audit.whole import WholeFinding, replay_worlds, worlds_table
-from fedquilt.audit.whole_cases import WholeCase, whole_cases
 
 __all__ = [
     "CASES",
-    "PEOPLE",
+    "WHOLE_RUNS",
     "CanaryFinding",
     "Case",
     "ReplayFinding",
-    "WholeCase",
-    "WholeFinding",
     "canary",
     "canary_table",
     "one_run",
     "replay",
-    "replay_people",
     "replay_table",
-    "replay_worlds",
-    "whole_cases",
-    "worlds_table",
 ]
+
+WHOLE_RUNS = "Whole runs are replayed by the repository's tests: python tests/audit/whole_runs.py."

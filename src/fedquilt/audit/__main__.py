@@ -19,9 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replay", action="store_true", help="worlds with the same noise")
     parser.add_argument("--canary", action="store_true", help="find a client in secret noise")
     parser.add_argument("--case", action="append", help="only this case of --replay; repeatable")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that replay side by side")
-    parser.add_argument("--engine", help="only runs of this engine")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--engine", default="sequential", help="of --canary")
+    parser.add_argument("--device", default="cpu", help="of --canary: cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=400)
     given = parser.parse_args(arguments)
@@ -30,15 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     good = True
     try:
         if given.replay:
-            worlds = audit.replay_worlds(
-                given.case, given.seed, engine=given.engine, device=given.device, jobs=given.jobs
-            )
-            print(audit.worlds_table(worlds))
-            good = all(finding.ok for finding in worlds)
+            rounds = audit.replay(given.case, given.seed)
+            print(f"{audit.replay_table(rounds)}\n{audit.WHOLE_RUNS}")
+            good = all(finding.ok for finding in rounds)
         if given.canary:
-            engine = given.engine or "sequential"
             options: dict[str, Any] = {"seed": given.seed, "device": given.device}
-            found = audit.canary(trials=given.trials, engine=engine, **options)
+            found = audit.canary(trials=given.trials, engine=given.engine, **options)
             found += audit.one_run(**options)
             print(audit.canary_table(found))
             good = good and all(finding.ok for finding in found)

@@ -22,36 +22,43 @@ import copy
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
 
-from fedquilt.assemble import build_federation, build_method
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import problem_from
 from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
 from fedquilt.audit.findings import plain_table, scratch_folder
-from fedquilt.audit.neighbours import CLIENTS, audit_data, audit_model
-from fedquilt.audit.watch import known_entropy, one_thread, swapped
-from fedquilt.audit.worlds import Witness, World
+from fedquilt.audit.worlds import Witness, World, known_entropy
 from fedquilt.common import checks
+from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
-from fedquilt.problem import Problem
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation, build_method
+from fedquilt.setup.task import Problem
+from fedquilt.training.threads import one_thread
 
 EPSILONS = (1.0, 6.0)
 ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon
 _ERRORS = 4.0  # standard errors that a measured mu may lie above the claim's
 _CANARY = 0
+CLASSES = 3
+SIDE = 4  # of an image of one channel
+HIDDEN = 8  # values between the layers
+_SIZES = (4, 2, 5, 3, 6, 4)  # samples of each client
 _LEVELS = np.linspace(0.02, 0.98, 33)  # quantiles of the scores that may be the threshold
 
 
@@ -86,7 +93,6 @@ def canary(
     delta: float = 1e-5,
     seed: int = 0,
     engine: str = "sequential",
-    model: str = "plain",
     device: str = "cpu",
     without_clip: bool = False,
 ) -> list[CanaryFinding]:
@@ -98,8 +104,8 @@ def canary(
         The claims to test.
     trials : int
         Rounds under each hypothesis, at least 8.
-    engine, model, device : str
-        What trains; models are those of `fedquilt.audit.neighbours`.
+    engine, device : str
+        What trains, and where.
     without_clip : bool
         Take the clip away, to see that it is missed.
     """
@@ -107,7 +113,7 @@ def canary(
     found = []
     for epsilon in epsilons:
         settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
-        config, problem = _problem({**settings, "device": device}, model, seed)
+        config, problem = _problem({**settings, "device": device}, seed)
         with one_thread(), clip_taken_away(without_clip):
             outside, inside = _scores(config, problem, trials)
         found.append(judge("two hypotheses", epsilon, delta, outside, inside))
@@ -182,24 +188,61 @@ def canary_table(findings: Sequence[CanaryFinding]) -> str:
     return f"{plain_table(head, rows)}\n\n{verdict}"
 
 
-def _problem(settings: dict[str, Any], model: str, seed: int) -> tuple[RunConfig, Problem]:
+def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, Problem]:
     shared = {
         "mode": "certified",
         "dataset": "custom",
         "model": "custom",
         "policy": "worst_case",
         "num_rounds": 1,
-        "clients_per_round": CLIENTS,
+        "clients_per_round": len(_SIZES),
         "availability": "always",
         "learning_rate": 1.0,
         "local_epochs": 1,
         "batch_size": 8,
         "clip_norm": 0.01,  # far below a real update
     }
-    data = audit_data(seed)
-    train = (data.inputs, data.labels)
+    inputs, labels, clients = audit_samples(seed)
+    train = (inputs, labels)
     config = plain_config({**shared, **settings})
-    return problem_from(config, audit_model(model, seed), train, train, data.clients)
+    return problem_from(config, drawn_model(Net, seed), train, train, clients)
+
+
+class Net(nn.Module):
+    """Two layers, with nothing between them but what a subclass puts there."""
+
+    def __init__(self, scores: int = CLASSES) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE**2, HIDDEN)
+        self.last = nn.Linear(HIDDEN, scores)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        out: torch.Tensor = self.last(self.between(functional.relu(self.first(x.flatten(1)))))
+        return out
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden values as they are."""
+        return hidden
+
+
+def drawn_model(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return a model with weights drawn from a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch_seed(seed, "audit model"))
+        return make()
+
+
+def audit_samples(
+    seed: int, side: int = SIDE
+) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+    """Return images, labels and who holds which; all clients together have every class."""
+    random = generator(seed, "audit data")
+    total = sum(_SIZES)
+    inputs = torch.from_numpy(random.standard_normal((total, 1, side, side))).float()
+    ends = np.cumsum(_SIZES).tolist()
+    clients = [list(range(end - size, end)) for end, size in zip(ends, _SIZES, strict=True)]
+    return inputs, torch.arange(total) % CLASSES, clients
 
 
 def _without(problem: Problem, client: int) -> Problem:
@@ -252,14 +295,9 @@ def _release(config: RunConfig, problem: Problem, method: Method, place: Path) -
     return released.cpu()
 
 
-@contextlib.contextmanager
-def clip_taken_away(missing: bool) -> Iterator[None]:
+def clip_taken_away(missing: bool) -> contextlib.AbstractContextManager[object]:
     """Take the clip of every client away, if asked to."""
-    if not missing:
-        yield
-        return
-    with swapped(Certified, "clip", _left_alone):
-        yield
+    return patch.object(Certified, "clip", _left_alone) if missing else contextlib.nullcontext()
 
 
 def _left_alone(mechanism: Certified, contribution: Contribution) -> Contribution:

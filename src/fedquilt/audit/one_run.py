@@ -26,19 +26,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.assemble import build_federation, build_method
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import problem_from
 from fedquilt.audit.bounds import epsilon_of_normals, one_run_epsilon
 from fedquilt.audit.canary import EPSILONS, ERROR, CanaryFinding, clip_taken_away, distance
 from fedquilt.audit.findings import scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
-from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.privacy.accounting import gaussian_mu
-from fedquilt.problem import Problem
 from fedquilt.round import run_round
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation, build_method
+from fedquilt.setup.task import Problem
+from fedquilt.training import ClientUpdate, Engine
 
 _SIDE, _CLASSES = 16, 40  # 10280 parameters
 _ORDINARY = 4  # clients who really train

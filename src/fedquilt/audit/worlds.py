@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,13 +20,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.aggregation import ServerOptimizer, ServerStep
-from fedquilt.assemble import build_federation, build_method
-from fedquilt.assemble_account import open_account
-from fedquilt.assemble_problem import problem_from
 from fedquilt.audit.cases import CLIENTS, Case
+from fedquilt.common import randomness
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import CondenseConfig, RunConfig, plain_config
-from fedquilt.learning import ClientUpdate
 from fedquilt.method import Method
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
@@ -32,9 +31,13 @@ from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.problem import Problem
-from fedquilt.record import as_line, split_private
+from fedquilt.record.result import as_line, split_private
 from fedquilt.round import Federation, RoundRecord, run_round
+from fedquilt.setup.account import open_account
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_federation, build_method
+from fedquilt.setup.task import Problem
+from fedquilt.training import ClientUpdate
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -308,3 +311,20 @@ def _keep(
         return Cohort(np.intersect1d(exposed, np.asarray(kept[index], dtype=np.int64)), exposed)
 
     return selected
+
+
+@contextlib.contextmanager
+def known_entropy(seed: int) -> Iterator[None]:
+    """Let noise and secret coins draw their bytes from a seed instead of `os.urandom`.
+
+    They are drawn by the code that always draws them, wherever it stands: all of it asks
+    `fedquilt.common.randomness.secret_bytes`.  Only they: a library that is loaded in the
+    first world only, and seeds itself, must not shift the noise of that world.
+    """
+    bits = generator(seed, "audit entropy").bit_generator
+
+    def known(size: int) -> bytes:
+        return np.random.Generator(bits).bytes(size)
+
+    with patch.object(randomness, "os", SimpleNamespace(urandom=known)):
+        yield

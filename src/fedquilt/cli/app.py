@@ -12,7 +12,6 @@ import typer
 from fedquilt._version import __version__
 from fedquilt.cli.arguments import Group
 from fedquilt.cli.audit import audit
-from fedquilt.cli.bench import bench
 from fedquilt.cli.clients import clients
 from fedquilt.cli.compare import compare
 from fedquilt.cli.condense import condense
@@ -21,7 +20,6 @@ from fedquilt.cli.flower import flower
 from fedquilt.cli.ledger import ledger
 from fedquilt.cli.plan import plan
 from fedquilt.cli.report import report
-from fedquilt.cli.reproduce import reproduce
 from fedquilt.cli.run import run
 from fedquilt.cli.statement import statement
 from fedquilt.cli.sweep import sweep
@@ -51,8 +49,6 @@ app.command()(watch)
 app.add_typer(ledger)
 app.command()(audit)
 app.command()(data)
-app.command()(bench)
-app.command()(reproduce)
 app.add_typer(flower)
 
 

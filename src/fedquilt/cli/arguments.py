@@ -13,6 +13,11 @@ from typing import Any
 from typer.core import TyperGroup
 from typer.models import ArgumentInfo
 
+from fedquilt.common.errors import InvalidValueError
+
+MOVED = {"bench": "benchmarks.bench", "reproduce": "reproduction"}
+"""Commands of earlier versions, and the modules of the repository that they are now."""
+
 
 class Group(TyperGroup):
     """The commands below one, their arguments with the help that was written for them."""
@@ -24,6 +29,16 @@ class Group(TyperGroup):
             texts = _texts(command.callback) if unsaid else {}
             for item in unsaid:
                 item.help = texts.get(item.name)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name; say of one that has left where it is now."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in MOVED:
+            raise InvalidValueError(
+                f"fedquilt {cmd_name} is now `python -m {MOVED[cmd_name]}`, in a clone of "
+                "fedquilt's repository"
+            )
+        return found
 
 
 def _commands(group: Any) -> Iterator[Any]:

@@ -12,10 +12,7 @@ import typer
 
 from fedquilt.cli.progress import interruptible
 from fedquilt.cli.run import JSON
-from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-
-_PEOPLE = "people: "
 
 
 def audit(
@@ -29,13 +26,10 @@ def audit(
         list[str] | None,
         typer.Option("--case", metavar="CASE", help="Only this case of --replay; repeatable."),
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option("--engine", help="Only whole runs of this engine.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to train: cpu or cuda.")] = "cpu",
-    jobs: Annotated[
-        int, typer.Option("--jobs", help="Processes that replay whole runs side by side.")
-    ] = 1,
+    engine: Annotated[str | None, typer.Option("--engine", help="What trains in --canary.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where --canary trains: cpu or cuda.")
+    ] = "cpu",
     trials: Annotated[
         int, typer.Option("--trials", help="Rounds of --canary under each hypothesis.")
     ] = 400,
@@ -50,7 +44,7 @@ def audit(
     Without --replay or --canary it does the first, which takes seconds and is exact.
     """
     with interruptible(None):
-        _audit(replay, canary, cases, engine, device, jobs, trials, without_clip, seed, as_json)
+        _audit(replay, canary, cases, engine, device, trials, without_clip, seed, as_json)
 
 
 def _audit(
@@ -59,7 +53,6 @@ def _audit(
     cases: list[str] | None,
     engine: str | None,
     device: str,
-    jobs: int,
     trials: int,
     without_clip: bool,
     seed: int,
@@ -69,16 +62,19 @@ def _audit(
 
     if without_clip and not canary:
         raise InvalidValueError("--without-clip must be used with --canary, which misses the clip")
+    if not canary and (engine is not None or device != "cpu"):
+        raise InvalidValueError(
+            "--engine and --device must be used with --canary: single rounds have no engine"
+        )
     replay = replay or not canary
     report: dict[str, Any] = {}
     tables: list[str] = []
     good = True
     if replay:
-        rounds, worlds = _replayed(cases, seed, engine, device, jobs)
-        good = all(finding.ok for finding in (*rounds, *worlds))
-        report |= {"findings": _plain(rounds), "worlds": _plain(worlds)}
-        tables += [auditing.replay_table(rounds)] if rounds else []
-        tables += [auditing.worlds_table(worlds)] if worlds else []
+        rounds = auditing.replay(cases, seed)
+        good = all(finding.ok for finding in rounds)
+        report["findings"] = _plain(rounds)
+        tables.append(f"{auditing.replay_table(rounds)}\n{auditing.WHOLE_RUNS}")
     if canary:
         own: dict[str, Any] = {"seed": seed, "device": device, "without_clip": without_clip}
         found = auditing.canary(trials=trials, engine=engine or "sequential", **own)
@@ -88,25 +84,6 @@ def _audit(
         tables.append(auditing.canary_table(found))
     print(json.dumps({"ok": good, **report}) if as_json else "\n\n".join(tables))
     raise typer.Exit(0 if good else 1)
-
-
-def _replayed(
-    cases: list[str] | None, seed: int, engine: str | None, device: str, jobs: int
-) -> tuple[list[Any], list[Any]]:
-    """Return what was found in single rounds and accounts, and in whole runs."""
-    from fedquilt import audit as auditing
-
-    people = [_PEOPLE + name for name in auditing.PEOPLE]
-    rounds = [*auditing.CASES, *people]
-    whole = list(auditing.whole_cases())
-    if engine is not None or device != "cpu":
-        rounds = []  # these have no engine
-    names = cases or [*rounds, *whole]
-    names = [checks.choice("case", name, [*rounds, *whole]) for name in names]
-    found = auditing.replay([n for n in names if n in auditing.CASES], seed)
-    found += auditing.replay_people([n.removeprefix(_PEOPLE) for n in names if n in people])
-    chosen = [name for name in names if name in whole]
-    return found, auditing.replay_worlds(chosen, seed, engine=engine, device=device, jobs=jobs)
 
 
 def _plain(findings: Sequence[Any]) -> list[dict[str, object]]:

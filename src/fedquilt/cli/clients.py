@@ -18,8 +18,8 @@ def clients(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Show what clients measured on samples they hold back: raw, for the owner's eyes."""
+    from fedquilt.record.folder import RunFolder
     from fedquilt.report.clients import client_tables, plot_clients
-    from fedquilt.run_folder import RunFolder
 
     results, measured = [], []
     for run in runs:

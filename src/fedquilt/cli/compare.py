@@ -22,7 +22,7 @@ from fedquilt.config.files import read_beside
 from fedquilt.config.modes import MODE_TABLE
 
 if TYPE_CHECKING:
-    from fedquilt.record import RunResult
+    from fedquilt.record.result import RunResult
 
 ARMS = ",".join([*(mode for mode in MODES if mode != "certified"), "certified:worst_case"])
 ARMS += ",certified"
@@ -86,10 +86,10 @@ def _train(
     shown: bool,
     as_json: bool,
 ) -> None:
-    from fedquilt.assemble import build_method
-    from fedquilt.assemble_problem import build_problem
     from fedquilt.common.storage import storage_errors
-    from fedquilt.run_folder import make_fresh
+    from fedquilt.record.folder import make_fresh
+    from fedquilt.setup.build_task import build_problem
+    from fedquilt.setup.federation import build_method
 
     arms = _arms(modes)
     bases = {
@@ -116,16 +116,16 @@ def _train(
 
 def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
     with loading():
-        from fedquilt.experiment import run_config
+        from fedquilt.experiment.api import run_config
 
     with watch(f"{name}, seed {config.seed}", shown, tracker) as observer:
         return run_config(config, observer)
 
 
 def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) -> None:
+    from fedquilt.record.folder import finite
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
     from fedquilt.report.comparison_files import write_tables
-    from fedquilt.run_folder import finite
 
     runs = [{**one.result, "mode": name} for name, one in finished]
     rows = comparison_table(runs)
@@ -181,10 +181,10 @@ def _number(text: str) -> float | None:
 def _compare_finished(
     runs: list[str], figures: str, figure_format: str, folder: Path, as_json: bool
 ) -> None:
+    from fedquilt.record.folder import finite
     from fedquilt.report.comparison_files import as_text, comparison_rows, entries_of, write_tables
     from fedquilt.report.style import FORMATS
     from fedquilt.report.together import lay_together
-    from fedquilt.run_folder import finite
 
     wanted = _figures(figures)
     checks.choice("format", figure_format, FORMATS)
@@ -206,8 +206,8 @@ def _compare_finished(
 
 def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
     """Read finished runs; those that are not finished are refused by name."""
-    from fedquilt.run_folder import RunFolder
-    from fedquilt.views.page import find_runs
+    from fedquilt.record.folder import RunFolder
+    from fedquilt.report.views.page import find_runs
 
     found = {}
     for path in find_runs(runs):

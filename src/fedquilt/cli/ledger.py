@@ -205,7 +205,7 @@ def _open(path: str) -> Any:
 
 def _ledger_file(path: Path) -> Path:
     """Return the ledger that a path means: itself, or the one a run folder names."""
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     if not path.is_dir():
         return path
@@ -217,7 +217,7 @@ def _ledger_file(path: Path) -> Path:
 
 def _kept_heads(path: str) -> list[str]:
     """Return the ledger heads that a run folder has kept."""
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     folder = RunFolder.open(path)
     result = folder.read_result() or {}

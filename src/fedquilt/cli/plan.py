@@ -36,9 +36,9 @@ def plan(
 
     Takes the options of `fedquilt run` and describes that run; nothing is trained or spent.
     """
-    from fedquilt.outlook import cohort_line, noise_outlook
+    from fedquilt.experiment.preflight import cohort_line, noise_outlook
     from fedquilt.privacy import feasibility as planning
-    from fedquilt.problem import build_selector
+    from fedquilt.setup.task import build_selector
 
     asked = build_config(settings, preset=preset, file=config)
     if not MODE_TABLE[asked.mode].noised:
@@ -79,8 +79,8 @@ def _count(asked: RunConfig) -> int:
     """Return how many parameters the noise of a run falls on."""
     from fedquilt.common import checks
     from fedquilt.data import DATASETS
-    from fedquilt.learning.flat import freeze_others, matches
     from fedquilt.models import FeatureModel, make_model
+    from fedquilt.training.flat import freeze_others, matches
 
     spec = DATASETS[checks.choice("dataset", asked.dataset, DATASETS)]
     model = make_model(asked.model, spec.image_shape, spec.num_classes, seed=0)

@@ -105,8 +105,6 @@ class Watcher(Observer):
     ----------
     trackers : str
         Names of trackers, joined by commas; they are opened with the run's folder.
-    on_opened : callable, optional
-        Called with the run's folder before its first round.
     on_kept : callable, optional
         Called with the file of a condensation's images, whenever one was written.
     """
@@ -115,11 +113,9 @@ class Watcher(Observer):
         self,
         trackers: str = "none",
         on_kept: Callable[[Path], None] | None = None,
-        on_opened: Callable[[Path], None] | None = None,
     ) -> None:
         self._names = trackers
         self._on_kept = on_kept
-        self._on_opened = on_opened
         self._stack = contextlib.ExitStack()
         self._trackers: Any = None
         self._progress: Progress | None = None
@@ -135,8 +131,6 @@ class Watcher(Observer):
 
     def opened(self, config: RunConfig, folder: Path) -> None:
         """Open the trackers in the run's folder."""
-        if self._on_opened is not None:
-            self._on_opened(folder)
         if self._names == "none":
             return
         from fedquilt.observe.tracked import Tracked
@@ -174,7 +168,6 @@ def watch(
     shown: bool,
     trackers: str = "none",
     on_kept: Callable[[Path], None] | None = None,
-    on_opened: Callable[[Path], None] | None = None,
 ) -> Iterator[Watcher | None]:
     """Yield an observer of a run, None when there is nothing to do for it."""
     if trackers != "none":
@@ -184,7 +177,7 @@ def watch(
     if not shown and trackers == "none" and on_kept is None:
         yield None
         return
-    with Watcher(trackers, on_kept, on_opened) as watcher:
+    with Watcher(trackers, on_kept) as watcher:
         if shown:
             watcher.show(label)
         yield watcher

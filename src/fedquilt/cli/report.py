@@ -31,7 +31,7 @@ def report(
     """
     from fedquilt.common.storage import write_file
     from fedquilt.report.html_page import html_page
-    from fedquilt.views import page_view
+    from fedquilt.report.views import page_view
 
     view = page_view(runs, private=private, look=look)
     place = Path(output) if output is not None else _place(runs)

@@ -24,7 +24,7 @@ from fedquilt.config.choices import FLOWER_ENGINES
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
-    from fedquilt.record import RunResult
+    from fedquilt.record.result import RunResult
 
 CONFIG = typer.Option("--config", metavar="FILE.toml", help="Read settings from a TOML file.")
 PRESET = typer.Option(
@@ -90,7 +90,7 @@ def _run(
     tracker: str,
     monitor: bool = False,
 ) -> RunResult:
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
@@ -120,7 +120,7 @@ def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | 
 def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | None) -> RunResult:
     """Run what a configuration describes, or continue a folder, with the engine that it names."""
     with loading():
-        from fedquilt.experiment import resume_run, run_config
+        from fedquilt.experiment.api import resume_run, run_config
 
     if config.engine in FLOWER_ENGINES:
         optional.load("flwr", f"engine={config.engine!r}")

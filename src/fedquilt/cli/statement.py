@@ -18,7 +18,7 @@ def statement(
 ) -> None:
     """Print the privacy statement of a finished run."""
     from fedquilt.privacy.statement import Statement
-    from fedquilt.run_folder import RunFolder
+    from fedquilt.record.folder import RunFolder
 
     result = RunFolder.open(run).read_result()
     if result is None:

@@ -130,8 +130,8 @@ def _report(
     plan: Plan, rows: list[dict[str, Any]], folder: Path, as_json: bool, again: str
 ) -> None:
     """Say what was found; end with 1 where runs did not end, or none of them could begin."""
+    from fedquilt.record.folder import finite
     from fedquilt.report.sweep_figure import plot_sweep
-    from fedquilt.run_folder import finite
     from fedquilt.sweep import summarise
     from fedquilt.sweep.table import FAILED, REFUSED, WAITING
 

@@ -16,7 +16,7 @@ from fedquilt.condense.embeds import Embeds, LayerEmbedding
 from fedquilt.condense.synthetic import SyntheticSet
 
 if TYPE_CHECKING:
-    from fedquilt.fednum import FedNumClient, FedNumServer
+    from fedquilt.papers.fednum import FedNumClient, FedNumServer
 
 __all__ = [
     "Augmentation",
@@ -29,9 +29,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return FedNum's classes, whose package `fedquilt.fednum` stands above this one."""
+    """Return FedNum's classes, whose package `fedquilt.papers.fednum` stands above this one."""
     if name not in ("FedNumClient", "FedNumServer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fedquilt import fednum
+    from fedquilt.papers import fednum as fednum
 
     return getattr(fednum, name)

@@ -31,9 +31,9 @@ from fedquilt.condense.certified_statistics import (
 from fedquilt.condense.server import load_like
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer
-from fedquilt.learning import ClientUpdate, Task
 from fedquilt.method import Progress
 from fedquilt.models.features import draw, precompute
+from fedquilt.training import ClientUpdate, Task
 
 _FLOAT_BYTES = 4
 

@@ -24,8 +24,8 @@ from fedquilt.condense.embeds import (
     frozen_copy,
 )
 from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
-from fedquilt.learning import ClientUpdate, FlatModel, Task
 from fedquilt.method import Progress
+from fedquilt.training import ClientUpdate, FlatModel, Task
 
 
 class RoundModels:

@@ -28,10 +28,10 @@ from fedquilt.condense.synthetic import SyntheticSet, shrink
 from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
-from fedquilt.learning import ClientUpdate, Engine, Task
 from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
+from fedquilt.training import ClientUpdate, Engine, Task
 
 
 def normalisation(config: RunConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -18,8 +18,8 @@ from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import reinitialised
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config.choices import MODEL_SCHEDULES
-from fedquilt.learning import FlatModel
 from fedquilt.method import Progress
+from fedquilt.training import FlatModel
 
 
 @dataclass(frozen=True)

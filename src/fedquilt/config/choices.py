@@ -63,7 +63,3 @@ IMAGE_OPTIMIZERS = ("sgd", "adam")
 LOGIT_LOSSES = ("l2", "kl", "wasserstein", "wasserstein_sorted", "none")
 LOSS_COMPUTATIONS = ("avg-loss", "loss-avg")
 MODEL_SCHEDULES = ("step", "cosine", "constant")
-BASELINES = ("coreset", "dm", "feddm", "fedavg")
-"""What a condensation is compared with."""
-RELEASE_USES = ("head", "network", "distilled")
-"""What a certified condensation's release is put to use in, beside its own row."""

@@ -35,7 +35,6 @@ from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
 from fedquilt.config.run import RunConfig, option_fields
 from fedquilt.config.uses import (
     CLIENTS,
-    COMPARED,
     OWN_CLIENTS,
     SPLIT,
     refuse_idle,
@@ -57,7 +56,6 @@ def build_config(
     own: bool = False,
     brought: bool = False,
     arms: Sequence[Mapping[str, Any]] = (),
-    baselines: Sequence[str] = (),
 ) -> RunConfig:
     """Merge defaults, preset, file and keyword settings into a checked configuration.
 
@@ -74,8 +72,6 @@ def build_config(
     arms
         What differs between runs that are compared: an option must do something in one of
         them.  Where they differ in the mode, all share the defaults of the default mode.
-    baselines
-        What a condensation is compared with: an option may be of use there only.
     """
     said = dict(settings or {})
     method = said.get("method")
@@ -100,7 +96,7 @@ def build_config(
         check_company(config)
     if brought:
         return config
-    whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT, COMPARED: baselines}
+    whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
     runs = [{**whole, **arm} for arm in arms] or [whole]
     refuse_idle(said, runs)
     if not _is_record(from_file, kind):

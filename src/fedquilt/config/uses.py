@@ -22,9 +22,6 @@ CLIENTS = "clients"
 """Stands in a case for whose clients a run has: dealt from a named data set, or your own."""
 SPLIT, OWN_CLIENTS = "dealt from a data set", "your own"
 
-COMPARED = "baselines"
-"""Stands in a case for what a condensation is compared with: it has options of the run too."""
-
 
 class _AnyBut(tuple[Any, ...]):
     """All values but these."""
@@ -40,8 +37,6 @@ _CERTIFIED: Case = {"mode": ("certified",)}
 _PAPER: Case = {"mode": ("certified",), "policy": ("paper",)}
 _IN_LEDGER: Case = {"ledger": None}
 _FEDNUM: Case = {"mode": ("fednum",)}
-_DM: Case = {COMPARED: ("dm", "feddm")}
-_FEDDM: Case = {COMPARED: ("feddm",)}
 _TRAINED_POOL: Case = {"mode": ("fednum",), "feature_model": ("trained_pool",)}
 _SLICED = tuple(name for name in METHODS if name != "full")
 
@@ -101,11 +96,11 @@ USES: dict[str, tuple[Case, ...]] = {
     "mean_rounds": (_CERTIFIED,),
     "head_step": (_CERTIFIED,),
     "drawings": (_CERTIFIED,),
-    "embed_layer": (_FEDNUM, _DM),
+    "embed_layer": (_FEDNUM,),
     "model_families": ({"augmentation": _AnyBut(("none",))},),
     "avg_num": (_FEDNUM,),
-    "min_group": (_FEDNUM, _FEDDM),
-    "max_samples": (_FEDNUM, _FEDDM),
+    "min_group": (_FEDNUM,),
+    "max_samples": (_FEDNUM,),
     "feature_model": (_FEDNUM,),
     "model_n": (_FEDNUM,),
     "trained_n": (_TRAINED_POOL,),
@@ -115,18 +110,14 @@ USES: dict[str, tuple[Case, ...]] = {
     "rho": (
         {"mode": ("fednum",), "feature_model": ("perturbed",)},
         {"mode": ("fednum",), "init_method": ("dm",)},
-        _FEDDM,
     ),
     "tiles": (_FEDNUM,),
-    "init_method": (_FEDNUM, _FEDDM),
-    "dc_iterations": (_FEDNUM, _DM),
+    "init_method": (_FEDNUM,),
+    "dc_iterations": (_FEDNUM,),
     "batch_num": (_FEDNUM,),
-    "image_optimizer": (_FEDNUM, _DM),
-    "image_lr": (_FEDNUM, _DM),
-    "image_momentum": (
-        {**_FEDNUM, "image_optimizer": ("sgd",)},
-        {**_DM, "image_optimizer": ("sgd",)},
-    ),
+    "image_optimizer": (_FEDNUM,),
+    "image_lr": (_FEDNUM,),
+    "image_momentum": ({**_FEDNUM, "image_optimizer": ("sgd",)},),
     "logit_loss_type": (_FEDNUM,),
     "loss_computation": (_FEDNUM,),
     "discrimination": (_TRAINED_POOL,),
@@ -155,8 +146,6 @@ def says_something(name: str, settings: Mapping[str, Any]) -> bool:
 def _holds(case: Case, settings: Mapping[str, Any]) -> bool:
     for name, allowed in case.items():
         value = settings.get(name)
-        if name == COMPARED:
-            value = next((one for one in value or () if one in (allowed or ())), None)
         # What somebody brings as an object may use whatever it likes.
         if value is None or (allowed is not None and value not in allowed and value != OWN):
             return False

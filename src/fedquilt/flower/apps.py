@@ -38,12 +38,12 @@ from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
-from fedquilt.learning.objective import OwnLoss
-from fedquilt.learning.optimizers import Factory
 from fedquilt.observe.tracked import tracked
-from fedquilt.problem import Own
-from fedquilt.record import RunResult
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import RunResult
+from fedquilt.setup.task import Own
+from fedquilt.training.objective import OwnLoss
+from fedquilt.training.optimizers import Factory
 
 _OPERATORS = frozenset(
     {

@@ -40,8 +40,8 @@ from fedquilt.flower import internals, wire
 from fedquilt.flower.codecs import UnreadableError, decode, encode
 from fedquilt.flower.directory import Directory
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.learning import ClientUpdate, Engine
 from fedquilt.method import Method
+from fedquilt.training import ClientUpdate, Engine
 
 log = logging.getLogger(__name__)
 

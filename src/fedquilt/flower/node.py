@@ -19,9 +19,6 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import nn
 
-from fedquilt.assemble import build_method
-from fedquilt.assemble_account import is_bounded
-from fedquilt.assemble_problem import problem_from
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.config import MODE_TABLE, RunConfig
@@ -30,7 +27,10 @@ from fedquilt.data.samples import is_empty
 from fedquilt.flower import wire
 from fedquilt.flower.codecs import encode
 from fedquilt.flower.reading import Reading
-from fedquilt.problem import Own, Problem
+from fedquilt.setup.account import is_bounded
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.federation import build_method
+from fedquilt.setup.task import Own, Problem
 
 log = logging.getLogger(__name__)
 

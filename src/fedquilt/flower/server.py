@@ -12,22 +12,22 @@ import numpy as np
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedquilt.assemble_problem import problem_from
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import Samples, as_samples
-from fedquilt.experiment import run_problem
+from fedquilt.experiment.api import run_problem
+from fedquilt.experiment.loop import Watching
 from fedquilt.flower.directory import Directory
 from fedquilt.flower.engine import FlowerEngine
 from fedquilt.flower.node import CUSTOM, MakeModel, frozen_digest, new_model
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.learning import Objective, Task
-from fedquilt.problem import Own, Problem
-from fedquilt.record import RunResult
-from fedquilt.run_folder import RunFolder
-from fedquilt.training_loop import Watching
+from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import RunResult
+from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.task import Own, Problem
+from fedquilt.training import Objective, Task
 
 NODES_FILE = "nodes.jsonl"
 """What happened with every node, and what it reported of itself; for the owner alone."""

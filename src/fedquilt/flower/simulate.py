@@ -19,11 +19,11 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedquilt.assemble_problem import build_problem
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, plain_config
-from fedquilt.experiment import resume_run, run_config, run_in_memory
+from fedquilt.experiment.api import resume_run, run_config, run_in_memory
+from fedquilt.experiment.loop import Watching
 from fedquilt.flower import wire
 from fedquilt.flower.apps import app_of
 from fedquilt.flower.directory import PlaceDirectory
@@ -32,10 +32,10 @@ from fedquilt.flower.grid import InProcessGrid
 from fedquilt.flower.node import Node
 from fedquilt.flower.server import NodesFile, served_problem, without_data
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.problem import Problem
-from fedquilt.record import RunResult, load
-from fedquilt.run_folder import RunFolder
-from fedquilt.training_loop import Watching
+from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import RunResult, load
+from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.task import Problem
 
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",

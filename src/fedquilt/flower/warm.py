@@ -33,7 +33,7 @@ from fedquilt.common.storage import open_log
 from fedquilt.flower import internals
 
 PRELOADED = (
-    *("numpy", "torch", "sklearn.datasets", "fedquilt.experiment", "fedquilt.flower.apps"),
+    *("numpy", "torch", "sklearn.datasets", "fedquilt.experiment.api", "fedquilt.flower.apps"),
     *("flwr.supernode.cli.flwr_clientapp", "flwr.superlink.cli.flwr_serverapp"),
 )
 POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"

@@ -9,13 +9,19 @@ from fedquilt.report.condensed import animate_condensed, draw_condensed, draw_co
 from fedquilt.report.groups import plot_paper_figures, plot_privacy_consumption_by_group
 from fedquilt.report.multi_seed import plot_multi_seed_comparison
 from fedquilt.report.style import FigureSettings, figure_settings
-from fedquilt.report.tables import condensation_table, generate_summary_table, slices_table
+from fedquilt.report.tables import (
+    condensation_row,
+    condensation_table,
+    generate_summary_table,
+    slices_table,
+)
 from fedquilt.report.training_figure import plot_training_history
 
 __all__ = [
     "FigureSettings",
     "animate_condensed",
     "comparison_table",
+    "condensation_row",
     "condensation_table",
     "draw_condensed",
     "draw_condensed_strip",

@@ -42,7 +42,7 @@ _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 
 def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool = False) -> str:
-    """Return the page of what `fedquilt.views` has read.
+    """Return the page of what `fedquilt.report.views` has read.
 
     `live` allows the page to talk to the server it came from, and to nobody else.
     """

@@ -282,6 +282,58 @@ def condensation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([table, *([""] if notes else []), *notes])
 
 
+def condensation_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a finished condensation for `condensation_table`."""
+    record, metadata = result["condensation"], result["metadata"]
+    settings = metadata["hyperparameters"]
+    return {
+        "name": result["mode"],
+        "accuracy": metadata["final_accuracy"],
+        "loss": metadata["final_loss"],
+        "bytes_up": record["bytes_up"],
+        "bytes_down": record["bytes_down"],
+        "rounds": result["rounds"],
+        "seconds": record["seconds"],
+        "raw": settings.get("init_method") == "real_sample",
+        "note": _certified_note(result)
+        if result["mode"] == "certified"
+        else _missing_classes(record, settings.get("min_group")),
+    }
+
+
+def _certified_note(result: Mapping[str, Any]) -> str:
+    """Say what the accuracy of a certified condensation is of."""
+    settings = result["metadata"]["hyperparameters"]
+    gaps = [gap for gap in result["history"].get("matching_loss", []) if gap is not None]
+    left = f"; the images leave {gaps[-1]:.0%} of the head's condition unmet" if gaps else ""
+    return (
+        f"the model {settings.get('model')}, trained on the images alone; a head needs the public "
+        f"front as well{left}"
+    )
+
+
+def _missing_classes(record: Mapping[str, Any], min_group: int | None) -> str:
+    """Say which classes are missing, and why."""
+    missing = record["classes_not_sent"]
+    if not missing:
+        return ""
+    too_small = record.get("classes_too_small")
+    if too_small is None:
+        because = [(missing, f"nobody who joined holds min_group={min_group} samples of them")]
+    else:
+        small = [label for label in missing if label in too_small]
+        because = [
+            (small, f"no client holds min_group={min_group} samples of them"),
+            ([c for c in missing if c not in small], "no client that holds enough of them joined"),
+        ]
+    reasons = "; ".join(
+        f"nobody sent the classes {', '.join(map(str, labels))}: {why}"
+        for labels, why in because
+        if labels
+    )
+    return f"{reasons}; they are left out of the images and of training"
+
+
 def _megabytes(count: int | None) -> str:
     """Return bytes in megabytes; traffic of seeds alone is not zero."""
     if count is None:

@@ -110,7 +110,7 @@ def entry_of_result(result: Mapping[str, Any], name: str = "") -> Entry:
 
 
 def entry_of_view(view: Mapping[str, Any]) -> Entry:
-    """Read a run as `fedquilt.views.run_view` gives it."""
+    """Read a run as `fedquilt.report.views.run_view` gives it."""
     claim = view["claim"]
     return Entry(
         name=view["name"],

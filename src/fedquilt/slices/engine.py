@@ -18,7 +18,12 @@ from torch.nn import functional
 from fedquilt.common import checks, trees
 from fedquilt.common.randomness import generator
 from fedquilt.common.trees import Tree
-from fedquilt.learning import (
+from fedquilt.slices.depth import exits_loss, ramp
+from fedquilt.slices.ranges import Axis
+from fedquilt.slices.selection import Selection, fjord
+from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.slicing import Cut, Slicing
+from fedquilt.training import (
     ClassMask,
     ClientUpdate,
     Engine,
@@ -29,12 +34,7 @@ from fedquilt.learning import (
     make_engine,
     outputs_of,
 )
-from fedquilt.learning.state import ModuleState
-from fedquilt.slices.depth import exits_loss, ramp
-from fedquilt.slices.ranges import Axis
-from fedquilt.slices.selection import Selection, fjord
-from fedquilt.slices.slicer import Slicer
-from fedquilt.slices.slicing import Cut, Slicing
+from fedquilt.training.state import ModuleState
 
 
 @torch.no_grad()

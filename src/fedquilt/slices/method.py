@@ -15,7 +15,6 @@ from torch import nn
 from fedquilt.aggregation import Place
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.modes import MODE_TABLE
-from fedquilt.learning import ClientUpdate, FlatModel, Task, public_inputs
 from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.model_slice import WithoutRows
@@ -35,6 +34,7 @@ from fedquilt.slices.static_norm import (
     recompute,
     statistics_of,
 )
+from fedquilt.training import ClientUpdate, FlatModel, Task, public_inputs
 
 _REMEMBERED = 16
 _LOOKED = 8

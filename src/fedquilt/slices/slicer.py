@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
-from fedquilt.learning.state import ModuleState
 from fedquilt.slices.graph.cuts import LayerCut, Part, Parts
 from fedquilt.slices.graph.walk import trace, walk, widthless_class
 from fedquilt.slices.layer_rules import resize, tensor_maps
@@ -28,6 +27,7 @@ from fedquilt.slices.model_slice import ModelSlice, attach, tensors_of
 from fedquilt.slices.ranges import Axis, Bound, joined
 from fedquilt.slices.selection import Selection, as_selection
 from fedquilt.slices.tensor_map import TensorMap
+from fedquilt.training.state import ModuleState
 
 
 class Scaler(nn.Module):

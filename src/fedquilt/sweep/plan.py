@@ -22,7 +22,7 @@ from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
 from fedquilt.config.files import check_company, method_defaults
 from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
-from fedquilt.run_formats import check_schema, readable
+from fedquilt.record.schema import check_schema, readable
 
 SCHEMA_VERSION = 1
 SPEC_FILE = "sweep.json"
@@ -62,12 +62,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep; beside a condensation stand the baselines of these names."""
+    """One run of a sweep."""
 
     number: int
     settings: dict[str, Any]
     seed: int
-    baselines: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,9 +93,7 @@ class Plan:
             "schema_version": SCHEMA_VERSION,
             "base": self.base,
             "axes": list(self.axes),
-            "points": [
-                [p.settings, p.seed, *([p.baselines] if p.baselines else [])] for p in self.points
-            ],
+            "points": [[p.settings, p.seed] for p in self.points],
         }
         write_file(folder / SPEC_FILE, json.dumps(content, indent=1).encode())
 
@@ -129,18 +126,18 @@ class Plan:
 
 _AXES = {*option_fields(RunConfig), *option_fields(CondenseConfig)} - {*_OWN}
 _PLAN = Table({"base": Table({}), "axes": Listed(NAME), "points": Listed(Listed(Anything()))})
-_PARTS = ("settings", "seed", "baselines")
+_PARTS = ("settings", "seed", "baselines")  # the last one of older versions, and ignored
 _POINT = Table({"settings": Table({}), "seed": COUNT}, {"baselines": Listed(NAME)})
 
 
 def _point(number: int, entry: list[Any], axes: Sequence[str], path: Path) -> Point:
-    """Return a point as the plan's file has it: settings, seed and perhaps baselines."""
+    """Return a point as the plan's file has it: settings and seed."""
     where = f"{path}: point {number}"
     parts = dict(zip(_PARTS, entry, strict=False))
     check(parts, _POINT, where, RunFolderError)
     if len(entry) > len(_PARTS) or not {*axes} <= parts["settings"].keys():
         raise RunFolderError(f"{where} must have settings of all axes, and a seed")
-    return Point(number, parts["settings"], parts["seed"], tuple(parts.get("baselines", ())))
+    return Point(number, parts["settings"], parts["seed"])
 
 
 def begun_runs(place: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError, RunFolderEr
 from fedquilt.common.storage import lock_file, storage_errors
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.ledger.units import epsilon_spent
-from fedquilt.run_folder import RunFolder
+from fedquilt.record.folder import RunFolder
 from fedquilt.sweep.plan import Plan, Point, begun_runs
 from fedquilt.sweep.table import FAILED, REFUSED, WAITING, Table
 
@@ -186,11 +186,10 @@ def _take(table: Table, folder: Path, point: Point) -> bool:
 
 
 def finished_run(folder: Path, point: Point) -> RunFolder | None:
-    """Return the run of a sweep's point when it, and what stands beside it, has ended."""
+    """Return the run of a sweep's point when it has ended."""
     for path in begun_runs(folder / point.name):
         run = RunFolder.open(path)
-        ended = run.read_result() is not None
-        if ended and set(point.baselines) <= set(run.read_baselines() if point.baselines else ()):
+        if run.read_result() is not None:
             return run
     return None
 
@@ -273,7 +272,6 @@ class _Worker:
             "config": config,
             "place": str(folder / point.name),
             "tracker": self._tracker,
-            "baselines": point.baselines,
         }
         try:
             process.stdin.write(json.dumps(job) + "\n")

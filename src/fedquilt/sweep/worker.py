@@ -10,7 +10,6 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,16 @@ _REFUSALS = (InvalidValueError, BudgetExceededError, LedgerConflictError)
 """What is said of a configuration, or by a ledger about it, and said again if it runs again."""
 
 
-def run_point(
-    config: dict[str, Any], place: Path, tracker: str = "none", baselines: Sequence[str] = ()
-) -> None:
-    """Run a point and what stands beside it, or go on with what an earlier process left."""
+def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> None:
+    """Run a point, or go on with what an earlier process left."""
     from fedquilt.config import plain_config
-    from fedquilt.experiment import resume_run, run_config
+    from fedquilt.experiment.api import resume_run, run_config
 
     begun = begun_runs(place)
     if begun:
-        finished = resume_run(begun[0], tracker=tracker)
+        resume_run(begun[0], tracker=tracker)
     else:
-        finished = run_config(plain_config(config), tracker=tracker)
-    if baselines:
-        from fedquilt.fednum.baselines import baseline_row
-
-        for name in baselines:
-            baseline_row(name, finished)
+        run_config(plain_config(config), tracker=tracker)
 
 
 def main() -> None:
@@ -56,7 +48,7 @@ def main() -> None:
         answer: dict[str, str | None] = {"refused": None, "failed": None}
         place = Path(job["place"])
         try:
-            run_point(job["config"], place, job["tracker"], job["baselines"])
+            run_point(job["config"], place, job["tracker"])
         except FedquiltError as error:
             # A run that was begun has failed, whatever stopped it: it may have released rounds.
             refused = isinstance(error, _REFUSALS) and not begun_runs(place)

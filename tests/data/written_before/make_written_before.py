@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fedquilt.run_folder import RunFolder
 from safetensors.torch import save_file
 
 import fedquilt
 import fedquilt.cli
 import fedquilt.cli.run
 from fedquilt import training_loop
-from fedquilt.run_folder import RunFolder
 
 # No layer of these models draws random numbers.
 RUN: dict[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 
 from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, LedgerError
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, Entry
-from fedquilt.views import planned_cost
+from fedquilt.report.views import planned_cost
 from run_processes import environment
 
 Cli = Callable[..., Any]

@@ -1,0 +1,291 @@
+"""What is called to train: run, run_config, run_in_memory, resume_run, run_problem."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.observer import Observers, as_observer
+from fedquilt.config import RunConfig, build_config, check_keys, package_names
+from fedquilt.config.keywords import Settings, shows_settings
+from fedquilt.experiment.loop import Watching
+from fedquilt.experiment.start import open_and_train
+from fedquilt.method import RemoteEngine
+from fedquilt.observe.progress import Expectations, Progress
+from fedquilt.observe.tracked import tracked as _tracked
+from fedquilt.privacy.certified import Certified
+from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import CUSTOM, RunResult, load
+from fedquilt.setup.build_task import build_problem, named_clients, problem_from, tests_of
+from fedquilt.setup.mechanism import Build
+from fedquilt.setup.task import BuildEngine, BuildMethod, Own, Problem
+from fedquilt.training import Engine
+from fedquilt.training.metrics import OwnMetric
+from fedquilt.training.objective import OwnLoss
+from fedquilt.training.optimizers import Factory
+
+Metrics = str | OwnMetric | Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric]
+"""What is measured on the test data, by names or by callables."""
+
+
+def run(
+    model: nn.Module,
+    train: object,
+    test: object,
+    clients: Sequence[Sequence[int] | NDArray[Any]]
+    | Mapping[str, Sequence[int] | NDArray[Any]]
+    | None = None,
+    *,
+    client_ids: Iterable[str] | None = None,
+    client_tests: Sequence[Any] | Mapping[str, Any] | None = None,
+    validation: object = None,
+    output_dir: str | None = "./results",
+    resume: str | Path | None = None,
+    observer: Watching | None = None,
+    method: str | BuildMethod | None = None,
+    mechanism: Build | type[Certified] | None = None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None = None,
+    loss: str | OwnLoss | None = None,
+    optimizer: str | Factory | None = None,
+    metrics: Metrics | None = None,
+    preset: str | None = None,
+    progress: bool = True,
+    quiet: bool = False,
+    tracker: str = "none",
+    **settings: Unpack[Settings],
+) -> RunResult:
+    """Train your own model on your own data, and say what may be claimed about every client.
+
+    Without settings the mode is `certified`, at epsilon 6 for every client, and all clients
+    join every one of 60 rounds; what that noise will do to your model is said before the
+    first.  See `docs/modes.md` for the other modes.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any model: it returns a tensor, a tuple that begins with one, or an object with
+        `logits` or `loss`.  It is copied.
+    train, test : data sets
+        A pair `(inputs, targets)` of tensors, or of tuples or dictionaries of them, a map-style
+        `Dataset`, a `DataLoader`, a dictionary of tensors with `labels`, or an `ImageDataset`.
+        `test` may be None: clients then evaluate the model on samples of their own, or nobody
+        does.
+    clients : sequence of index lists, or mapping from client ids to them
+        The samples of `train` that each client holds.  Left out where `train` is a list of
+        data sets, one a client, or a mapping from client ids to data sets.
+    client_ids : sequence of str, optional
+        Who the clients are.  A ledger finds each one's account by its id, wherever it
+        stands in the list; clients may be absent from a run, and new ones join.
+    client_tests : sequence of index lists, or mapping from client ids to them, optional
+        The samples of `train` on which each client evaluates the model, instead of a
+        share of its own (`client_test_fraction`).
+    validation : data set, optional
+        In the forms of `test`; no client may hold its samples.  The accuracy on it is
+        recorded, and with `early_stopping=True` the run ends when it reaches
+        `target_accuracy`.
+    output_dir : str or None
+        Where the run's folder is made; None keeps everything in memory.
+    resume : path, optional
+        Continue this run folder, made earlier with the same model and data.
+    observer : Observer or callable, optional
+        Told what happens; a function is called with the configuration and the line of
+        each finished round.
+    method, mechanism, engine : optional
+        Names as in `RunConfig`, or your own: a method is made from `MethodParts`, an engine
+        is an `Engine` or is made from `MethodParts`, and a mechanism is a subclass of
+        `Certified` or is made from `MechanismParts`.  See `docs/extending.md`.
+    loss : str or callable, optional
+        A name as in `RunConfig`, or your own on (outputs, targets) or on (model, batch).
+    optimizer : str or callable, optional
+        A name as in `RunConfig`, or a factory `params -> torch.optim.Optimizer`, called for
+        every client in every round; where it takes `lr`, with the round's learning rate.
+    metrics : str, callable, or a sequence or mapping of such, optional
+        Names as in `RunConfig`, or your own on all (outputs, targets) of the test data.  The
+        first is the headline.  See `docs/tasks/README.md`.
+    preset : str, optional
+        `paper-mnist` or `paper-cifar10`: the settings of the QuAP-FL paper's experiments, but
+        for what they say of the data.
+    progress : bool
+        Show how far the run has come: a bar in a terminal or a notebook, else a line now and
+        then, on the error stream.
+    quiet : bool
+        Show nothing, neither progress nor what the run may expect.
+    tracker : str
+        Also log the rounds, what anybody may see of them, to "tensorboard", "wandb" (offline)
+        or "mlflow" (files), in the run's folder; several joined by commas.
+    **settings
+        Options, for example `epsilon=3.0, num_rounds=50`.  One that would do nothing in the
+        run's mode is refused.
+
+    Returns
+    -------
+    RunResult
+        Record, statement, trained model and folder of the run.
+    """
+    as_observer(observer)  # a mistake here must not cost a round
+    own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
+    given: dict[str, Any] = {**settings, **names}
+    parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
+    folder = None
+    if resume is not None:
+        folder = RunFolder.open(resume)
+        if preset is not None:
+            raise InvalidValueError(f"preset={preset!r} must be left out when a run is resumed")
+        config = _resumed_config(folder, given)
+    else:
+        number = None if parts is None else len(parts) or None
+        usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": number}
+        usual |= {} if output_dir is None else {"output_dir": output_dir}
+        brought = own.method is not None or own.mechanism is not None
+        config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
+    tests = tests_of(client_tests, clients)
+    config, problem = problem_from(config, model, train, test, parts, ids, own, tests, validation)
+    # Copied, and maybe nobody else's.
+    del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
+    if tracker != "none" and folder is None and output_dir is None:
+        raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
+    with (
+        _tracked(tracker, observer) as tracked,
+        _shown(config, tracked, progress and not quiet, quiet) as watching,
+    ):
+        return open_and_train(config, problem, folder, output_dir, watching)
+
+
+shows_settings(run)
+
+
+Prepare = Callable[[RunConfig, Problem], Problem]
+"""Exchanges parts of a problem before its run: who trains its clients, and where."""
+
+
+def run_config(
+    config: RunConfig,
+    observer: Watching | None = None,
+    prepare: Prepare | None = None,
+    *,
+    tracker: str = "none",
+) -> RunResult:
+    """Run what a configuration describes, in a new folder under its output_dir."""
+    config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
+    with _tracked(tracker, observer) as watching:
+        return open_and_train(config, problem, None, config.output_dir, watching)
+
+
+def run_in_memory(
+    config: RunConfig, observer: Watching | None = None, prepare: Prepare | None = None
+) -> RunResult:
+    """Run what a configuration describes and write nothing."""
+    config, problem = build_problem(config)
+    problem = problem if prepare is None else prepare(config, problem)
+    return open_and_train(config, problem, None, None, observer)
+
+
+def resume_run(
+    path: str | Path,
+    observer: Watching | None = None,
+    prepare: Prepare | None = None,
+    *,
+    tracker: str = "none",
+) -> RunResult:
+    """Continue a run that was stopped; a finished run returns its result."""
+    folder = RunFolder.open(path)
+    if folder.read_result() is not None:
+        folder.remove_leftovers()
+        return load(path)
+    config = folder.read_config()
+    folder.checkpoint_head()  # of another run, or none: found before data are loaded
+    if config.model == CUSTOM or config.dataset == CUSTOM:
+        raise RunFolderError(
+            f"run folder {str(path)!r} was made from your own model or data: "
+            "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
+        )
+    config, problem = build_problem(config, progress=observer is not None)
+    problem = problem if prepare is None else prepare(config, problem)
+    with _tracked(tracker, observer) as watching:
+        return open_and_train(config, problem, folder, None, watching)
+
+
+def run_problem(
+    config: RunConfig,
+    problem: Problem,
+    *,
+    output_dir: str | None,
+    resume: str | Path | None = None,
+    observer: Watching | None = None,
+) -> RunResult:
+    """Run a problem that was put together elsewhere, in a new folder or in one to continue."""
+    folder = None if resume is None else RunFolder.open(resume)
+    return open_and_train(config, problem, folder, output_dir, observer)
+
+
+@contextlib.contextmanager
+def _shown(
+    config: RunConfig, observer: Watching | None, progress: bool, quiet: bool
+) -> Iterator[Watching | None]:
+    """Yield an observer that shows progress too, or only what may be expected, or neither."""
+    if quiet:
+        yield observer
+        return
+    shown = Progress(f"{config.dataset} {config.mode}")
+    if not progress:
+        yield Observers(Expectations(shown), as_observer(observer))
+        return
+    with shown:
+        yield Observers(shown, as_observer(observer))
+
+
+def _own_parts(
+    method: str | BuildMethod | None,
+    mechanism: Build | type[Certified] | None,
+    engine: str | Engine | RemoteEngine | BuildEngine | None,
+    loss: str | OwnLoss | None = None,
+    optimizer: str | Factory | None = None,
+    metrics: Metrics | None = None,
+) -> tuple[Own, dict[str, str]]:
+    """Part what a user brought from what was named; the configuration says `custom`."""
+    if isinstance(metrics, list | tuple) and all(isinstance(one, str) for one in metrics):
+        metrics = ",".join(str(one) for one in metrics)
+    given = {
+        "method": method,
+        "engine": engine,
+        "loss": loss,
+        "optimizer": optimizer,
+        "metrics": metrics,
+    }
+    names = {
+        key: value if isinstance(value, str) else CUSTOM
+        for key, value in given.items()
+        if value is not None
+    }
+    elsewhere = hasattr(engine, "serve")
+    own = Own(
+        method=None if isinstance(method, str) else method,
+        mechanism=mechanism,
+        engine=None if isinstance(engine, str) or elsewhere else cast(Engine, engine),
+        remote=cast(RemoteEngine, engine) if elsewhere else None,
+        loss=None if isinstance(loss, str) else loss,
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        metrics=None if isinstance(metrics, str) else metrics,
+    )
+    return own, names
+
+
+def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:
+    """Return the folder's configuration; other settings beside it must agree."""
+    config = folder.read_config()
+    settings = package_names(type(config), settings)
+    check_keys(settings, "configuration", type(config))
+    for key, value in settings.items():
+        if getattr(config, key, None) != value and (key, value) != ("engine", "auto"):
+            raise InvalidValueError(
+                f"{key}={value!r} must be {getattr(config, key, None)!r}, as in the run "
+                f"that is resumed ({folder.path})"
+            )
+    return config

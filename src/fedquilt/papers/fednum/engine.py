@@ -1,0 +1,247 @@
+"""Step 3 with FedNumClient objects in the place of data."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.aggregation import Concatenation
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.engine import RoundModels, TableSource, joined
+from fedquilt.condense.method import (
+    POOLS,
+    Condensation,
+    begun_without_data,
+    groups_per_step,
+    init_notes,
+    make_round_models,
+    matching_of,
+    moves_of_clients,
+    pool_of,
+    statistics_notes,
+    training_of,
+)
+from fedquilt.condense.real import condensed_by_clients
+from fedquilt.condense.server import CondensingServer
+from fedquilt.condense.statistics import StatisticsTable
+from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.training import Trainer
+from fedquilt.config import CondenseConfig
+from fedquilt.method import Progress
+from fedquilt.papers.fednum.arguments import Client
+from fedquilt.papers.fednum.client import FedNumClient, table_of
+from fedquilt.population import Cohort
+from fedquilt.training import ClientUpdate
+
+
+class ClientEngine(TableSource):
+    """Send the models of the round to the client objects, collect what they return.
+
+    Parameters
+    ----------
+    clients
+        Everybody; a cohort names their places here.
+    round_models
+        The feature models that they receive.
+    augmentation
+        That of the round models; a client that takes none can only do without.
+    device
+        Where the server wants what they send.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        round_models: RoundModels,
+        augmentation: Augmentation,
+        device: torch.device,
+    ) -> None:
+        self._clients = clients
+        self.round_models = round_models
+        self._augmented = augmentation.families != ("none",)
+        self._device = device
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.progress: Progress | None = None
+        if self._augmented:
+            _check_augmentable(clients, augmentation)
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the table of each client of the cohort as a vector, in its order."""
+        self.round_models.open(start, round_index)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self.round_models.bytes_down()
+        models = range(len(self.round_models.models))
+        for place in map(int, cohort):
+            client = self._clients[place]
+            table = joined([self._ask(client, round_index, number) for number in models])
+            bits = self.round_models.row_bits
+            self.bytes_up += table.num_bytes(bits)
+            size = int(table.counts.sum())
+            yield ClientUpdate(place, table.pack(bits).to(self._device), size, math.nan)
+
+    def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
+        round_models = self.round_models
+        if isinstance(client, FedNumClient):
+            # Not how often it was asked, but the round decides: a resumed run goes on alike.
+            client.open_round(round_index * len(round_models.models) + number)
+        client.receive_model(round_models.models[number])
+        if self._augmented:
+            client.receive_augmentation(  # type: ignore[attr-defined]
+                round_models.transforms[number], round_models.classes
+            )
+        message = client.train()
+        sizes = (round_models.num_features, round_models.num_logits)
+        return table_of(message, client.cid, number, round_models.classes, *sizes)
+
+    def close(self) -> None:
+        """Required of an engine; this one holds no resources."""
+
+
+def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) -> None:
+    for client in clients:
+        if not hasattr(client, "receive_augmentation"):
+            raise InvalidValueError(
+                f"augmentation={augmentation.strategy!r} must be 'none': "
+                f"client {client.cid!r} has no receive_augmentation()"
+            )
+
+
+def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
+    """Return the places of the chosen clients among all of them."""
+    place_of = {id(client): place for place, client in enumerate(clients)}
+    found = [place_of.get(id(client), -1) for client in chosen]
+    if -1 in found or len(set(found)) < len(found):
+        raise InvalidValueError("select_clients() must return clients of the server, each once")
+    places = np.array(found, dtype=np.int64)
+    return Cohort(places, places)
+
+
+def check_contributes(clients: Sequence[Client]) -> None:
+    """Raise, before anything is computed, where it is known that nobody will send anything.
+
+    What clients with a `train` of their own send is known only when they have.
+    """
+    known = [c for c in clients if isinstance(c, FedNumClient) and _groups_as_ours(c)]
+    if len(known) == len(clients) and not any(client.sent_classes() for client in known):
+        least = min(client.min_group for client in known)
+        raise InvalidValueError(
+            f"min_group={least} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+
+
+def _groups_as_ours(client: FedNumClient) -> bool:
+    return type(client).train is FedNumClient.train
+
+
+def make_fednum(
+    config: CondenseConfig,
+    model: nn.Module,
+    sample: torch.Tensor,
+    clients: Sequence[Client],
+    classes: tuple[int, ...],
+    num_classes: int,
+) -> Condensation:
+    """Build the method; `sample` has the shape and the device of the images."""
+    check_contributes(clients)
+    augmentation = Augmentation(config.augmentation)
+    round_models = make_round_models(config, model, sample, augmentation, classes)
+    engine = ClientEngine(clients, round_models, augmentation, sample.device)
+    synthetic, first_bytes = first_images_of(clients, config, sample, classes, model)
+    server = CondensingServer(
+        Trainer(model, sample, training_of(config), augmentation, config.seed),
+        synthetic,
+        round_models,
+        matching_of(config, sample[0].numel(), round_models.num_features),
+        groups_per_step=groups_per_step(config.batch_num, config.avg_num),
+        traffic=lambda: (engine.bytes_up, engine.bytes_down),
+        # Where nobody sent anything the round passes and the model stays as it is.
+        trains_in=lambda round_index: server.report()["groups"] > 0,
+        restarts=config.feature_model in POOLS,
+        pool=pool_of(config),
+        first_bytes=first_bytes,
+        seed=config.seed,
+    )
+    return Condensation(
+        config,
+        engine,
+        server,
+        lambda: Concatenation(sample.device),
+        notes_on(clients, config.init_method),
+        channels=sample.shape[1],
+        num_classes=num_classes,
+        trains_late=False,  # a round in which nobody sent anything leaves the model alone
+    )
+
+
+def first_images_of(
+    clients: Sequence[Client],
+    config: CondenseConfig,
+    sample: torch.Tensor,
+    classes: tuple[int, ...],
+    model: nn.Module,
+) -> tuple[SyntheticSet, int]:
+    """Return the images to begin with, and the bytes that clients sent for them.
+
+    A class that nobody holds begins with noise.
+    """
+    source, device = generator(config.seed, "first images"), sample.device
+    tiles = config.tiles_in(*sample.shape[2:])
+    first = SyntheticSet.random(classes, config.ipc, sample.shape[1:], source, device, tiles)
+    if config.init_method == "dm":
+        held_by = (
+            {label: _images_of(client, label, config).to(device) for label in client.classes}
+            for client in clients
+        )
+        own = copy.deepcopy(model).to(device)
+        moves = moves_of_clients(config, own, sample[:1])
+        return first, condensed_by_clients(config, own, held_by, moves, first)
+    begun = begun_without_data(first, config)
+    if begun is not None:
+        return begun, 0
+    sent = 0
+    for label, images in zip(first.classes, first.by_class(), strict=True):
+        held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
+        if len(held):
+            chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
+            images.copy_(shrink(held[torch.from_numpy(chosen).to(device)], tiles))
+            sent += 4 * len(chosen) * sample[0].numel()
+    return first, sent
+
+
+def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tensor:
+    get = getattr(client, "get_images", None)
+    if get is None:
+        raise InvalidValueError(
+            f"init_method={config.init_method!r} must be 'random': "
+            f"client {client.cid!r} has no get_images(label)"
+        )
+    images: torch.Tensor = get(label)
+    return images
+
+
+def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
+    """Say what leaves the clients."""
+    ours = [c for c in clients if isinstance(c, FedNumClient)]
+    known = [c for c in ours if _groups_as_ours(c)]
+    notes: list[str] = []
+    if known:
+        least = min(min(client.min_group, client.avg_num) for client in known)
+        notes += statistics_notes(least, "random")
+    if len(known) < len(clients):
+        notes.append("clients with a train() of their own send what it returns, unchecked")
+    return notes + init_notes(init_method)

@@ -1,0 +1,443 @@
+"""FedNumServer: the FedNum document's interface to a condensation.
+
+A thin object over the training loop that everything uses (`fedquilt.experiment.loop`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common import checks
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.randomness import generator
+from fedquilt.common.storage import storage_errors
+from fedquilt.condense.server import CondensingServer
+from fedquilt.config import RunConfig
+from fedquilt.experiment.loop import Experiment
+from fedquilt.observe.tracked import tracker_names
+from fedquilt.observe.trackers import check_trackers, open_trackers
+from fedquilt.observe.tracking import Tracker
+from fedquilt.papers.fednum.arguments import (
+    Client,
+    ImageInfo,
+    all_classes,
+    check_fingerprint,
+    check_outputs,
+    check_settings,
+    checked_clients,
+    checked_device,
+    checked_loader,
+    fingerprint,
+    make_config,
+    write_settings,
+)
+from fedquilt.papers.fednum.engine import cohort_of, make_fednum
+from fedquilt.papers.fednum.pictures import draw_pictures
+from fedquilt.population import Cohort, ParticipationTracker
+from fedquilt.privacy.mechanism import NoPrivacy
+from fedquilt.privacy.statement import Statement
+from fedquilt.record.folder import RunFolder
+from fedquilt.round import Federation, RoundRecord
+from fedquilt.training import FlatModel, evaluate
+
+__all__ = ["Client", "FedNumServer"]
+
+
+def entry_of(line: Mapping[str, Any], clients: Sequence[Client]) -> dict[str, Any]:
+    """Return the entry of `history` for a round's line."""
+    return {
+        "round": line["round"],
+        "time": line["seconds"],
+        "epoch_avg_loss": line.get("epoch_avg_loss"),
+        "evaluate_acc": line.get("test_accuracy"),
+        "clients": [clients[place].cid for place in line["cohort"]],
+        "groups": line.get("groups", 0),
+        "matching_loss": line.get("matching_loss"),
+    }
+
+
+def round_in_words(done: Mapping[str, Any], num_rounds: int) -> str:
+    """Return what the document prints of a round: who was in it, accuracy, loss and time."""
+    words = [f"clients {done['clients']}", f"{done['groups']} groups"]
+    for key, name in (("evaluate_acc", "accuracy"), ("epoch_avg_loss", "loss")):
+        words += [] if done[key] is None else [f"{name} {done[key]:.4f}"]
+    return f"round {done['round'] + 1} of {num_rounds}: {', '.join(words)}, {done['time']:.2f} s"
+
+
+def warn_of_round(
+    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client]
+) -> None:
+    """Warn of a round without statistics, and of the clients that were left out."""
+    done = entry_of(line, clients)
+    if not done["groups"]:
+        logger.warning(
+            "round %d: no client of it holds min_group samples of a class, and nothing was sent",
+            done["round"] + 1,
+        )
+    for place in line["non_finite"]:
+        logger.warning("client %r sent NaN or infinity and was left out", clients[place].cid)
+
+
+def checked_tracker(tracker: object, output_dir: str | Path | None) -> str | Tracker | None:
+    """Return a tracker or names of some; raise where it is neither, or has nowhere to write."""
+    if tracker is None or tracker == "none":
+        return None
+    if isinstance(tracker, str):
+        check_trackers(tracker)
+        if output_dir is None:
+            raise InvalidValueError(
+                f"tracker={tracker!r} needs an output_dir: it writes into the run's folder"
+            )
+        return tracker
+    if not all(callable(getattr(tracker, name, None)) for name in ("log", "close")):
+        raise InvalidValueError(
+            f"tracker of type {type(tracker).__name__} must be names of trackers, or have "
+            "log(line) and close(failed=...)"
+        )
+    return cast(Tracker, tracker)
+
+
+class _Subject:
+    """The server's model, evaluated on its test batches."""
+
+    def __init__(self, server: FedNumServer, flat: FlatModel) -> None:
+        self.flat = flat
+        self._server = server
+
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model, on the CPU."""
+        return copy.deepcopy(self.flat.module).cpu()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return accuracy and loss; nothing without test batches."""
+        if self._server.test_loader is None:
+            return {}
+        accuracy, loss = self._server.evaluate()
+        return {"test_accuracy": accuracy, "test_loss": loss}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what the images are."""
+        info = self._server.info
+        return {"input_shape": list(info.shape), "num_classes": info.num_classes}
+
+
+class _Rounds(Experiment):
+    """The training loop, in which a round that fails leaves everything as it was."""
+
+    def run_round(self, round_index: int) -> RoundRecord:
+        """Run one round, or go back to before it."""
+        federation = self.federation
+        weights = federation.weights.clone()
+        state = {key: np.array(value) for key, value in federation.state().items()}
+        try:
+            return super().run_round(round_index)
+        except BaseException:
+            federation.weights = weights
+            federation.load_state(state)
+            raise
+
+    def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
+        assert self.folder is not None
+        check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
+
+
+class FedNumServer:
+    """FedNum with the interface of the FedNum document (section 2).
+
+    Parameters
+    ----------
+    global_model
+        A classifier with `embed(x)`, or with `embed_layer` any; `fit` trains it.
+    clients
+        `FedNumClient`s, or others with `cid`, `classes`, `receive_model` and `train`.
+    communication_rounds, join_ratio, eval_gap
+        Rounds, share of the clients in each, and after how many the model is evaluated;
+        after the last it always is.
+    batch_size, model_epochs
+        Of training on the synthetic images.
+    ipc, dc_iterations, image_lr, logit_loss_type, loss_computation
+        Images of a class, matching steps a round, their rate and loss.
+    avg_num, batch_num
+        A matching step sees batch_num // avg_num groups of a class, at least one; all
+        of them where `batch_num` is None.
+    rho
+        Distance of models with `feature_model="perturbed"`.
+    init_method
+        "random"; "real_sample" takes images out of the clients; with "dm" clients condense
+        images of their own first (FedDM), which begin as theirs and are sent.
+    test_set, model_identification
+        Of the published code, kept as attributes; the test batches come from
+        `test_loader`, and results go to `output_dir`.
+    test_loader
+        Gives batches (images, labels), as often as it is asked; None: no evaluation.
+    dataset_info
+        See `fedquilt.papers.fednum.client.ImageInfo`.
+    feature_model, model_n, augmentation, tiles, moments
+        As the options of `fedquilt condense`; the defaults are the FedNum document's.
+    output_dir
+        The folder of this run, with the images and pictures of them.  A server made with
+        the same arguments goes on after the last round that is finished there.
+    tracker
+        Where rounds are logged: an object with `log(line)` and `close(failed=)`, or names of
+        trackers ("wandb", "tensorboard", "mlflow", joined by commas), which write into
+        `output_dir`.
+    model_schedule
+        How the rate of that training goes: "constant", as in the document's code, "step" (a tenth
+        from half way on) or "cosine".
+    logger, verbose
+        After every round the ids of its clients, the accuracy where it was measured, loss and
+        time go to the logger, or without one that is heard to the error stream; False: nowhere.
+
+    `history` has one dictionary a round: round (from 0), time in seconds,
+    epoch_avg_loss and evaluate_acc (None where there is none), clients, groups,
+    matching_loss.  `synthetic` is the synthetic set, `statement` what may be claimed.
+    """
+
+    def __init__(
+        self,
+        global_model: nn.Module,
+        clients: Sequence[Client],
+        communication_rounds: int,
+        join_ratio: float,
+        batch_size: int,
+        model_epochs: int,
+        ipc: int,
+        rho: float,
+        avg_num: int,
+        batch_num: int | None,
+        dc_iterations: int,
+        image_lr: float | None,
+        init_method: str = "random",
+        eval_gap: int = 1,
+        test_set: object = None,
+        test_loader: Iterable[Any] | None = None,
+        device: torch.device | str = "cpu",
+        model_identification: str = "",
+        dataset_info: Mapping[str, Any] | None = None,
+        logit_loss_type: str = "wasserstein",
+        loss_computation: str = "avg-loss",
+        *,
+        seed: int = 0,
+        feature_model: str = "global",
+        model_n: int | None = None,
+        augmentation: str = "none",
+        embed_layer: str | None = None,
+        image_momentum: float = 0.5,
+        model_lr: float = 0.01,
+        tiles: int = 1,
+        moments: int = 1,
+        output_dir: str | Path | None = None,
+        tracker: str | Tracker | None = None,
+        logger: logging.Logger | None = None,
+        model_schedule: str = "constant",
+        verbose: bool = True,
+    ) -> None:
+        self.global_model = global_model
+        self.clients = checked_clients(clients)
+        self.info = ImageInfo.read(dataset_info)
+        self.device = checked_device(device)
+        self.test_set = test_set
+        self.model_identification = model_identification
+        self.all_classes = all_classes(self.clients, self.info.num_classes)
+        self.test_loader = checked_loader(test_loader, self.info)
+        self.logger = logger if logger is not None else logging.getLogger("fedquilt")
+        self._own_logger = logger is not None
+        self.verbose = checks.flag("verbose", verbose)
+        self.config = make_config(
+            self.clients,
+            self.info,
+            communication_rounds=communication_rounds,
+            join_ratio=join_ratio,
+            eval_gap=eval_gap,
+            logit_loss_type=logit_loss_type,
+            augmentation=augmentation,
+            batch_size=batch_size,
+            model_epochs=model_epochs,
+            model_lr=model_lr,
+            model_schedule=model_schedule,
+            ipc=ipc,
+            rho=rho,
+            avg_num=avg_num,
+            batch_num=batch_num,
+            dc_iterations=dc_iterations,
+            image_lr=image_lr,
+            image_momentum=image_momentum,
+            init_method=init_method,
+            loss_computation=loss_computation,
+            feature_model=feature_model,
+            model_n=model_n,
+            embed_layer=embed_layer,
+            tiles=tiles,
+            moments=moments,
+            seed=seed,
+        )
+        self._folder_path = None if output_dir is None else Path(output_dir)
+        self._tracking = checked_tracker(tracker, output_dir)
+        self._tracker: Tracker | None = None
+        self._flat = self._checked_model()
+        self._experiment = self._build()
+
+    def _checked_model(self) -> FlatModel:
+        sample = torch.zeros(2, *self.info.shape, device=self.device)
+        flat = FlatModel(self.global_model, sample)
+        check_outputs(flat.module, sample, self.info)
+        return flat
+
+    def _build(self) -> _Rounds:
+        """Build the federation from the server's parts."""
+        config, clients = self.config, self.clients
+        sample = torch.zeros(2, *self.info.shape, device=self.device)
+        method = make_fednum(
+            config, self.global_model, sample, clients, self.all_classes, self.info.num_classes
+        )
+        self._images = method.images
+        self.synthetic = method.images.synthetic
+        federation = Federation(
+            select=self._cohort,
+            tracker=ParticipationTracker(len(clients)),
+            method=method,
+            mechanism=NoPrivacy(method.released, config.delta, method.notes),
+            learning_rate_at=lambda round_index: config.model_lr,
+            weights=self._flat.read().clone(),
+        )
+        return _Rounds(
+            config,
+            _Subject(self, self._flat),
+            federation,
+            observer=self._observe,
+            kept_state={"fingerprint": fingerprint(clients, federation.weights)},
+        )
+
+    def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
+        """Say how a round went, and copy its weights into the caller's model."""
+        if self.verbose:
+            said = round_in_words(entry_of(line, self.clients), config.num_rounds)
+            heard = self.logger.isEnabledFor(logging.INFO) and self.logger.hasHandlers()
+            if heard or self._own_logger:
+                self.logger.info("%s", said)
+            else:
+                print(said, file=sys.stderr)
+        warn_of_round(self.logger, line, self.clients)
+        if self._tracker is not None:
+            self._tracker.log(line)
+        self._store_weights()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What happened in each round so far."""
+        return [entry_of(line, self.clients) for line in self._experiment.lines]
+
+    @property
+    def statement(self) -> Statement:
+        """What may be claimed about the clients after the rounds so far."""
+        federation = self._experiment.federation
+        return federation.mechanism.statement(federation.tracker.participation_count, None)
+
+    def select_clients(self) -> list[Client]:
+        """Return the clients of the next round: everybody, or as many as join_ratio says."""
+        count = len(self.clients)
+        limit = self.config.cohort_limit(count)
+        source = generator(self.config.seed, "select", len(self._experiment.lines))
+        return [self.clients[i] for i in np.sort(source.choice(count, limit, replace=False))]
+
+    def _cohort(self, round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        """Return the cohort of `select_clients`, which a subclass may override."""
+        return cohort_of(self.select_clients(), self.clients)
+
+    def fit(self) -> nn.Module:
+        """Run the rounds that are left and return the trained global model.
+
+        An exception within a round leaves everything as it was before that round.
+        """
+        experiment = self._experiment
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(experiment.method.running())
+            if self._folder_path is not None:
+                experiment.folder = self._open_folder(self._folder_path, stack)
+                experiment.saves_every_round = True
+                self._restore(experiment.folder)
+            self._tracker = stack.enter_context(self._opened_tracker())
+            try:
+                experiment.run()
+                self._check_contributed()
+                if experiment.folder is not None and experiment.folder.read_result() is None:
+                    experiment.finish()
+                    draw_pictures(experiment.folder.path)
+            finally:
+                experiment.folder = None
+                self._store_weights()
+        return self.global_model
+
+    def _check_contributed(self) -> None:
+        """Raise where no round brought anything: the images would be noise."""
+        assert isinstance(self._images, CondensingServer)
+        self._images.check_contributed()
+
+    @contextlib.contextmanager
+    def _opened_tracker(self) -> Iterator[Tracker | None]:
+        """Open what rounds are logged to, and close it, also after an error."""
+        tracker = self._tracking
+        if isinstance(tracker, str):
+            assert self._folder_path is not None
+            project, name = tracker_names(self.config)
+            tracker = open_trackers(
+                tracker,
+                self._folder_path,
+                project=project,
+                run_name=self.model_identification or name,
+                config=self.config.as_dict(),
+            )
+        try:
+            yield tracker
+        except BaseException:
+            if tracker is not None:
+                tracker.close(failed=True)
+            raise
+        if tracker is not None:
+            tracker.close()
+
+    def evaluate(self) -> tuple[float, float]:
+        """Return (accuracy, loss) of the global model on the test batches."""
+        if self.test_loader is None:
+            raise InvalidValueError("test_loader=None must be a loader to evaluate with")
+        self._flat.write(self._experiment.federation.weights)
+        sums, size = np.zeros(2), 0
+        for images, labels in self.test_loader:
+            batch = images.to(self.device, torch.float32), labels.to(self.device)
+            sums += len(labels) * np.array(evaluate(self._flat.module, *batch))
+            size += len(labels)
+        return float(sums[0] / size), float(sums[1] / size)
+
+    def _store_weights(self) -> None:
+        self._flat.write(self._experiment.federation.weights)
+        self.global_model.load_state_dict(self._flat.module.state_dict())
+
+    def _open_folder(self, path: Path, stack: contextlib.ExitStack) -> RunFolder:
+        """Make the run's folder, or open the one that is there; lock it for the stack."""
+        if not (path / "config.toml").exists():
+            with storage_errors(path):
+                write_settings(path, self.config)
+        folder = RunFolder.open(path)
+        check_settings(path, folder.read_config(), self.config)
+        folder.acquire()
+        stack.callback(folder.close)
+        return folder
+
+    def _restore(self, folder: RunFolder) -> None:
+        """Go to the last round that is finished in the folder."""
+        experiment = self._experiment
+        if experiment.lines and folder.load_checkpoint() is None:
+            raise RunFolderError(f"output_dir={str(folder.path)!r} has lost its checkpoint")
+        experiment.restore()
+        self._store_weights()

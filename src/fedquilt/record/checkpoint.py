@@ -1,0 +1,244 @@
+"""The files of a checkpoint: `checkpoint.safetensors`, and the base of its long arrays.
+
+A base (`common/changes.py`) has a name of its own, is on disk before the checkpoint that names
+it, and goes when the checkpoint on disk names another or none; the last one of a run is whole.
+Both are tied to the run's configuration by a digest of `config.toml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.common import storage, untrusted
+from fedquilt.common.changes import LongArrays, Split
+from fedquilt.common.errors import RunFolderError
+from fedquilt.common.printable import printable
+from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.untrusted import TensorFile, TensorSpec
+from fedquilt.record.schema import SCHEMA_VERSION, check_schema, readable
+
+if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
+    import torch
+    from numpy.typing import NDArray
+
+_WITH_BASE = 2
+"""The version of a checkpoint that is not whole, which older readers must refuse."""
+
+_LOOKS = 3  # how often a reader looks for a checkpoint and its base while they are replaced
+_BASES = "checkpoint-base-*.safetensors"
+
+# What a state array may be, as safetensors calls it; NumPy has no bfloat16.
+_DTYPES = ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U32", "U8", "BOOL")
+
+Expected = Callable[[Mapping[str, TensorSpec]], Iterable[str]]
+"""Gets types and shapes of the state arrays in a checkpoint; returns which to load, or raises."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A run after some round: model tensors, state arrays, the ledger's head then, its name there.
+
+    The name is "" for a run without an account, and in files of an older fedquilt.
+    """
+
+    rounds: int
+    model: dict[str, torch.Tensor]
+    state: dict[str, NDArray[Any]]
+    ledger_head: str
+    run_id: str = ""
+
+
+class CheckpointFiles:
+    """The checkpoint of one run's folder, on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "checkpoint.safetensors"
+        self._long: LongArrays | None = None
+
+    def bases(self) -> Iterator[Path]:
+        """Return the bases in the folder, those that no checkpoint names included."""
+        return self._folder.glob(_BASES)
+
+    def save(
+        self,
+        rounds: int,
+        model: dict[str, torch.Tensor],
+        state: dict[str, NDArray[Any]],
+        ledger_head: str = "",
+        *,
+        run_id: str = "",
+        whole: bool = False,
+    ) -> None:
+        """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
+        long, self._long = self._long or LongArrays(), None  # forgotten if anything fails
+        split = Split(state) if whole else long.split(state)
+        metadata = {"config": self._config_digest()} | (
+            {"base": split.token} if split.token else {}
+        )
+        if split.base is not None:
+            base = {f"state/{key}": _tensor(array) for key, array in split.base.items()}
+            storage.write_file(self._base_path(split.token), as_safetensors(base, metadata))
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        parts = {"state": split.whole, "places": split.places, "values": split.values}
+        for part, arrays in parts.items():
+            tensors |= {f"{part}/{key}": _tensor(array) for key, array in arrays.items()}
+        metadata |= {
+            "schema_version": str(_WITH_BASE if split.token else SCHEMA_VERSION),
+            "rounds": str(rounds),
+            "ledger_head": ledger_head,
+            **({"run_id": run_id} if run_id else {}),
+        }
+        storage.write_file(self._path, as_safetensors(tensors, metadata))
+        if whole or split.base is not None:
+            self._remove_bases(split.token)
+        self._long = None if whole else long
+
+    def _base_path(self, token: str) -> Path:
+        return self._folder / _BASES.replace("*", token)
+
+    def _remove_bases(self, token: str) -> None:
+        """Remove the bases that the checkpoint on disk, which names `token`, has no use for."""
+        for path in self.bases():
+            if path != self._base_path(token):
+                with contextlib.suppress(OSError):  # in nobody's way
+                    path.unlink()
+
+    def load(self, expected: Expected | None = None) -> Checkpoint | None:
+        """Return the checkpoint, or None when there is none yet.
+
+        `expected` is asked which state arrays to load, before any is; None loads all.
+        """
+        for _ in range(_LOOKS):
+            with self._opened_checkpoint("pt") as opened:
+                if opened is None:
+                    return None
+                # Whoever writes the run may have replaced both files since this one was opened.
+                with self._opened_base(opened.metadata.get("base", "")) as base:
+                    if base is not None:
+                        return self._loaded(opened, base, expected)
+        raise RunFolderError(f"{self._path} names a base that is not there")
+
+    def _loaded(
+        self, opened: TensorFile, base: TensorFile, expected: Expected | None
+    ) -> Checkpoint:
+        model = [name for name in opened.specs if name.startswith("model/")]
+        whole = {
+            name.removeprefix("state/"): (file, spec)
+            for file in (base, opened)
+            for name, spec in file.specs.items()
+            if name.startswith("state/")
+        }
+        state = {key: spec for key, (_, spec) in whole.items()}
+        for key, spec in state.items():
+            if spec.dtype not in _DTYPES:
+                raise RunFolderError(
+                    f"{self._path}: state/{printable(key)} is of "
+                    f"type {spec.dtype}, which no state has"
+                )
+        wanted = list(state) if expected is None else expected(state)
+        arrays: dict[str, NDArray[Any]] = {
+            key: whole[key][0].get(f"state/{key}").numpy() for key in wanted
+        }
+        for key in wanted:
+            if whole[key][0] is base:
+                arrays[key] = self._changed(opened, key, arrays[key])
+        return Checkpoint(
+            int(opened.metadata["rounds"]),
+            {name.removeprefix("model/"): opened.get(name) for name in model},
+            arrays,
+            opened.metadata.get("ledger_head", ""),
+            opened.metadata.get("run_id", ""),
+        )
+
+    def _changed(self, opened: TensorFile, key: str, array: NDArray[Any]) -> NDArray[Any]:
+        """Return an array of the base with its changes since."""
+        wrong = f"{self._path}: the changes of state/{printable(key)}"
+        names = f"places/{key}", f"values/{key}"
+        if any(name not in opened.specs for name in names):
+            raise RunFolderError(f"{wrong} are missing")
+        places, values = (opened.get(name).numpy() for name in names)
+        if not (
+            (places.dtype.name, values.dtype) == ("int32", array.dtype)
+            and places.ndim == array.ndim == 1
+            and places.shape == values.shape
+            and (places.size == 0 or 0 <= places.min() <= places.max() < array.size)
+        ):
+            raise RunFolderError(f"{wrong} do not fit")
+        now = array.copy()
+        now[places] = values
+        return now
+
+    @contextlib.contextmanager
+    def _opened_base(self, token: str) -> Iterator[TensorFile | None]:
+        """Yield the file of long arrays; an empty one without a name; None where it is gone."""
+        if not token:
+            yield TensorFile({}, {}, _nothing)
+            return
+        if not re.fullmatch(r"[0-9a-f]{16}", token):
+            raise RunFolderError(f"{self._path}: base={printable(token)!r} is no name of a base")
+        path = self._base_path(token)
+        storage.check_regular(path)
+        if not path.exists():
+            yield None
+            return
+        wrong = "is not the base of the checkpoint"
+        with untrusted.opened_tensors(path, wrong, RunFolderError) as opened:
+            known = {"base": token, "config": self._config_digest()}
+            if opened.metadata != known:
+                raise RunFolderError(f"{path} {wrong}")
+            yield opened
+
+    def head(self) -> str:
+        """Return the ledger's head that the checkpoint has kept, "" when there is none."""
+        with self._opened_checkpoint("np") as opened:
+            return "" if opened is None else opened.metadata.get("ledger_head", "")
+
+    @contextlib.contextmanager
+    def _opened_checkpoint(self, framework: str) -> Iterator[TensorFile | None]:
+        """Yield the checkpoint's file, its metadata checked; None when there is none."""
+        path = self._path
+        with readable(self._folder):
+            storage.check_regular(path)  # the library opens it by its name
+            there = path.exists()
+        if not there:
+            yield None
+            return
+        wrong = "is not a checkpoint of fedquilt"
+        with untrusted.opened_tensors(path, wrong, RunFolderError, framework=framework) as opened:
+            metadata = opened.metadata
+            for key in ("schema_version", "rounds"):
+                if not re.fullmatch(r"[0-9]{1,18}", metadata.get(key, ""), re.ASCII):
+                    raise RunFolderError(f"{path} {wrong}: it must state {key!r}")
+            wanted = _WITH_BASE if "base" in metadata else SCHEMA_VERSION
+            check_schema({"schema_version": int(metadata["schema_version"])}, path, wanted)
+            if "config" not in metadata:
+                raise RunFolderError(f"{path} {wrong}: 'config' is not stated")
+            if metadata["config"] != self._config_digest():
+                raise RunFolderError(f"{path} is the checkpoint of another run")
+            yield opened
+
+    def _config_digest(self) -> str:
+        """Return what ties a checkpoint to this run's configuration."""
+        content = untrusted.read_bytes(
+            self._folder / "config.toml", untrusted.TOML_BYTES, RunFolderError
+        )
+        return hashlib.sha256(content).hexdigest()
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor, in its own memory where that can be written."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.require(array, requirements="W"))
+
+
+def _nothing(name: str) -> Any:
+    raise KeyError(name)

@@ -1,0 +1,213 @@
+"""One run as a page shows it: what is on the public lists, and more only when it is asked for."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
+from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import published, split_private
+from fedquilt.report.views.claim import claim_view
+from fedquilt.report.views.compact import encode_roster, short, shorts
+from fedquilt.report.views.spend import spend_view
+
+_COLUMNS = {
+    "clip": "clip_value",
+    "noise": "noise_std",
+    "budget": "epsilon",
+    "without_allowance": "without_allowance",
+    "matching_loss": "matching_loss",
+    "bytes_up": "bytes_up",
+    "bytes_down": "bytes_down",
+    # private, unless asked for
+    "noise_norm": "noise_norm",
+    "signal_norm": "signal_norm",
+    "train_loss": "train_loss",
+    "clipped": "clipped_fraction",
+    "seconds": "seconds",
+}
+_PLACES = ("output_dir", "data_dir", "ledger")
+"""Options that say where things lie on somebody's machine."""
+
+
+def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
+    """Return a run, finished or not, as plain data.
+
+    Parameters
+    ----------
+    path
+        Its folder.
+    private
+        Show also what is for the owner only: raw measurements and where files lie.
+    """
+    folder = RunFolder.open(path)
+    config = folder.read_config()
+    lines = read_lines(folder, private=private)
+    found = folder.read_result()
+    result = None if found is None else (found if private else published(found))
+    cohorts = [list(line.get("cohort") or ()) for line in lines]
+    num_clients = _num_clients(config, result, cohorts)
+    spend = spend_view(folder, cohorts, num_clients, private=private)
+    return {
+        "name": folder.path.name,
+        "folder": str(folder.path.resolve()) if private else folder.path.name,
+        "mode": config.mode,
+        "summary": MODE_TABLE[config.mode].summary,
+        "method": config.method,
+        "dataset": config.dataset,
+        "seed": config.seed,
+        "finished": result is not None,
+        "rounds": len(lines),
+        "planned": config.num_rounds,
+        "stopped": None if result is None else result.get("stopped"),
+        "roster_is": "available" if config.amplification else "joined",
+        "claim": claim_view(result, len(lines), config.num_rounds, private=private),
+        "accuracy": _accuracy(lines),
+        "target": short(config.target_accuracy),
+        "per_round": _per_round(lines),
+        "noise_ratio": _noise_ratio(folder, lines),
+        "num_clients": num_clients,
+        "cohort_sizes": [len(cohort) for cohort in cohorts],
+        "roster": [encode_roster(cohort, num_clients) for cohort in cohorts],
+        "joins": _joins(cohorts, num_clients),
+        "spend": spend,
+        "slices": None if result is None else result.get("slices"),
+        "tiers": _tiers(lines),
+        "condensation": None if result is None else result.get("condensation"),
+        "config": _settings(config, private),
+        "repeat": _repeat(config, private),
+        "ledger": _ledger(result, private),
+        "private": private,
+    }
+
+
+def read_lines(folder: RunFolder, *, private: bool) -> list[dict[str, Any]]:
+    """Return the rounds so far: what is on the public list, whatever the mode claims.
+
+    A mode without a claim writes raw measurements into the same file; they are no less
+    raw for that, and shown only with `private`.
+    """
+    lines = folder.peek_rounds()
+    if not private:
+        return [split_private(line)[0] for line in lines]
+    raw = {line["round"]: line for line in folder.peek_rounds("private.jsonl")}
+    return [{**line, **raw.get(line["round"], {})} for line in lines]
+
+
+def _num_clients(
+    config: RunConfig, result: Mapping[str, Any] | None, cohorts: Sequence[Sequence[int]]
+) -> int:
+    """Return how many clients there are; of an unfinished run, at least who was seen."""
+    if result is not None and isinstance(result.get("joins"), list):
+        return max(1, len(result["joins"]))
+    seen = max((max(cohort) + 1 for cohort in cohorts if cohort), default=1)
+    return max(seen, config.num_clients or 1)
+
+
+def _accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    looked = [line for line in lines if "test_accuracy" in line]
+    return {
+        "rounds": [line["round"] + 1 for line in looked],
+        "values": shorts(line["test_accuracy"] for line in looked),
+        "loss": shorts(line.get("test_loss") for line in looked),
+    }
+
+
+def _tiers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the test accuracy of each tier's own small model by round, widest first."""
+    looked = [line for line in lines if line.get("tiers")]
+    widths = dict.fromkeys(width for line in looked for width in line["tiers"])
+    if not widths:
+        return None
+    values = {
+        width: shorts(line["tiers"].get(width, {}).get("accuracy") for line in looked)
+        for width in widths
+    }
+    return {"rounds": [line["round"] + 1 for line in looked], "widths": values}
+
+
+def _per_round(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns that hold anything at all."""
+    columns = {name: shorts(line.get(key) for line in lines) for name, key in _COLUMNS.items()}
+    return {
+        name: values
+        for name, values in columns.items()
+        if any(value is not None for value in values)
+    }
+
+
+def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """Return the noise of each round against the largest signal it could meet.
+
+    √d · noise_std / clip, with d trained numbers: public, because it follows from options
+    and charges (see `privacy.feasibility`).  Where less than the whole model is noised
+    this is not known from the folder, and neither for a condensation.
+    """
+    config = folder.read_config()
+    covered = config.is_bounded(covered=config.patterns("noise_layers") == ("all",))
+    size = _model_size(folder) if covered and config.method != "condense" else 0
+    if not size or config.trainable != "all":
+        return None
+    ratios = [
+        math.sqrt(size) * line["noise_std"] / (line["clip_value"] * line.get("agg_scale", 1.0))
+        if line.get("noise_std") and line.get("clip_value")
+        else None
+        for line in lines
+    ]
+    return shorts(ratios, 4)
+
+
+def _model_size(folder: RunFolder) -> int:
+    """Return how many numbers the released model has, 0 while there is no checkpoint."""
+    saved = folder.load_checkpoint()
+    if saved is None:
+        return 0
+    return sum(tensor.numel() for tensor in saved.model.values() if tensor.is_floating_point())
+
+
+def _joins(cohorts: Sequence[Sequence[int]], num_clients: int) -> list[int]:
+    counts = [0] * num_clients
+    for cohort in cohorts:
+        for client in cohort:
+            if 0 <= client < num_clients:
+                counts[client] += 1
+    return counts
+
+
+def _settings(config: RunConfig, private: bool) -> list[list[Any]]:
+    """Return [option, value, whether it is the default] for every option."""
+    fields, values = option_fields(type(config)), config.as_dict()
+    return [
+        [name, _shown(name, values.get(name), private), values.get(name) == item.default]
+        for name, item in fields.items()
+    ]
+
+
+def _shown(name: str, value: Any, private: bool) -> str:
+    if value is None:
+        return "-"
+    if name in _PLACES and not private:
+        return str(value) if name == "output_dir" and value == "./results" else "(a path)"
+    return str(value)
+
+
+def _repeat(config: RunConfig, private: bool) -> dict[str, str]:
+    """Return the configuration as a file, and the command that runs it again."""
+    changes: dict[str, Any] = {} if private else {"output_dir": "./results", "data_dir": None}
+    if not private and config.ledger is not None:
+        changes["ledger"] = "LEDGER.sqlite"
+    text = io.StringIO()
+    write_config_file(config.replace(**changes), text)
+    command = "condense" if config.method == "condense" else "run"
+    return {"toml": text.getvalue(), "command": f"fedquilt {command} --config run.toml"}
+
+
+def _ledger(result: Mapping[str, Any] | None, private: bool) -> dict[str, Any] | None:
+    record = None if result is None else result.get("ledger")
+    if not isinstance(record, Mapping):
+        return None
+    return {key: value for key, value in record.items() if private or key != "ledger"}

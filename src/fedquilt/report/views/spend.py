@@ -1,0 +1,185 @@
+"""What a run has charged its clients, round by round, as its ledger says.
+
+Charges depend on participation only and are public (`record.RESULT_PUBLIC`); when they were made,
+and what clients are called, is not shown here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt.common.errors import FedquiltError
+from fedquilt.privacy.ledger import Charge, Ledger, Population, RunInfo
+from fedquilt.privacy.ledger.balances import bounded_epsilons
+from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
+from fedquilt.record.folder import RunFolder
+from fedquilt.report.views.compact import short, upward
+from fedquilt.report.views.lifetime import (
+    LEVELS,
+    as_epsilons,
+    levels_of,
+    lifetime_view,
+    places_of_run,
+)
+
+MOST_CHARGES = 120_000
+"""More single charges than this are left out of a page: it stays small, and its sums stay."""
+_CURVE = 256
+
+Cohorts = Sequence[Sequence[int]]
+
+
+def open_ledger(path: Path) -> Ledger:
+    """Open a ledger to look into it.
+
+    After a kill SQLite has to roll an unfinished entry back, which needs write access.
+    """
+    writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+    return Ledger.open(path, read_only=not writable)
+
+
+def spend_view(
+    folder: RunFolder, cohorts: Cohorts, num_clients: int, *, private: bool = False
+) -> dict[str, Any] | None:
+    """Return the spend of a run's clients, None for a run without a ledger.
+
+    A ledger that cannot be read gives the reason under `missing` and nothing else.  With
+    `private` the names that the ledger has for the clients are there too.
+    """
+    try:
+        account = folder.read_account()
+        if account is None:
+            return None
+        with open_ledger(Path(account["ledger"])) as ledger:
+            return _spend(ledger, account["run_id"], folder, cohorts, num_clients, private)
+    except (FedquiltError, OSError) as error:
+        return {"missing": f"the ledger could not be read: {error}"}
+
+
+def _spend(
+    ledger: Ledger,
+    run_id: str,
+    folder: RunFolder,
+    cohorts: Cohorts,
+    num_clients: int,
+    private: bool,
+) -> dict[str, Any]:
+    population = ledger.population_of(run_id)
+    run = None if population is None else _named(population, run_id)
+    if population is None or run is None:
+        return {"missing": f"the ledger does not know the run {run_id!r}"}
+    info, charges = population.info, population.charges(run)
+    paid = [one for one in charges if np.isfinite(one.charges_mu2).all()]
+    same = _same_numbers(paid, cohorts, num_clients)
+    places = places_of_run(population, run, num_clients, same)
+    lifetime = None if places is None else lifetime_view(population, run, places, len(cohorts))
+    epsilon = info.epsilon if run.epsilon is None else run.epsilon
+    return {
+        "population": info.name,
+        "allowance": upward(info.epsilon),
+        "budget": upward(epsilon),
+        "delta": info.delta,
+        "adjacency": info.adjacency.replace("_", "-"),
+        "unbounded": len(charges) - len(paid),
+        "rounds": _by_round(paid, len(cohorts), num_clients, info.delta),
+        "epsilons": _by_client(paid, population, folder, num_clients, same),
+        "charges": _single(paid, cohorts, same),
+        "lifetime": lifetime,
+        "ids": _ids(population, places) if private else None,
+        "curve": _curve(epsilon if lifetime is None else info.epsilon, info.delta),
+        "settled": len({one.round_index for one in charges}),
+    }
+
+
+def _named(population: Population, run_id: str) -> RunInfo | None:
+    return next((run for run in population.runs() if run.name == run_id), None)
+
+
+def _ids(population: Population, places: NDArray[np.int64] | None) -> list[str] | None:
+    """Return what the ledger calls the clients of a run; None where it has numbers only."""
+    if places is None or not population.info.named:
+        return None
+    names = population.ids()
+    return [names[place] for place in places.tolist()]
+
+
+def _same_numbers(paid: Sequence[Charge], cohorts: Cohorts, num_clients: int) -> bool:
+    """Tell whether the ledger and the run number the clients alike."""
+    for one in paid:
+        if one.clients.size and one.clients[-1] >= num_clients:
+            return False
+        if one.round_index < len(cohorts):
+            joined = np.sort(np.asarray(cohorts[one.round_index], dtype=np.int64))
+            if not np.array_equal(joined, one.clients):
+                return False
+    return True
+
+
+def _by_round(
+    paid: Sequence[Charge], rounds: int, num_clients: int, delta: float
+) -> dict[str, list[Any]]:
+    """Return levels of the clients' epsilons after every round."""
+    size = max([num_clients, *(int(one.clients[-1]) + 1 for one in paid if one.clients.size)])
+    spent = np.zeros(size)
+    reached = np.zeros((rounds, len(LEVELS)))
+    by_round: dict[int, list[Charge]] = {}
+    for one in paid:
+        by_round.setdefault(one.round_index, []).append(one)
+    for index in range(rounds):
+        for one in by_round.get(index, ()):
+            spent[one.clients] += one.charges_mu2
+        reached[index] = levels_of(np.sort(spent)[-num_clients:])
+    return as_epsilons(reached, delta)
+
+
+def _by_client(
+    paid: Sequence[Charge], population: Population, folder: RunFolder, num_clients: int, same: bool
+) -> list[Any] | None:
+    """Return each client's epsilon in this run, in the run's order; None where it is not known."""
+    spent: NDArray[np.float64] | None = None
+    if same:
+        spent = np.zeros(num_clients)
+        for one in paid:
+            spent[one.clients] += one.charges_mu2
+    else:
+        saved = folder.load_checkpoint()
+        spent = None if saved is None else saved.state.get("account.spent")
+    if spent is None or spent.size != num_clients:
+        return None
+    return [upward(float(value)) for value in bounded_epsilons(spent, population.info)]
+
+
+def _single(paid: Sequence[Charge], cohorts: Cohorts, same: bool) -> list[Any] | None:
+    """Return the charges of every round, clients in order; one number where all are equal."""
+    if not same or sum(one.clients.size for one in paid) > MOST_CHARGES:
+        return None
+    charges: list[Any] = [0] * len(cohorts)
+    seen: set[int] = set()
+    for one in paid:
+        if one.round_index >= len(cohorts):
+            continue
+        if one.round_index in seen:  # a round that ran again after a crash has two lists
+            return None
+        seen.add(one.round_index)
+        equal = one.charges_mu2.size and np.all(one.charges_mu2 == one.charges_mu2[0])
+        values = one.charges_mu2[:1] if equal else one.charges_mu2
+        listed = [upward(float(value), 4) for value in values]
+        charges[one.round_index] = listed[0] if equal else listed
+    return charges
+
+
+def _curve(epsilon: float, delta: float) -> dict[str, list[Any]]:
+    """Return amounts up to a budget and what they mean, for a page to look up (upward)."""
+    top = allowance_mu2(epsilon, delta)
+    amounts = top * (np.arange(1, _CURVE + 1) / _CURVE) ** 2
+    epsilons = np.minimum(epsilon_spent(amounts, delta), epsilon)
+    return {
+        "mu2": [short(value, 6) for value in amounts],
+        "epsilon": [upward(float(value)) for value in epsilons],
+    }

@@ -1,0 +1,162 @@
+"""What is watched: when its files change, and what the page then shows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.privacy.ledger import is_ledger
+from fedquilt.report.html_page import with_comparison
+from fedquilt.report.views import client_history, ledger_view, page_view, planned_cost
+from fedquilt.report.views.page import empty_view, find_runs, runs_inside
+
+_FILES = ("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json")
+
+Stamp = tuple[Any, ...]
+
+
+class Source(Protocol):
+    """Something to watch; `cost` is how many seconds the last reading took."""
+
+    title: str
+    cost: float
+
+    def stamp(self) -> Stamp:
+        """Return what differs as soon as there is something new."""
+
+    def data(self) -> dict[str, Any]:
+        """Return what the page shows now."""
+
+    def questions(self) -> Mapping[str, Callable[[Mapping[str, str]], dict[str, Any]]]:
+        """Return what else the page may ask, by the name in the address."""
+
+
+class RunsSource:
+    """Run folders, or folders in which runs appear; they may come, die and be resumed.
+
+    A file that is being replaced at this moment may not be readable: what was read before
+    is shown until the next look.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], *, private: bool = False) -> None:
+        self.paths = [Path(path) for path in paths]
+        self.private = private
+        self.title = f"Watching {', '.join(path.name or str(path) for path in self.paths)}"
+        self.cost = 0.0
+        self._lock = threading.Lock()
+        self._last: tuple[Stamp, dict[str, Any]] | None = None
+
+    def _folders(self) -> list[Path]:
+        try:
+            begun = [p for p in self.paths if (p / "config.toml").exists() or runs_inside(p)]
+            return find_runs(begun)
+        except FedquiltError:
+            return []
+
+    def stamp(self) -> Stamp:
+        """Return size and time of every file that a round touches."""
+        return tuple(_stamp(folder / name) for folder in self._folders() for name in _FILES)
+
+    def data(self) -> dict[str, Any]:
+        """Return the runs as they stand, read once for all who look."""
+        with self._lock:
+            now, began = self.stamp(), time.monotonic()
+            if self._last is not None and self._last[0] == now:
+                return self._last[1]
+            try:
+                folders = self._folders()
+                view = page_view(folders, private=self.private, look=False) if folders else None
+                data = with_comparison(view or empty_view(private=self.private))
+            except (FedquiltError, OSError):
+                if self._last is None:
+                    return with_comparison(empty_view(private=self.private))
+                return self._last[1]
+            self._last, self.cost = (now, data), time.monotonic() - began
+            return data
+
+    def questions(self) -> Mapping[str, Callable[[Mapping[str, str]], dict[str, Any]]]:
+        """Runs answer nothing beyond their data."""
+        return {}
+
+
+class LedgerSource:
+    """A ledger, for its operator."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.title = f"Ledger {self.path.name}"
+        self.cost = 0.0
+        self._lock = threading.Lock()
+        self._last: tuple[Stamp, dict[str, Any]] | None = None
+
+    def stamp(self) -> Stamp:
+        """Return size and time of the file and of the journal beside it."""
+        return _stamp(self.path), _stamp(self.path.with_name(f"{self.path.name}-journal"))
+
+    def data(self) -> dict[str, Any]:
+        """Return the populations as they stand, read once for all who look."""
+        with self._lock:
+            now, began = self.stamp(), time.monotonic()
+            if self._last is None or self._last[0] != now:
+                self._last = now, ledger_view(self.path)
+                self.cost = time.monotonic() - began
+            return self._last[1]
+
+    def questions(self) -> Mapping[str, Callable[[Mapping[str, str]], dict[str, Any]]]:
+        """A client's history, and what a planned run would cost."""
+        return {"history": self._history, "plan": self._plan}
+
+    def _history(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        with self._lock:
+            return client_history(self.path, _text(asked, "population"), _whole(asked, "client"))
+
+    def _plan(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        with self._lock:
+            return planned_cost(self.path, _text(asked, "population"), _number(asked, "epsilon"))
+
+
+def source_of(paths: Sequence[str], *, private: bool = False) -> Source:
+    """Return what paths mean: one ledger file, or runs."""
+    ledgers = [path for path in paths if Path(path).is_file()]
+    if not ledgers:
+        missing = [path for path in paths if not Path(path).is_dir()]
+        if missing or not paths:
+            raise InvalidValueError(f"{missing or paths!r} must be run folders or one ledger file")
+        return RunsSource(paths, private=private)
+    if len(paths) > 1 or not is_ledger(Path(paths[0])):
+        raise InvalidValueError(f"{ledgers[0]!r} must be a ledger, and be watched alone")
+    return LedgerSource(paths[0])
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _text(asked: Mapping[str, str], name: str) -> str:
+    if name not in asked:
+        raise InvalidValueError(f"{name} must be given")
+    return asked[name]
+
+
+def _whole(asked: Mapping[str, str], name: str) -> int:
+    given = _text(asked, name)
+    try:
+        return int(given)
+    except ValueError:
+        raise InvalidValueError(f"{name}={given!r:.40} must be a whole number") from None
+
+
+def _number(asked: Mapping[str, str], name: str) -> float:
+    given = _text(asked, name)
+    try:
+        return float(given)
+    except ValueError:
+        raise InvalidValueError(f"{name}={given!r:.40} must be a number") from None

@@ -1,0 +1,611 @@
+"""Opening a run's account in a ledger, and the witness against copies of a run's folder.
+
+A run without a shared ledger has one in its folder, which is copied with it.  Two copies
+of a stopped run that are both resumed would each release results, and each would claim
+what its own ledger says, while the clients gave away both.  So every such run writes its
+ledger's newest head into a file outside the folder, the witness, after each settled
+release, and holds that file locked while it runs.  Witnesses lie in the user's state
+folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below `~/.local/state`).  A folder
+whose ledger does not contain the witnessed head is out of date: another copy has gone on.
+A folder that was moved contains it.
+
+The witness is of one user on one machine.  A copy resumed by somebody else, elsewhere, or
+with another state folder is not seen, and where the state folder cannot be written there is
+no witness at all; the statement of a resumed run says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.printable import printable
+from fedquilt.common.storage import sync_folder
+from fedquilt.common.untrusted import parse_json
+from fedquilt.config import MODE_TABLE, Claim, RunConfig
+from fedquilt.privacy.accounting import Adjacency
+from fedquilt.privacy.ledger import (
+    Ledger,
+    LedgerError,
+    Population,
+    PopulationInfo,
+    is_ledger,
+    population_name,
+)
+from fedquilt.privacy.ledger.members import UNKNOWN, alike
+from fedquilt.privacy.ledger.population import check_name
+from fedquilt.privacy.run_account import EvaluationShare, RunAccount
+from fedquilt.privacy.statement import weak_epsilon
+from fedquilt.record.checkpoint import Checkpoint
+from fedquilt.record.folder import RunFolder
+from fedquilt.setup.mechanism import check_untouched
+from fedquilt.setup.task import Problem
+
+
+def state_folder() -> Path:
+    """Return the folder of this user's witnesses."""
+    stated = os.environ.get("XDG_STATE_HOME")
+    base = Path(stated) if stated else Path("~/.local/state").expanduser()
+    return base / "fedquilt" / "runs"
+
+
+class Witness:
+    """The locked file with the newest head of one run's ledger; see `open_witness`."""
+
+    def __init__(self, path: Path, folder: Path, handle: int) -> None:
+        self.path = path
+        self._folder = folder
+        self._handle = handle
+        self._is_durable = False
+
+    def check(self, ledger: Ledger) -> None:
+        """Refuse a ledger that does not contain the head that was written last."""
+        try:
+            noted = _read_note(self._handle)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+        if noted is None and self._has_room() and _has_charges(ledger):
+            raise self._unreadable("it is blank")
+        if noted is not None and ledger.missing_heads([noted["head"]]):
+            raise RunFolderError(
+                f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
+                f"{noted['folder']!r} and its ledger there has entries that this one lacks "
+                f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
+                "exchanged; resume the newest one, because what both release counts together"
+            )
+
+    def _unreadable(self, reason: object) -> RunFolderError:
+        return RunFolderError(
+            f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
+            f"({self.path}: {reason}): whether a copy of it has gone on is not known. When you "
+            "know that this folder is the newest one, delete the note"
+        )
+
+    def _has_room(self) -> bool:
+        return os.fstat(self._handle).st_size > 0
+
+    def note(self, head: str) -> None:
+        """Write the newest head; a disk that cannot take it does not stop the run."""
+        text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
+        if len(text) > _SECTOR:  # a power cut may tear what is longer than that
+            text = json.dumps({"head": head, "folder": self._folder.name[:60]}).encode()
+        with contextlib.suppress(OSError):
+            # Blanks up to whole blocks, and over all that was there: a run killed at any
+            # moment leaves no end of a longer note behind.
+            size = max(len(text), os.fstat(self._handle).st_size)
+            os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
+            if not self._is_durable:  # from here on a blank note is one that was lost
+                os.fsync(self._handle)
+                sync_folder(self.path.parent)
+                self._is_durable = True
+
+    def close(self) -> None:
+        """Unlock the file; it stays, for copies that are resumed later."""
+        os.close(self._handle)
+
+
+def _has_charges(ledger: Ledger) -> bool:
+    return any(population.spent().any() for population in ledger.populations())
+
+
+def open_witness(run_id: str, folder: Path) -> Witness | None:
+    """Return the witness of a run, None where the state folder cannot be written or locked."""
+    name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    try:
+        place = state_folder()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        handle = os.open(place / name, flags, 0o600)
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    noted = None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with contextlib.suppress(ValueError):
+            noted = _read_note(handle)
+        where = "another folder" if noted is None else repr(noted["folder"])
+        os.close(handle)
+        raise RunFolderError(
+            f"run folder {str(folder)!r} is a copy of a run that is going on in {where}"
+        ) from error
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return None
+    return Witness(place / name, folder, handle)
+
+
+_BLOCK = 4096
+_SECTOR = 512
+_LONGEST_NOTE = 1 << 16
+
+
+def _read_note(handle: int) -> dict[str, str] | None:
+    """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
+    try:
+        text = os.pread(handle, _LONGEST_NOTE, 0)
+        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without bytes
+        noted = parse_json(text, "it") if text else None
+    except (OSError, ValueError) as error:
+        raise ValueError(str(error)) from error
+    if noted is None and not text:
+        return None
+    if not isinstance(noted, dict) or not isinstance(noted.get("head"), str):
+        raise ValueError("it names no entry of a ledger")
+    return {"head": noted["head"], "folder": str(noted.get("folder"))}
+
+
+# Names at least so alike are taken for one name and a slip of the keyboard.
+_ALIKE = 0.8
+
+
+def needs_account(config: RunConfig, problem: Problem) -> bool:
+    """Tell whether a run is entered into a ledger: whoever claims a bound, others if asked."""
+    return config.ledger is not None or is_bounded(config, problem)
+
+
+def open_account(
+    config: RunConfig,
+    problem: Problem,
+    path: Path,
+    run_id: str,
+    *,
+    resumed: bool = False,
+    witness: Witness | None = None,
+) -> RunAccount:
+    """Open the ledger at `path` and start, or resume, the run in it.
+
+    A run that may claim a bound gets a budget of `epsilon`; any other is entered
+    without one, and each of its releases puts its clients at infinity.
+    """
+    if config.population is None and config.ledger is not None and problem.roster.name is None:
+        raise InvalidValueError(
+            "population must be named when your own data meet a ledger that outlives the run: "
+            "a name is how the same clients are known again"
+        )
+    if not resumed:
+        _check_new_run(config, problem)
+    if config.ledger is not None and not resumed:
+        _check_new_ledger(config, path)
+    if resumed and not path.exists():
+        raise RunFolderError(
+            f"ledger {path} of this run is missing: it was deleted, rolled back or exchanged. "
+            "Restore the newest copy; a run must not go on with a ledger that has forgotten charges"
+        )
+    made = not resumed and not path.exists()
+    ledger = Ledger.open(path, create=not resumed)
+    try:
+        if witness is not None:
+            witness.check(ledger)
+        # The ledger of a run folder, which has a witness, is of this run alone.
+        if witness is not None and not resumed and _has_charges(ledger):
+            raise RunFolderError(f"ledger {path} has charges of another run: {_RESTORE}")
+        ledger.populations()  # a long ledger is hashed here, while nobody has to wait
+        with ledger.transaction():
+            account = _start(ledger, config, problem, run_id, resumed, witness)
+        if witness is not None:
+            witness.note(account.run.head)
+        return account
+    except BaseException:
+        ledger.close()
+        if made:
+            _remove_unused(path)
+        raise
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove the ledger that a refused run has made, unless somebody has used it since."""
+    # Whoever waits for the lock meanwhile finds the file gone and writes nothing.
+    with (
+        contextlib.suppress(LedgerError, OSError),
+        Ledger.open(path) as ledger,
+        ledger.transaction(),
+    ):
+        if not ledger.populations():
+            path.unlink()
+
+
+def _start(
+    ledger: Ledger,
+    config: RunConfig,
+    problem: Problem,
+    run_id: str,
+    resumed: bool,
+    witness: Witness | None,
+) -> RunAccount:
+    """Find or make the population and start or resume the run, in a transaction."""
+    if resumed:
+        population = _population_of_run(ledger, config, run_id)
+    else:
+        known = {other.info.name for other in ledger.populations()}
+        population = _population(ledger, config, problem)
+        if population.info.name in known and not config.spend_everything:
+            _check_bound_kept(population, config, problem)
+    run = population.start_run(
+        run_id,
+        epsilon=config.epsilon if is_bounded(config, problem) else None,
+        on_short=config.on_short,
+        client_ids=problem.roster.ids if population.info.named else None,
+        allow_alike=config.new_population,
+    )
+    account = RunAccount(
+        ledger,
+        population,
+        run,
+        reproducible=config.noise_seed is not None,
+        adjacency=Adjacency.of(config.adjacency),
+        seen=None if witness is None else witness.note,
+        evaluations=EvaluationShare(config.evaluation_share, config.num_rounds, config.eval_every),
+    )
+    if account.is_bounded and problem.selector.secret:
+        check_untouched(account)
+    return account
+
+
+def _check_bound_kept(population: Population, config: RunConfig, problem: Problem) -> None:
+    """Refuse to put clients that have a bound at infinity, unless it was said.
+
+    It was, too, where only runs without a bound were begun and nothing has been released yet:
+    one of them made the population, or had the user's word, and was stopped at its start.
+    """
+    runs = population.runs()
+    meant = runs and all(run.epsilon is None for run in runs) and not population.spent().any()
+    if meant or is_bounded(config, problem):
+        return
+    bounded = np.isfinite(population.spent())
+    if population.info.named and problem.roster.ids is not None:
+        numbers = population.numbers(problem.roster.ids)
+        bounded = bounded[numbers[numbers != UNKNOWN]]
+    at_stake = int(bounded.sum())
+    if at_stake:
+        raise InvalidValueError(
+            f"mode={config.mode!r} claims nothing, so that whoever joins gives away everything, "
+            f"for ever: {at_stake} of {len(problem.task.clients)} clients of this run have a bound "
+            f"in population {population.info.name!r}. Use a mode that keeps it (certified), leave "
+            "the ledger out, or say spend_everything=True (--spend-everything)"
+        )
+
+
+def _check_new_run(config: RunConfig, problem: Problem) -> None:
+    """Refuse a run that no ledger can take, before there is one."""
+    if config.population is not None:
+        check_name("population", config.population)
+    if config.allowance is None or not is_bounded(config, problem):
+        return
+    if config.epsilon > config.allowance:
+        raise InvalidValueError(
+            f"epsilon={config.epsilon!r} of a run must be <= allowance={config.allowance!r}, what "
+            "each client may give away in its life"
+        )
+
+
+def _population_of_run(ledger: Ledger, config: RunConfig, run_id: str) -> Population:
+    """Return the population in which a run was begun, whatever it would be called today."""
+    found = ledger.population_of(run_id)
+    if found is None:
+        raise RunFolderError(
+            f"ledger {ledger.path} does not contain the run {run_id!r}: it was rolled back or "
+            "exchanged. Restore the newest copy; a run must not go on with a ledger that has "
+            "forgotten charges"
+        )
+    return ledger.population(
+        found.info.name, epsilon=config.allowance, delta=config.delta, adjacency=config.adjacency
+    )
+
+
+_RESTORE = (
+    "restore ledger.json, which its owner alone may read (mode 0600), from a backup or from the "
+    "folder that this one is a copy of; or start a new run"
+)
+
+
+def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolder) -> None:
+    """Refuse a run without ledger.json, unless it was stopped before it had an account.
+
+    What it released would be left out of its claim.  And a ledger that only a configuration
+    names is none that the user has named: the folder may be a stranger's.
+    """
+    if config.ledger is not None:
+        raise RunFolderError(
+            f"run folder {str(folder.path)!r} is of a run on the ledger {config.ledger!r} and has "
+            f"no ledger.json, by which that ledger knows it: {_RESTORE}"
+        )
+    if folder.checkpoint_head() or (needs_account(config, problem) and folder.has_released()):
+        raise RunFolderError(
+            f"run folder {str(folder.path)!r} has rounds and no ledger.json, so that what they "
+            f"cost cannot be counted: {_RESTORE}"
+        )
+
+
+def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
+    """Refuse other clients than those a run was begun with; an older folder does not say."""
+    if entered.get("clients", problem.roster.digest) != problem.roster.digest:
+        raise RunFolderError(
+            f"run folder {str(folder)!r} was begun with other clients: their number, order, ids "
+            "and samples must be the same when it is resumed"
+        )
+
+
+def identity_of(problem: Problem, salt: bytes | None = None) -> dict[str, str]:
+    """Return, for the owner, what tells these clients and data from others."""
+    salt = salt or secrets.token_bytes(32)
+    return {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
+
+
+def check_identity(problem: Problem, folder: RunFolder) -> None:
+    """Refuse to resume with other clients or other data; an older folder does not say."""
+    kept = folder.read_clients()
+    if kept is None:
+        if folder.load_checkpoint() is None:  # killed before it was written: nothing was trained
+            folder.write_clients(identity_of(problem))
+        return
+    check_same_clients(problem, kept, folder.path)
+    try:
+        digests = problem.data_digests(bytes.fromhex(kept["salt"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{folder.path / 'clients.json'} lacks or spoils {error}") from error
+    for name in ("training", "test", "validation"):
+        if digests.get(name) != kept.get(name):
+            raise RunFolderError(
+                f"run folder {str(folder.path)!r} was begun with other {name} data: what a "
+                "sample holds must be the same when it is resumed. For other data start a new run"
+            )
+
+
+def check_account_of(saved: Checkpoint, account: RunAccount) -> None:
+    """Refuse the account of another run, and a ledger that lost an entry which this one has seen.
+
+    What a checkpoint has released is charged to the run that it names and counted nowhere else.
+    """
+    run_id, head = account.run.info.name, saved.ledger_head
+    if saved.run_id not in ("", run_id):
+        raise RunFolderError(
+            f"ledger.json names the run {run_id!r} of ledger {account.ledger.path}, and the "
+            f"checkpoint beside it is of {printable(saved.run_id)[:200]!r}: {_RESTORE}"
+        )
+    if head and account.ledger.missing_heads([head]):
+        raise RunFolderError(
+            f"ledger {account.ledger.path} does not contain the entry {head[:16]}... that this run "
+            "has seen: it was rolled back or exchanged. Restore the newest copy; a run must not go "
+            "on with a ledger that has forgotten charges"
+        )
+
+
+def is_bounded(config: RunConfig, problem: Problem) -> bool:
+    """Ask the configuration, given what its noise covers of this model."""
+    if MODE_TABLE[config.mode].claim is not Claim.IF_COVERED:
+        return config.is_bounded(covered=True)
+    covered = {segment.name for segment in problem.flat.matching(config.patterns("noise_layers"))}
+    return config.is_bounded(covered=covered >= set(problem.flat.names))
+
+
+def account_notes(
+    record: dict[str, Any], *, shared: bool, resumed: bool, witnessed: bool
+) -> tuple[str, ...]:
+    """Return what a statement says about the ledger, given the run's `ledger` record.
+
+    Parameters
+    ----------
+    shared
+        The ledger outlives the run.
+    resumed
+        The run went on after it had been stopped.
+    witnessed
+        How far it has come was noted outside its folder.
+    """
+    if not shared:
+        copies = "any copy of that folder released: no note of the run could be kept outside it"
+        if witnessed:
+            copies = (
+                "a copy of that folder released that was resumed by another user, on another "
+                "machine or with another state folder"
+            )
+        alone = f"resumed with the ledger in its own folder: this claim leaves out what {copies}"
+        return (alone,) if resumed else ()
+    where = f"ledger {record['ledger']}, population {record['population']!r}"
+    worst = record["lifetime_epsilon_max"]
+    lifetime = f"lifetime: over all runs of {where}, "
+    if worst == "inf":
+        notes = [lifetime + "some client has no bound (epsilon inf)"]
+    else:
+        notes = [f"{lifetime}every client has epsilon <= {format_bound(worst)}"]
+        notes += weak_epsilon(worst, "lifetime epsilon")
+    if record["created"] is not None:
+        notes.append(
+            f"new: this {record['created']} begins with this run; what its clients gave away "
+            "before is not counted"
+        )
+    elif record["enrolled"]:
+        notes.append(
+            f"new: {record['enrolled']} clients joined with this run: none of them was charged "
+            "before it, and what they gave away elsewhere is not counted"
+        )
+    return tuple(notes)
+
+
+def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
+    """Find the clients in the ledger, or enter them with their lifetime allowance."""
+    roster, count = problem.roster, len(problem.task.clients)
+    known = {population.info.name: population.info for population in ledger.populations()}
+    name = config.population or roster.name or f"{config.dataset}-{count}"
+    older = _older_name(config, count)
+    if config.population is None and older in known:
+        name = older
+    allowance, ids = config.allowance, roster.ids
+    if name not in known:
+        if not config.new_population:
+            _check_new_name(ledger, config, name, known)
+            if ids is not None and not roster.given:
+                _check_not_by_number(config.dataset, count, name, known.values())
+            if roster.name is None:
+                _check_not_beside_numbers(ledger, name, known.values())
+            _check_not_elsewhere(ledger, name, ids or ())
+        allowance = config.epsilon if allowance is None else allowance
+    elif not known[name].named and not roster.given:
+        ids = None  # made when clients were known by number only, and goes on so
+    population = ledger.population(
+        name,
+        num_clients=count if ids is None else None,
+        client_ids=ids,
+        epsilon=allowance,
+        delta=config.delta,
+        adjacency=config.adjacency,
+    )
+    if ids is not None and population.info.named and not config.new_population:
+        _check_somebody_known(population, ids)
+        joining = population.numbers(ids) == UNKNOWN
+        _check_not_elsewhere(ledger, name, itertools.compress(ids, joining))
+    return population
+
+
+def _check_new_name(ledger: Ledger, config: RunConfig, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is nearly one of those that are there."""
+    near = [] if config.population is None else _near(name, known)
+    if near:
+        raise _not_there(
+            f"population {name!r} is not in the ledger {ledger.path}, and {near[0]!r} is"
+        )
+
+
+def _check_not_elsewhere(ledger: Ledger, name: str, joining: Iterable[str]) -> None:
+    """Refuse to open a second account for a client whom the ledger knows elsewhere."""
+    new = {alike(value): value for value in joining}
+    for other in ledger.populations() if new else ():
+        if other.info.name == name:
+            continue
+        found = next((value for value in other.ids() if alike(value) in new), None)
+        if found is not None:
+            raise _not_there(
+                f"client {new[alike(found)]!r} is not in population {name!r} of the ledger "
+                f"{ledger.path}, and is in {other.info.name!r} (--population "
+                f"{other.info.name})"
+            )
+
+
+# The form of a name that fedquilt gave to the clients of a split.
+_SPLIT_NAME = re.compile(r".+-\d+-[0-9a-f]{16}")
+
+
+def _check_not_by_number(
+    dataset: str, count: int, name: str, known: Iterable[PopulationInfo]
+) -> None:
+    """Refuse a new population of a split when one without ids may be of the same clients.
+
+    Ledgers of schema 1 knew the clients of a split by number: under a name that somebody
+    gave, or one that changed with options which the split ignores.  So any of them that has
+    as many clients may be these, unless its name is that of another data set's split.
+    """
+    for info in known:
+        others = _SPLIT_NAME.fullmatch(info.name) and not info.name.startswith(f"{dataset}-")
+        if not info.named and info.num_clients == count and not others:
+            raise _not_there(
+                f"population {name!r} is not in the ledger, and {info.name!r} is, which knows its "
+                f"{count} clients by number: they may be those of this run (then say --population "
+                f"{info.name})"
+            )
+
+
+def _check_not_beside_numbers(ledger: Ledger, name: str, known: Iterable[PopulationInfo]) -> None:
+    """Refuse a new population of one's own clients beside one that knows nobody by id.
+
+    Who joins or leaves such a population cannot be said, and under a new name all who stay
+    would begin anew; nothing in the ledger could show it.
+    """
+    for info in known:
+        if not info.named and not _SPLIT_NAME.fullmatch(info.name):
+            refused = _not_there(
+                f"population {name!r} is not in the ledger {ledger.path}, and {info.name!r} is, "
+                f"whose {info.num_clients} clients, known by number, may be among those of this run"
+            )
+            raise InvalidValueError(
+                f"{refused}. To let clients join or leave {info.name!r}, say once who they are, "
+                "Ledger.open(...).population(...).adopt_ids([...]), and give ids in every run"
+            )
+
+
+def _check_somebody_known(population: Population, ids: tuple[str, ...]) -> None:
+    """Refuse clients of whom the population knows nobody: they would all begin anew."""
+    if (population.numbers(ids) == UNKNOWN).all():
+        raise InvalidValueError(
+            f"none of the {len(ids)} clients of this run is among the "
+            f"{population.info.num_clients} of population {population.info.name!r} (the first "
+            f"is {ids[0]!r}; a split dealt otherwise makes other clients). Name another "
+            "population, or say that they are to join this one: new_population=True "
+            "(--new-population)"
+        )
+
+
+def _check_new_ledger(config: RunConfig, path: Path) -> None:
+    """Refuse to make a ledger beside one of nearly the same name, unless it is meant."""
+    if config.new_population or path.exists() or not path.parent.is_dir():
+        return
+    beside = [file for file in sorted(path.parent.glob("[!.]*")) if file.is_file()]
+    for near in _near(path.stem, {_plain(file.stem) for file in beside}):
+        # Settings, lists and journals may have the same stem: only ledgers count.
+        alike_files = (file for file in beside if _plain(file.stem) == near)
+        found = [file.name for file in alike_files if is_ledger(file)]
+        if found:
+            raise _not_there(f"ledger {path} does not exist, and {found[0]!r} does")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that are nearly this one, the nearest first."""
+    plain = {_plain(other): other for other in known}
+    count = max(1, len(plain))
+    near = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=_ALIKE)
+    return [plain[other] for other in near]
+
+
+def _plain(name: str) -> str:
+    return name.strip().casefold()
+
+
+def _not_there(found: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{found}: a new one would give its clients a fresh allowance. If it is meant to be new, "
+        "say new_population=True (--new-population)"
+    )
+
+
+def _older_name(config: RunConfig, count: int) -> str:
+    """Return what a ledger of schema 1 called the clients of these options."""
+    split = {
+        "kind": config.partition,
+        "alpha": config.dirichlet_alpha,
+        "classes": config.classes_per_client,
+    }
+    return population_name(config.dataset, split, config.seed, count)

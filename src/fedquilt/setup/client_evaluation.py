@@ -1,0 +1,238 @@
+"""Clients look at the model with samples that they hold back from training.
+
+Each client's measures depend on its own samples and on the model alone: clients are
+evaluated one after the other, and what the module holds is put back before each.  They
+are raw, so they go into a file for the owner; where a bound is claimed nothing else of them
+leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedquilt.common import trees
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.common.spread import spread
+from fedquilt.config import RunConfig
+from fedquilt.data.identity import shared_sample
+from fedquilt.privacy.evaluation import release_mean
+from fedquilt.privacy.noise import NoiseSource, noise_source
+from fedquilt.privacy.run_account import RunAccount
+from fedquilt.slices.method import Slices
+from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
+from fedquilt.training.local import NEVER_SILENT
+
+Parts = Sequence[NDArray[np.int64]]
+
+
+def hold_back(
+    clients: Parts, fraction: float, seed: int
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+    """Return what each client trains on, and the share of its samples that it holds back.
+
+    At least one sample is left for training; a client with one sample holds back none.
+    """
+    train, held = [], []
+    for client, part in enumerate(clients):
+        count = min(max(0, len(part) - 1), round(fraction * len(part)))
+        order = generator(seed, "client test", client).permutation(len(part))
+        held.append(np.sort(part[order[:count]]))
+        train.append(part[np.sort(order[count:])])
+    return train, held
+
+
+def check_client_tests(
+    clients: Parts, tests: Parts, *, allow_overlap: bool
+) -> list[NDArray[np.int64]]:
+    """Return the samples that clients were given to evaluate on, or raise."""
+    if len(tests) != len(clients):
+        raise InvalidValueError(
+            f"client_tests must hold one list for each of {len(clients)} clients; it holds "
+            f"{len(tests)}"
+        )
+    for client, (part, test) in enumerate(zip(clients, tests, strict=True)):
+        both = np.intersect1d(part, test)
+        if both.size:
+            raise InvalidValueError(
+                f"client_tests[{client}] must hold samples that the client does not train on; "
+                f"it holds sample {int(both[0])}, which it does"
+            )
+    everything = [np.concatenate(pair) for pair in zip(clients, tests, strict=True)]
+    found = None if allow_overlap else shared_sample(everything)
+    if found is not None:
+        raise InvalidValueError(
+            f"clients {found[1]} and {found[2]} must not both hold sample {found[0]}, to train or "
+            "to evaluate on; if they do share samples, say allow_overlap=True (--allow-overlap)"
+        )
+    return list(tests)
+
+
+@dataclass(eq=False)
+class ClientEvaluation:
+    """What each client measures of the model, and what of it may be said.
+
+    Parameters
+    ----------
+    flat : FlatModel
+        The global model.
+    task : Task
+        All samples.
+    tests : sequence of index arrays
+        The samples that each client holds back; none for some.
+    names : sequence of str, optional
+        Who the clients are.
+    slices : Slices, optional
+        Where clients hold slices: each also evaluates its own.
+    account : RunAccount, optional
+        Where a bound is claimed: what may be published is charged there.
+    noise : NoiseSource
+        Noises what is published.
+    is_bounded : bool
+        Whether raw measures stay private.
+    present : callable
+        Says who is there in a round.
+    metrics : mapping
+        What is measured where targets are not one class a sample.
+
+    `last` has the measures of the newest evaluation, one dictionary a client.
+    """
+
+    flat: FlatModel
+    task: Task
+    tests: Parts
+    names: Sequence[str] | None
+    slices: Slices | None
+    account: RunAccount | None
+    noise: NoiseSource
+    is_bounded: bool
+    present: Callable[[int], NDArray[np.int64]]
+    metrics: Mapping[str, MakeMetric] = field(default_factory=dict)
+    last: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, weights: torch.Tensor, round_index: int) -> dict[str, float]:
+        """Evaluate every client; return what a line may say of it.
+
+        Of a bounded run that is the noised mean of who is there, if it was paid for.
+        """
+        self.last = self.score(weights, round_index)
+        if not self.is_bounded:
+            return spread([row["accuracy"] for row in self.last], "client_accuracy")
+        if self.account is None or self.account.evaluation_cost == 0:
+            return {}
+        measures = {row["client"]: row["accuracy"] for row in self.last}
+        there = self.present(round_index)
+        noised = release_mean(self.account, self.noise, round_index, there, measures)
+        if noised is None:
+            return {}
+        return {
+            "noised_client_accuracy": noised.value,
+            "noised_client_accuracy_std": noised.noise_std,
+        }
+
+    def score(self, weights: torch.Tensor, round_index: int) -> list[dict[str, Any]]:
+        """Return the raw measures of every client, in the run's order."""
+        rows = []
+        for client in range(len(self.tests)):
+            row: dict[str, Any] = {"client": client}
+            if self.names is not None:
+                row["name"] = self.names[client]
+            self.flat.write(weights)
+            try:
+                row |= self._look(self.flat, client, by_class=True)
+                if self.slices is not None:
+                    row |= self._own_slice(self.slices, weights, client, round_index)
+            except Exception as error:
+                # Where clients are protected an error would say something about one's samples.
+                if not self.is_bounded or isinstance(error, NEVER_SILENT):
+                    raise
+                row |= {"examples": len(self.tests[client]), "accuracy": None, "loss": None}
+            rows.append(row)
+        self.flat.write(weights)
+        return rows
+
+    def _own_slice(
+        self, slices: Slices, weights: torch.Tensor, client: int, round_index: int
+    ) -> dict[str, Any]:
+        """Return what a client's own sub-model gets right, and its width."""
+        found = self._look(slices.own_model(client, weights, round_index), client)
+        own = {f"own_{key}": found[key] for key in ("accuracy", "loss")}
+        return {"width": str(slices.slicing.widths[client]), **own}
+
+    def _look(self, flat: FlatModel, client: int, *, by_class: bool = False) -> dict[str, Any]:
+        """Evaluate a model on a client's held-back samples."""
+        if not self._has_labels:
+            return self._measure(flat, client)
+        index = torch.as_tensor(self.tests[client], device=self.task.device)
+        targets = self.task.targets[index]
+        groups = {"": index}
+        if by_class and targets.dim() == 1 and not targets.is_floating_point():
+            groups = {str(int(k)): index[targets == k] for k in torch.unique(targets)}
+        parts = {
+            name: (*evaluate(flat.module, self.task.inputs[part], self.task.targets[part]), part)
+            for name, part in groups.items()
+            if len(part)
+        }
+        count = len(index)
+        means = [
+            sum(found[k] * len(found[2]) for found in parts.values()) / count if count else None
+            for k in (0, 1)
+        ]
+        row: dict[str, Any] = {"examples": count, "accuracy": means[0], "loss": means[1]}
+        if by_class:
+            row["classes"] = {
+                name: {"examples": len(part), "accuracy": accuracy}
+                for name, (accuracy, _, part) in parts.items()
+            }
+        return row
+
+    @property
+    def _has_labels(self) -> bool:
+        """Whether targets are one class a sample, so that there is an accuracy by class."""
+        targets = self.task.targets
+        one = isinstance(targets, torch.Tensor) and targets.dim() == 1
+        return one and self.task.objective.has_classes
+
+    def _measure(self, flat: FlatModel, client: int) -> dict[str, Any]:
+        """Evaluate another task than one label a sample: the run's metrics, and the loss."""
+        index = torch.as_tensor(self.tests[client], device=self.task.device)
+        row: dict[str, Any] = {"examples": len(index), "accuracy": None, "loss": None}
+        if not len(index):
+            return row
+        inputs, targets = trees.take(self.task.inputs, index), trees.take(self.task.targets, index)
+        return row | measure(flat.module, self.task.objective, self.metrics, inputs, targets)
+
+
+def make_client_evaluation(
+    config: RunConfig,
+    flat: FlatModel,
+    task: Task,
+    tests: Parts | None,
+    names: Sequence[str] | None,
+    method: object,
+    account: RunAccount | None,
+    present: Callable[[int], NDArray[np.int64]],
+    metrics: Mapping[str, MakeMetric],
+    *,
+    is_bounded: bool,
+) -> ClientEvaluation | None:
+    """Return the evaluation by clients of a run, None where they hold nothing back."""
+    if tests is None:
+        return None
+    slices = method if isinstance(method, Slices) else None
+    noise = noise_source(config.noise_seed)
+    made = ClientEvaluation(
+        flat, task, tests, names, slices, account, noise, is_bounded, present, metrics
+    )
+    if config.evaluation_share and not made._has_labels:
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} must be 0 for this task: what is "
+            "published is a mean accuracy, and targets are not one class a sample"
+        )
+    return made

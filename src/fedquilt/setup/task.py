@@ -1,0 +1,396 @@
+"""`Problem`: data and model on the device, whether they fit, and how the model is evaluated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common import trees
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.randomness import generator
+from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config.choices import NARROW_METHODS
+from fedquilt.config.modes import MODE_TABLE
+from fedquilt.data import Samples
+from fedquilt.data.holdings import Holdings
+from fedquilt.data.identity import salted_digest
+from fedquilt.data.leaf import SHARED_PEOPLE
+from fedquilt.method import Method, MethodParts, RemoteEngine
+from fedquilt.models import FeatureModel
+from fedquilt.models.features import precompute
+from fedquilt.population import Availability, CohortSelector, propensities
+from fedquilt.privacy.certified import Certified
+from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.clients import Parts, Roster
+from fedquilt.setup.mechanism import Build, check_mode
+from fedquilt.slices.slicing import smallest_model
+from fedquilt.slices.static_norm import make_static, make_tracking
+from fedquilt.training import (
+    Engine,
+    FlatModel,
+    MakeMetric,
+    Objective,
+    Task,
+    auto_loss,
+    evaluate,
+    fit,
+    freeze_others,
+    make_metrics,
+    measure,
+    public_inputs,
+)
+from fedquilt.training.metrics import OwnMetric
+from fedquilt.training.objective import OwnLoss
+from fedquilt.training.optimizers import Factory
+
+_LOG = logging.getLogger("fedquilt")
+
+_ON_TEST = ("test_", "tiers")
+"""How the names of what is measured on test samples begin."""
+
+BuildMethod = Callable[[MethodParts], Method]
+"""Makes a method from the parts of a run; a user may bring one."""
+
+BuildEngine = Callable[[MethodParts], Engine]
+"""Makes an engine from the parts of a run; a user may bring one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """Parts that a user brings instead of naming them in the configuration."""
+
+    method: BuildMethod | None = None
+    mechanism: Build | type[Certified] | None = None
+    engine: Engine | BuildEngine | None = None
+    loss: OwnLoss | None = None
+    optimizer: Factory | None = None
+    metrics: Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric] | OwnMetric | None = None
+    remote: RemoteEngine | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Data on the device, the samples of each client, and the initial model.
+
+    `model_width` is the width of this model as a share of the one that was asked for:
+    below 1 when a run trains the smallest slice only.  `withheld`: measures that begin so are of
+    samples that clients have made.  `lends_memory`: it is used for one run,
+    whose engine may train in the memory of `flat`.
+    """
+
+    task: Task
+    test: tuple[Any, Any] | None
+    validation: tuple[torch.Tensor, torch.Tensor] | None
+    flat: FlatModel
+    num_classes: int
+    selector: CohortSelector
+    roster: Roster
+    input_shape: tuple[int, ...]
+    front: nn.Module | None = None
+    model_width: str = "1"
+    own: Own = Own()
+    lends_memory: bool = False
+    metrics: Mapping[str, MakeMetric] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    client_tests: Parts | None = None
+    data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
+    engine_choice: str = ""
+    withheld: tuple[str, ...] = ()
+    left_out: frozenset[int] = field(default=frozenset(), repr=False)
+    """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
+
+    def data_digests(self, salt: bytes) -> dict[str, str]:
+        """Return a salted digest of each data set as it was given, before any front."""
+        return {
+            name: salted_digest([data.inputs, data.targets], salt)
+            for name, data in self.data.items()
+        }
+
+    @property
+    def test_data(self) -> tuple[Any, Any]:
+        """The test set, where one is needed."""
+        if self.test is None:
+            raise InvalidValueError("test=None must be a test set here: (inputs, labels)")
+        return self.test
+
+    def whole_model(self) -> nn.Module:
+        """Return a copy of the model as it stands, on the CPU, its front included."""
+        module = copy.deepcopy(self.flat.module).cpu()
+        make_tracking(module)
+        if self.front is not None:
+            module.front = copy.deepcopy(self.front).cpu()
+        return module
+
+    def evaluate(self) -> dict[str, float]:
+        """Step 9: evaluate the model as it stands; test data are used nowhere else."""
+        measured = {f"test_{name}": value for name, value in self.score(self.flat.module).items()}
+        if self.validation is not None:
+            measured["validation_accuracy"], _ = evaluate(self.flat.module, *self.validation)
+        return measured
+
+    def score(self, module: nn.Module) -> dict[str, float]:
+        """Return what any model reaches on the test data; nothing without them."""
+        if self.test is None:
+            return {}
+        return measure(module, self.task.objective, self.metrics, *self.test)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what is needed to build the model again."""
+        return {
+            "input_shape": list(self.input_shape),
+            "num_classes": self.num_classes,
+            "model_width": self.model_width,
+            "loss": self.task.objective.name,
+            "metrics": list(self.metrics),
+            "data_notes": list(self.notes),
+        }
+
+
+def make_problem(
+    config: RunConfig,
+    model: nn.Module,
+    train: Samples,
+    test: Samples | None,
+    clients: Parts,
+    roster: Roster,
+    held_out: NDArray[np.int64],
+    own: Own,
+    client_tests: Parts | None = None,
+    validation: Samples | None = None,
+) -> Problem:
+    """Put data and model on the device, and find out whether they fit."""
+    _refuse_unknown(config, own)
+    device = pick_device(config.device)
+    inputs, targets = (_on_device(part, device) for part in (train.inputs, train.targets))
+    tests: tuple[Any, Any] | None = None
+    if test is not None:
+        tests = _on_device(test.inputs, device), _on_device(test.targets, device)
+    index = torch.from_numpy(held_out)
+    checked: tuple[Any, Any] | None = None
+    if validation is not None:
+        checked = _on_device(validation.inputs, device), _on_device(validation.targets, device)
+    clients, client_tests = _held_back(config, clients, client_tests)
+    input_shape = tuple(trees.leaves(inputs)[0].shape[1:])
+    model, front = copy.deepcopy(model), None
+    if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
+        # A frozen front says the same of a sample in every round: ask it once.
+        front = model.front.to(device)
+        inputs = precompute(front, inputs)
+        tests = None if tests is None else (precompute(front, tests[0]), tests[1])
+        checked = None if checked is None else (precompute(front, checked[0]), checked[1])
+        model = model.on_features()
+    freeze_others(model, config.patterns("trainable"))
+    sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
+    model_width = "1"
+    if config.method == "smallest":
+        model, width = smallest_model(config, model, sample, len(clients))
+        model_width = str(width)
+    if config.method in NARROW_METHODS:
+        make_static(model)
+    flat = FlatModel(model, sample, adopt=True)
+    check_mode(config, flat)
+    task = Task(inputs, targets, clients)
+    task, outputs, notes = _with_objective(config, task, flat.module, own)
+    scores = _check_fit(config, task, tests, flat.module, outputs, train)
+    ranges = fit.accepted(flat.module, task, outputs)
+    if tests is not None:
+        fit.refuse_outside(*tests, ranges, task.objective, "test")
+    if checked is not None:
+        _check_validation(task, flat.module, checked)
+        fit.refuse_outside(*checked, ranges, task.objective, "validation")
+    left_out = frozenset[int]()
+    # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
+    ignores = not isinstance(config, CondenseConfig)
+    if MODE_TABLE[config.mode].noised:
+        task, left_out = fit.without_spoilt(task, ranges, ignores=ignores)
+    else:
+        fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
+    wanted = config.metrics if own.metrics is None else own.metrics
+    # Of samples that are dealt otherwise no client is the one who made them.
+    by_people = config.partition == "writer" or config.dataset == "custom"
+    flat.restore()  # the trials above may have left something behind
+    for note in train.notes:
+        _LOG.warning("%s", note)
+    return Problem(
+        task=task,
+        test=tests,
+        client_tests=client_tests,
+        validation=(inputs[index], targets[index]) if len(held_out) else checked,
+        flat=flat,
+        # What classes there are is public knowledge: the model's, not the largest label's.
+        num_classes=train.num_classes or scores,
+        model_width=model_width,
+        selector=build_selector(config, len(clients)),
+        roster=roster,
+        input_shape=input_shape,
+        front=front,
+        own=own,
+        metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
+        notes=(*train.notes, *notes),
+        withheld=_ON_TEST if SHARED_PEOPLE in train.notes and by_people else (),
+        left_out=left_out,
+        data={
+            name: data
+            for name, data in (("training", train), ("test", test), ("validation", validation))
+            if data is not None
+        },
+    )
+
+
+def _refuse_unknown(config: RunConfig, own: Own) -> None:
+    """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
+    for name in ("method", "engine", "loss", "optimizer", "metrics"):
+        brought = getattr(own, name)
+        if name == "engine" and brought is None:
+            brought = own.remote
+        if getattr(config, name) == "custom" and brought is None:
+            raise InvalidValueError(
+                f"{name}='custom' must be passed as an object: fedquilt.run(..., {name}=yours)"
+            )
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is the GPU when there is one.
+
+    A GPU other than the first becomes torch's current one: kernels and graphs run there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise InvalidValueError(f"device={name!r} must be 'cpu' or 'auto': torch finds no GPU here")
+    number = int(name.partition(":")[2] or 0)
+    if number >= torch.cuda.device_count():
+        raise InvalidValueError(
+            f"device={name!r} must be below cuda:{torch.cuda.device_count()}: torch finds "
+            f"{torch.cuda.device_count()} GPUs here"
+        )
+    if number:
+        torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _on_device(samples: Any, device: torch.device) -> Any:
+    return trees.mapped(samples, lambda tensor: tensor.to(device))
+
+
+def _held_back(
+    config: RunConfig, clients: Parts, given: Parts | None
+) -> tuple[Parts, Parts | None]:
+    """Return what clients train on and what they evaluate on, None where they do not."""
+    fraction = config.client_test_fraction
+    if (fraction or given is not None) and isinstance(config, CondenseConfig):
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 and client_tests be left out where "
+            "clients send statistics: they do not evaluate a model"
+        )
+    if fraction and given is not None:
+        raise InvalidValueError(
+            f"client_test_fraction={fraction:g} must be 0 beside client_tests: give one of them"
+        )
+    if config.evaluation_share and config.mode != "certified":
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} must be 0 in mode={config.mode!r}: it "
+            "is a part of the budget of mode 'certified'"
+        )
+    if config.evaluation_share and not fraction and given is None:
+        raise InvalidValueError(
+            f"evaluation_share={config.evaluation_share:g} needs samples that clients hold back: "
+            "client_test_fraction, or client_tests"
+        )
+    if fraction:
+        train, held = hold_back(clients, fraction, config.seed)
+        return Holdings(train), Holdings(held)
+    return clients, given
+
+
+def _with_objective(
+    config: RunConfig, task: Task, module: nn.Module, own: Own
+) -> tuple[Task, torch.Tensor | None, tuple[str, ...]]:
+    """Return the task with what clients minimise, the model's public outputs, and notes."""
+    loss = config.loss if own.loss is None else own.loss
+    given = None if loss == "auto" else Objective(loss, config.ignore_index)
+    inputs = task.public().inputs
+    outputs = fit.trial_outputs(module, given, inputs, "training")
+    if given is None:
+        name = auto_loss(outputs, task.public().targets)
+        given = Objective(name, config.ignore_index)
+    task = dataclasses.replace(task, objective=given.to(task.device))
+    note = fit.warn_of_softmax(given, outputs)
+    return task, outputs, () if note is None else (note,)
+
+
+def _check_fit(
+    config: RunConfig,
+    task: Task,
+    test: tuple[Any, Any] | None,
+    module: nn.Module,
+    outputs: torch.Tensor | None,
+    train: Samples,
+) -> int:
+    """Try public and test samples, so that a misfit is an error here and not in round 0.
+
+    Returns how many scores the model gives; 0 where targets are not classes.
+    """
+    objective, public = task.objective, task.public()
+    if test is not None:
+        fit.trial_outputs(module, objective, trees.take(test[0], slice(0, 1)), "test")
+    scores = 0
+    if objective.has_classes and outputs is not None:
+        plain = objective.name in ("cross_entropy", "nll") and task.targets.dim() == 1
+        if plain and outputs.dim() != 2:
+            raise InvalidValueError(
+                "the model must return one score for each class of the training data; it returns "
+                f"a tensor of shape {tuple(outputs.shape)}"
+            )
+        scores = fit.num_classes(objective, outputs)
+        if train.num_classes is not None and train.num_classes > scores:
+            raise InvalidValueError(
+                f"the model must return one score for each of {train.num_classes} classes of the "
+                f"training data; it returns a tensor of shape {tuple(outputs.shape)}"
+            )
+    fit.check_loss(module, objective, public.inputs, public.targets)
+    if test is not None and trees.structure(test[1]) != trees.structure(task.targets):
+        raise InvalidValueError(
+            f"test targets of shape {trees.described(test[1])} must have the form of the training "
+            f"targets, {trees.described(task.targets)}"
+        )
+    return scores
+
+
+def _check_validation(task: Task, module: nn.Module, data: tuple[Any, Any]) -> None:
+    """Refuse validation data on which no accuracy can be measured."""
+    if not task.objective.has_classes:
+        raise InvalidValueError(
+            f"validation must be left out with loss={task.objective.name!r}: early stopping looks "
+            "at an accuracy, and there are no classes"
+        )
+    fit.trial_outputs(module, task.objective, trees.take(data[0], slice(0, 1)), "validation")
+    if trees.structure(data[1]) != trees.structure(task.targets):
+        raise InvalidValueError(
+            f"validation targets of shape {trees.described(data[1])} must have the form of the "
+            f"training targets, {trees.described(task.targets)}"
+        )
+
+
+def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
+    """Build step 1: availability and selection."""
+    draws = propensities(num_clients, generator(config.seed, "propensity"))
+    return CohortSelector(
+        Availability.make(config.availability, num_clients, draws),
+        draws,
+        rule=config.selection,
+        limit=config.cohort_limit(num_clients),
+        seed=config.seed,
+        secret=config.mode == "certified" and config.amplification,
+    )

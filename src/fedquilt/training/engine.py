@@ -1,0 +1,180 @@
+"""What an engine is: it trains a cohort and yields one update per client.
+
+Every engine runs the same local steps on the same batches, drawn from the same
+per-client seeds, so engines differ in speed and floating-point rounding only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedquilt.common import trees
+from fedquilt.common.trees import Tree
+from fedquilt.training.objective import CROSS_ENTROPY, Objective
+from fedquilt.training.optimizers import PLAIN, ClientOptimizer
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """How a client trains: by its optimiser, with the FedProx term when mu > 0.
+
+    FedProx (Li et al. 2020) adds mu/2 * ||w - w_global||^2 to the local loss.
+    """
+
+    epochs: int
+    batch_size: int
+    fedprox_mu: float
+    seed: int
+    precision: str = "float32"
+    """What the batched engine computes in on a GPU: `float32` (products in TF32) or `bf16`."""
+    group_rows: int | None = None
+    """How many clients a program of the batched engine is made for; None: those it is given.
+
+    Where a secret coin decides who is given to the engine, the number must not follow it.
+    """
+    optimizer: ClientOptimizer = PLAIN
+    """How a client steps; its state starts anew for every client in every round."""
+    silent: bool = False
+    """Whether a client that cannot be trained sends NaN, which counts as nothing.
+
+    For modes that protect clients: an error would say something about one's data.
+    """
+
+
+Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
+"""The loss of a model in training on a batch: (model, inputs, targets) -> a number."""
+
+LossOf = Callable[[int, int], Loss]
+"""The loss that a client minimises in a round: (client, round) -> loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMask:
+    """Which outputs a client's loss leaves alone: `hidden[client, class]` have this value."""
+
+    hidden: torch.Tensor
+    value: float
+
+    def apply(self, outputs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return outputs with the hidden classes set; `hidden` are rows of the mask."""
+        return outputs.masked_fill(hidden, self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The training data of all clients, an index array a client, and what they minimise.
+
+    Inputs and targets are tensors, or tuples or dictionaries of them, samples first.
+    """
+
+    inputs: Any  # a `Tree`; methods that need images ask for them
+    targets: Any
+    clients: Sequence[NDArray[np.int64]] = field(repr=False)
+    class_mask: ClassMask | None = None
+    objective: Objective = CROSS_ENTROPY
+    elsewhere: bool = False
+    """Whether the data of some clients, or of all, are on other machines."""
+
+    def public(self) -> Task:
+        """Return two made-up samples in the shape of the real ones, held by one client.
+
+        Whatever is tried on a model before it trains (which buffers move, whether it can
+        run as a stack) is decided for all clients, so no client's data may decide it.
+        """
+        inputs, targets = public_inputs(self.inputs, 2), self.public_targets(2)
+        return dataclasses.replace(
+            self, inputs=inputs, targets=targets, clients=[np.arange(2)], class_mask=None
+        )
+
+    def public_targets(self, count: int) -> Tree:
+        """Return targets that nobody holds: zeros, or ones where zero is left out of the loss."""
+        value = 1 if self.objective.ignore_index == 0 else 0
+        targets: Tree = trees.mapped(
+            self.targets, lambda tensor: tensor.new_full((count, *tensor.shape[1:]), value)
+        )
+        return targets
+
+    @functools.cached_property
+    def counts(self) -> torch.Tensor:
+        """How many elements of each sample a mean loss is over; see `Objective.counts`."""
+        return self.objective.counts(self.targets)
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether a sample has one class, and the loss is the cross-entropy of its scores."""
+        plain = isinstance(self.targets, torch.Tensor) and self.targets.dim() == 1
+        whole = plain and not self.targets.is_floating_point()
+        return whole and self.objective.name in ("cross_entropy", "nll")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples lie."""
+        return trees.device_of(self.inputs)
+
+    def index(self, client: int) -> torch.Tensor:
+        """Return the sample numbers of a client, on the data's device."""
+        return torch.as_tensor(self.clients[client], device=self.device)
+
+
+def public_inputs(like: Tree, count: int, seed: int = 0) -> Any:
+    """Return samples that nobody holds, in shape, type and place like those of `like`.
+
+    Normal numbers; where samples are whole numbers (token ids), zeros and ones in turn.
+    Masks leave something to look at: ones under a name with `attention_mask`, False under one
+    with `padding_mask`, and True and False in turn along the last dimension otherwise.
+    """
+    return trees.mapped_by_name(like, lambda name, leaf: _public_leaf(name, leaf, count, seed))
+
+
+def _public_leaf(name: str, like: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    shape = (count, *like.shape[1:])
+    if like.is_floating_point():
+        draws = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return draws.to(device=like.device, dtype=like.dtype)
+    if "padding_mask" in name or "attention_mask" in name:
+        return like.new_full(shape, 0 if "padding_mask" in name else 1)
+    if like.dtype == torch.bool and len(shape) > 1:
+        turns = torch.arange(shape[-1], device=like.device) % 2 == 0
+        return turns.expand(shape).clone()
+    turns = torch.arange(count, device=like.device) % 2
+    return turns.to(like.dtype).view(count, *(1,) * (len(shape) - 1)).expand(shape).clone()
+
+
+@dataclass(frozen=True, eq=False)
+class ClientUpdate:
+    """What a client sends: local minus global weights, and how it got there."""
+
+    client: int
+    delta: torch.Tensor
+    num_examples: int
+    loss: float
+
+
+class Engine(Protocol):
+    """Trains the clients of a cohort."""
+
+    def train(
+        self,
+        start: torch.Tensor,
+        cohort: Sequence[int] | NDArray[np.int64],
+        round_index: int,
+        learning_rate: float,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the update of each client of the cohort, in its order.
+
+        A client of whom nothing arrived may be left out: it is not in the sum, and it is not
+        charged.  Whatever arrived is yielded, unusable or not (then as NaN): who is charged
+        must not depend on what is in it.
+        """
+
+    def close(self) -> None:
+        """Release the resources of the engine: processes, memory."""
