@@ -34,6 +34,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
@@ -45,12 +47,6 @@ from fedquilt.setup.task import Own
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
-_OPERATORS = frozenset(
-    {
-        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
-        "num_clients",
-    }
-)
 _PREFIX = "FEDQUILT_FLOWER_"
 
 
@@ -138,7 +134,7 @@ def run_from(
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
     count = options.pop("num_clients", None)
-    named = sorted(set(options) & _OPERATORS)
+    named = sorted(set(options) & set(option_names(Flag.OPERATOR)))
     if named:
         raise InvalidValueError(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
