@@ -38,8 +38,7 @@ import fedquilt.experiment.api
 import fedquilt.experiment.loop
 import fedquilt.experiment.start
 import fedquilt.round
-from fedquilt.aggregation import ServerOptimizer
-from fedquilt.aggregation.accumulators import RunningMean
+from fedquilt.aggregation import RunningMean, ServerOptimizer
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.run_account import RunAccount

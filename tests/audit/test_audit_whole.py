@@ -34,7 +34,7 @@ import fedquilt
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.errors import InvalidValueError
-from fedquilt.population.selection import secret_coins
+from fedquilt.population import secret_coins
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.noise import SecretNoise

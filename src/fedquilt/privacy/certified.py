@@ -66,7 +66,7 @@ class CertifiedSettings:
     delta : float
         Delta of the claim.
     clip_norm : float
-        C: the clip of a client with the policy's reference allotment; with a
+        C: the clip of a client with the policy's reference charge; with a
         quantile, its first value.
     clip_cap : float
         No client is clipped above clip_cap * C, however much it has left.
@@ -143,7 +143,7 @@ class Certified:
 
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell who has enough left for one more join."""
-        return np.asarray(remaining >= max(self.policy.smallest, 1.01 * self.bit_cost))
+        return np.asarray(remaining >= max(self.policy.min_charge, 1.01 * self.bit_cost))
 
     def plan_round(
         self,
@@ -155,16 +155,16 @@ class Certified:
     ) -> NDArray[np.float64]:
         """Fix noise and clips of the round and return what each join will cost (zero-out).
 
-        With allotment a_i, bit cost b and the correlation factor k,
+        With charge a_i, bit cost b and the correlation factor k,
         c_i = s_t sqrt(max(0, a_i - b) / k), at most clip_cap * C_t, and the cost
         is k (c_i / s_t)^2 + b <= a_i.
         """
         facts = JoinFacts(round_index, remaining, joins, rounds_done)
-        allotments = np.minimum(self.policy.allotments(facts), remaining)
+        charges = np.minimum(self.policy.charges(facts), remaining)
         factor, bit = self.noise.cost_factor, self.bit_cost
-        multiplier = math.sqrt(factor / (self.policy.reference(allotments) - bit))
+        multiplier = math.sqrt(factor / (self.policy.reference_charge(charges) - bit))
         self._noise_std = multiplier * self.bound
-        spendable = np.maximum(0.0, allotments - bit) / factor
+        spendable = np.maximum(0.0, charges - bit) / factor
         clips = np.minimum(
             self._noise_std * np.sqrt(spendable), self.settings.clip_cap * self.bound
         )
