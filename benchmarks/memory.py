@@ -43,7 +43,7 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.folder import RunFolder
-from fedquilt.training.local import SequentialEngine
+from fedquilt.training.trainers.autograd import SequentialEngine
 
 MODEL_LIMIT, CLIENTS_LIMIT_MB = 5, 300
 COHORT = 10

@@ -74,7 +74,7 @@ from fedquilt.experiment import api as experiment
 from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
 from fedquilt.record.result import RunResult
-from fedquilt.training.threads import one_thread
+from fedquilt.training.hardware import one_thread
 
 _DATA, _COINS = "data", "other coins"
 _CPU_ONLY = ("processes", "flower")

@@ -23,7 +23,10 @@ from fedquilt.common.pieces import pieces
 from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.training.draws import ClientDraws, RandomCalls, bits_of, own_draws
-from fedquilt.training.engine import (
+from fedquilt.training.flat import FlatModel
+from fedquilt.training.metrics import Accuracy, measure
+from fedquilt.training.objective import CROSS_ENTROPY, outputs_of
+from fedquilt.training.task import (
     ClientUpdate,
     LocalSettings,
     Loss,
@@ -31,10 +34,7 @@ from fedquilt.training.engine import (
     Task,
     public_inputs,
 )
-from fedquilt.training.flat import FlatModel
-from fedquilt.training.metrics import Accuracy, measure
-from fedquilt.training.objective import CROSS_ENTROPY, outputs_of
-from fedquilt.training.stepped import find_stepped, stepping
+from fedquilt.training.trainers.stepped import find_stepped, stepping
 
 NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, which say nothing of a client's data."""
