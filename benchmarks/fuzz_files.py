@@ -681,7 +681,7 @@ def read_leaf(case: Path) -> object:
 
 def read_trace(case: Path) -> object:
     """Read a table of who is there."""
-    from fedquilt.population.availability import load_trace
+    from fedquilt.population import load_trace
 
     return load_trace(case / "trace.csv", 3)
 

@@ -35,10 +35,10 @@ from fedquilt.privacy.device_noise import DeviceNoise
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.setup import federation as assemble
 from fedquilt.training import ClientUpdate
-from fedquilt.training.batched import BatchedEngine, BatchTable
-from fedquilt.training.local import train_client
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
+from fedquilt.training.trainers.autograd import train_client
+from fedquilt.training.trainers.vmap import BatchedEngine, BatchTable
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
 

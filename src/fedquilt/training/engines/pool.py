@@ -7,9 +7,7 @@ the memory of `SharedTensor`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
-import os
 import pickle
 import signal
 import traceback
@@ -25,10 +23,10 @@ from numpy.typing import NDArray
 
 from fedquilt.common import trees
 from fedquilt.common.errors import StorageError
-from fedquilt.training.cpu_training import CpuTraining, Given
-from fedquilt.training.engine import LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import (
+from fedquilt.training.hardware import keep_freed_memory
+from fedquilt.training.task import LocalSettings, Task
+from fedquilt.training.trainers.autograd import (
     NEVER_SILENT,
     client_seed,
     default_loss_of,
@@ -36,11 +34,8 @@ from fedquilt.training.local import (
     find_steps,
     train_client,
 )
-from fedquilt.training.plan import NoPlanError
-
-# Numbers of malloc.h, and how much a worker keeps.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 2**30
+from fedquilt.training.trainers.manual import CpuTraining, Given
+from fedquilt.training.trainers.plan import NoPlanError
 
 
 class SharedTensor:
@@ -127,7 +122,7 @@ def work(connection: Connection, setting: Setting, slots: SharedTensor) -> None:
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _keep_memory()
+    keep_freed_memory()
     try:
         _serve(connection, setting, slots.open())
     except (EOFError, OSError):
@@ -229,18 +224,6 @@ def opened(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: opened(part) for key, part in tree.items()}
     return tuple(opened(part) for part in tree)
-
-
-def _keep_memory() -> None:
-    """Let this process keep the memory that it frees, where its C library can be told so.
-
-    Activations of a few megabytes come and go with every layer; given back to the system, each
-    of their pages would have to be made anew.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def failure(slot: int | None, error: Exception) -> Failed:

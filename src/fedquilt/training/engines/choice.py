@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
 import sys
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.operations import OperationCount
-from fedquilt.training.cpu_training import CpuTraining
-from fedquilt.training.engine import LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import LARGE, find_draws
-from fedquilt.training.plan import Conv, Dense, NoPlanError, Plan
+from fedquilt.training.hardware import usable_cores
+from fedquilt.training.task import LocalSettings, Task
+from fedquilt.training.trainers.autograd import LARGE, find_draws
+from fedquilt.training.trainers.manual import CpuTraining
+from fedquilt.training.trainers.plan import Conv, Dense, NoPlanError, Plan
 
 SAMPLES = 500
 """What a client is taken to hold."""
@@ -57,7 +57,7 @@ def choose_engine(
 ) -> Choice:
     """Return the engine that trains cohorts of so many clients fastest, and why."""
     if task.device.type == "cuda":
-        from fedquilt.training.batched import BatchedEngine
+        from fedquilt.training.trainers.vmap import BatchedEngine
 
         if BatchedEngine.supports(flat.module, task, settings):
             return Choice("batched", "many clients fill a GPU")
@@ -84,13 +84,6 @@ def client_seconds(
         return steps * (3 * size * work / _HAND_RATE + layers * _HAND_CALL)
     layers = sum(1 for module in flat.module.modules() if not any(module.children()))
     return steps * (3 * size * _counted(flat, task) / _AUTOGRAD_RATE + layers * _AUTOGRAD_CALL)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _plan(flat: FlatModel, task: Task, settings: LocalSettings) -> tuple[Plan | None, str]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import fx, nn
 from torch.nn import functional
 
-from fedquilt.training.shuffles import Stretch
+from fedquilt.training.trainers.batches import Stretch
 
 
 class NoPlanError(Exception):

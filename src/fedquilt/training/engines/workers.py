@@ -38,12 +38,21 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
-from fedquilt.training.cpu_training import hand_training
-from fedquilt.training.engine import ClientUpdate, LocalSettings, Task
+from fedquilt.training.engines.pool import (
+    Done,
+    Failed,
+    Job,
+    Ready,
+    Setting,
+    SharedTensor,
+    shared,
+    work,
+)
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import find_draws, refuse_hidden_state
-from fedquilt.training.threads import one_thread
-from fedquilt.training.worker import Done, Failed, Job, Ready, Setting, SharedTensor, shared, work
+from fedquilt.training.hardware import one_thread, usable_cores
+from fedquilt.training.task import ClientUpdate, LocalSettings, Task
+from fedquilt.training.trainers.autograd import find_draws, refuse_hidden_state
+from fedquilt.training.trainers.manual import hand_training
 
 # One job in training and one waiting, so that a worker need not wait for the next.
 _JOBS = 2
@@ -88,7 +97,7 @@ class ProcessEngine:
         self, model: nn.Module, task: Task, settings: LocalSettings, workers: int | None = None
     ) -> None:
         _check_on_cpu(model, task)
-        limit = _cores() if workers is None else workers
+        limit = usable_cores() if workers is None else workers
         self._limit = checks.integer("workers", limit, at_least=1)
         self.task = task
         self.settings = settings
@@ -399,12 +408,6 @@ def _process(
         target=work, args=(there, setting, slots), name=f"fedquilt-worker-{number}", daemon=True
     )
     return process
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_on_cpu(model: nn.Module, task: Task) -> None:

@@ -28,10 +28,18 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
-from fedquilt.training.engine import ClientUpdate, LocalSettings, Task
+from fedquilt.training.engines.pool import (
+    Failed,
+    Ready,
+    Setting,
+    SharedTensor,
+    failure,
+    opened,
+    shared,
+)
+from fedquilt.training.engines.workers import end_workers, start_fork_server, worker_context
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.processes import end_workers, start_fork_server, worker_context
-from fedquilt.training.worker import Failed, Ready, Setting, SharedTensor, failure, opened, shared
+from fedquilt.training.task import ClientUpdate, LocalSettings, Task
 
 _SLOTS = 4
 
@@ -281,7 +289,7 @@ class _DeviceTrainer:
     """A batched engine on one device."""
 
     def __init__(self, setting: Setting, slots: torch.Tensor, device: torch.device) -> None:
-        from fedquilt.training.batched import BatchedEngine
+        from fedquilt.training.trainers.vmap import BatchedEngine
 
         model, objective, settings, clients = pickle.loads(setting.pickled.open().numpy().tobytes())
         inputs, targets = (

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedquilt.training import embed_kernels, kernels, norm_kernels
+from fedquilt.training.hardware import record_event
 from fedquilt.training.objective import IGNORED
-from fedquilt.training.plan import (
+from fedquilt.training.trainers.batches import Stretch
+from fedquilt.training.trainers.gpu import embed_kernels, kernels, norm_kernels
+from fedquilt.training.trainers.plan import (
     Conv,
     Dense,
     Dropout,
@@ -29,8 +31,6 @@ from fedquilt.training.plan import (
     Tables,
     is_interpreted,
 )
-from fedquilt.training.shuffles import Stretch
-from fedquilt.training.streams import moment
 
 _Halves = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -255,7 +255,7 @@ class Program:
                 self._fill(coming)
                 coming = next(stretches, None)
             self._run(_row_step(int(active[t]), self.rows))
-        self._copied = moment(self._device)
+        self._copied = record_event(self._device)
         return self._loss_sum[:count].clone()
 
     def _fill(self, stretch: Stretch) -> None:

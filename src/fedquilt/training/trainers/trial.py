@@ -21,9 +21,9 @@ import torch
 from fedquilt.common import trees
 from fedquilt.common.trees import Tree
 from fedquilt.training.draws import ClientDraws, bits_of, own_draws
-from fedquilt.training.engine import public_inputs
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.state import ModuleState
+from fedquilt.training.task import public_inputs
 
 FLOAT32, TF32, BFLOAT16 = 2.0**-18, 2.0**-9, 2.0**-7
 """How far weights and inputs are moved: 64 units of rounding, which tiled sums (Winograd) need some

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fedquilt.training.cpu_update import Update
-from fedquilt.training.plan import Conv
+from fedquilt.training.trainers.cpu_update import Update
+from fedquilt.training.trainers.plan import Conv
 
 _OUT, _IN = 4, 6  # rows of a tile
 _POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)

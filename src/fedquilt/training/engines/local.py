@@ -7,10 +7,10 @@ import logging
 import torch
 from torch import nn
 
-from fedquilt.training.cpu_training import CpuTraining, hand_training
-from fedquilt.training.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import LARGE, SequentialEngine
+from fedquilt.training.task import ClientUpdate, LocalSettings, Task
+from fedquilt.training.trainers.autograd import LARGE, SequentialEngine
+from fedquilt.training.trainers.manual import CpuTraining, hand_training
 
 _log = logging.getLogger(__name__)
 

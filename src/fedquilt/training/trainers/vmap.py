@@ -32,22 +32,22 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.training.cpu_training import CpuTraining, hand_training
 from fedquilt.training.draws import draw_keys
-from fedquilt.training.engine import ClientUpdate, LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import (
+from fedquilt.training.optimizers import RuleState
+from fedquilt.training.state import ModuleState
+from fedquilt.training.task import ClientUpdate, LocalSettings, Task
+from fedquilt.training.trainers.autograd import (
     client_seed,
     find_draws,
     refuse_hidden_state,
     seeded_layers,
 )
-from fedquilt.training.optimizers import RuleState
-from fedquilt.training.plan import NoPlanError, Tables, is_interpreted
-from fedquilt.training.planned import PlannedTraining, Running
-from fedquilt.training.shuffles import Shuffles
-from fedquilt.training.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
-from fedquilt.training.state import ModuleState
+from fedquilt.training.trainers.batches import Shuffles
+from fedquilt.training.trainers.gpu import PlannedTraining, Running
+from fedquilt.training.trainers.manual import CpuTraining, hand_training
+from fedquilt.training.trainers.plan import NoPlanError, Tables, is_interpreted
+from fedquilt.training.trainers.stack import Batch, ModelStack, ProgramShapes, group_size, obstacle
 
 _log = logging.getLogger(__name__)
 

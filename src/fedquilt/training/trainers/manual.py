@@ -20,16 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.training.cpu_program import CpuProgram, Frame, check_layers, matrices
-from fedquilt.training.cpu_update import Update
 from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
-from fedquilt.training.engine import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import NEVER_SILENT, client_seed, epoch_order, train_client
+from fedquilt.training.hardware import one_thread
 from fedquilt.training.objective import IGNORED
-from fedquilt.training.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
-from fedquilt.training.threads import one_thread
-from fedquilt.training.trial import FLOAT32, SCALES, disagreement, moved_by_a_pass
+from fedquilt.training.task import ClientUpdate, LocalSettings, Task, public_inputs
+from fedquilt.training.trainers.autograd import NEVER_SILENT, client_seed, epoch_order, train_client
+from fedquilt.training.trainers.cpu_update import Update
+from fedquilt.training.trainers.manual_layers import CpuProgram, Frame, check_layers, matrices
+from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
+from fedquilt.training.trainers.trial import FLOAT32, SCALES, disagreement, moved_by_a_pass
 
 _log = logging.getLogger(__name__)
 

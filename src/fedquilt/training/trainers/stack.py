@@ -27,12 +27,12 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
 from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
-from fedquilt.training.engine import ClassMask, Task, public_inputs
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import find_draws, seeded_layers
 from fedquilt.training.objective import outputs_of
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
-from fedquilt.training.trial import BFLOAT16, FLOAT32, TF32, disagreement
+from fedquilt.training.task import ClassMask, Task, public_inputs
+from fedquilt.training.trainers.autograd import find_draws, seeded_layers
+from fedquilt.training.trainers.trial import BFLOAT16, FLOAT32, TF32, disagreement
 
 _GPU_SHARE = 0.4
 _CPU_BYTES = 2**28

@@ -9,7 +9,7 @@ its output,
 each of them one product that writes where its result belongs; plain SGD is part of the product.
 The bias is a column of the weights beside a column of ones in x where that is possible.
 Convolutions are oneDNN's, channels last, with the rectifier inside, or Winograd's where that saves
-enough multiplications (`cpu_winograd`).  d of the cross-entropy is
+enough multiplications (`winograd`).  d of the cross-entropy is
 softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
 
 Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
@@ -28,9 +28,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fedquilt.training import cpu_winograd
-from fedquilt.training.cpu_update import Update
-from fedquilt.training.plan import Conv, Dense, Dropout, NoPlanError, Plan
+from fedquilt.training.trainers import winograd
+from fedquilt.training.trainers.cpu_update import Update
+from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan
 
 _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
 _aten = torch.ops.aten
@@ -66,7 +66,7 @@ class Tensors:
     ) -> None:
         self.bias: torch.Tensor | None = None
         if isinstance(layer, Conv):
-            if cpu_winograd.suits(layer):
+            if winograd.suits(layer):
                 size = (*layer.kernel, layer.inputs, layer.outputs)
                 self.weight = torch.zeros(size).permute(3, 2, 0, 1)
             else:
@@ -323,8 +323,8 @@ class CpuProgram:
             made.into = Tensors(layer, made.image, made.joined, self._lanes)
             self.gradients |= made.into.named
         if isinstance(layer, Conv):
-            if cpu_winograd.suits(layer):
-                made.tiles = cpu_winograd.WinogradMemory(layer, width, made.first)
+            if winograd.suits(layer):
+                made.tiles = winograd.WinogradMemory(layer, width, made.first)
             elif layer.pool:
                 made.gradient = torch.empty(width, *layer.out_size, layer.outputs)
             return
@@ -451,7 +451,7 @@ def _convolution(made: _Layer, places: Places) -> _Step:
     layer, weights, into = made.layer, made.weights, made.into
     assert isinstance(layer, Conv)
     tensors = (weights.weight, weights.bias, into.weight, into.bias)
-    return cpu_winograd.WinogradStep(layer, made.tiles, *tensors, made.first, places.size)
+    return winograd.WinogradStep(layer, made.tiles, *tensors, made.first, places.size)
 
 
 _STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}

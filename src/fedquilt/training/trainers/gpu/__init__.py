@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from fedquilt.common.norms import note_length
+from fedquilt.common.vectors import cache_norm
 from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, own_draws
-from fedquilt.training.engine import LocalSettings, Task, public_inputs
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import IGNORED
-from fedquilt.training.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
-from fedquilt.training.shuffles import Stretch
-from fedquilt.training.stack import clients_that_fit
-from fedquilt.training.trial import (
+from fedquilt.training.task import LocalSettings, Task, public_inputs
+from fedquilt.training.trainers.batches import Stretch
+from fedquilt.training.trainers.plan import NoPlanError, Plan, Tables, is_interpreted, make_plan
+from fedquilt.training.trainers.stack import clients_that_fit
+from fedquilt.training.trainers.trial import (
     BFLOAT16,
     SCALES,
     TF32,
@@ -29,7 +29,7 @@ from fedquilt.training.trial import (
 )
 
 if TYPE_CHECKING:
-    from fedquilt.training.program import Program
+    from fedquilt.training.trainers.gpu.program import Program
 
 _TOKENS = (torch.int32, torch.int64)  # what `nn.Embedding` takes
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -65,7 +65,7 @@ class Running:
         losses, lengths = self.figures.tolist()
         rows = list(self.updates)
         for row, length in zip(rows, lengths, strict=True):
-            note_length(row, length)
+            cache_norm(row, length)
         return rows, losses
 
 
@@ -123,7 +123,7 @@ class PlannedTraining:
         return (laid_out if self.plan.vocabulary else laid_out.to(self._type)).contiguous()
 
     def _make_program(self, inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> Program:
-        from fedquilt.training.program import Program
+        from fedquilt.training.trainers.gpu.program import Program
 
         mask = self._task.class_mask
         return Program(
