@@ -90,7 +90,7 @@ REVIEWED = {
     "setup/account.py": {"token_bytes"},
     "privacy/ledger/files.py": {"token_hex"},
     "observe/monitors.py": {"uuid4"},
-    "observe/trackers.py": {"uuid4"},
+    "observe/tracker_kinds.py": {"uuid4"},
     "report/watch/server.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
     "flower/directory.py": {"token_hex"},
