@@ -21,7 +21,7 @@ function claimSection(data) {
 const metricOf = (data) => [...new Set(data.series.map((s) => s.metric.replace(/^[A-Z](?=[a-z])/, (c) => c.toLowerCase())))].join(" or ");
 
 function comparisonSection(data) {
-  const columns = [{ name: "what ran" }, { name: "accuracy, mean", kind: "number" }, { name: "sd", kind: "number" },
+  const columns = [{ name: "what ran" }, { name: `${metricOf(data)}, mean`, kind: "number" }, { name: "sd", kind: "number" },
     { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }, { name: "what it may claim", kind: "wrap" }];
   const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
     s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon), s.claim])]);
