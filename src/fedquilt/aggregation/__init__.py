@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import chunks_of
 from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 
 __all__ = [
@@ -127,8 +127,8 @@ class RunningMean:
                 f"vector of shape {tuple(vector.shape)} must have the shape "
                 f"{tuple(self.total.shape)}"
             )
-        for piece in pieces_of(vector):  # torch would make a float64 copy of all of it
-            self.total[piece].add_(vector[piece], alpha=weight)
+        for chunk in chunks_of(vector):  # torch would make a float64 copy of all of it
+            self.total[chunk].add_(vector[chunk], alpha=weight)
         self.weight += weight
         self._whole += weight
 
@@ -139,8 +139,8 @@ class RunningMean:
             self.weight += weight
             self._whole += weight
             return
-        for piece in pieces_of(vector):
-            self.total[piece].add_(vector[piece].to(self.total.dtype) * scale, alpha=weight)
+        for chunk in chunks_of(vector):
+            self.total[chunk].add_(vector[chunk].to(self.total.dtype) * scale, alpha=weight)
         self.weight += weight
         self._whole += weight
 
@@ -277,20 +277,20 @@ class ServerOptimizer:
             self._first = torch.zeros_like(update, dtype=torch.float64)
         if self.name in ("adam", "yogi") and self._second is None:
             self._second = torch.full_like(update, TAU**2, dtype=torch.float64)
-        for piece in pieces_of(weights):
-            direction = self._direction(update[piece].to(torch.float64), piece)
-            weights[piece] = weights[piece].to(torch.float64) + self.lr * direction
+        for chunk in chunks_of(weights):
+            direction = self._direction(update[chunk].to(torch.float64), chunk)
+            weights[chunk] = weights[chunk].to(torch.float64) + self.lr * direction
         return weights
 
-    def _direction(self, update: torch.Tensor, piece: slice) -> torch.Tensor:
-        """Move the moments of a piece, in place, and return where its weights go."""
+    def _direction(self, update: torch.Tensor, chunk: slice) -> torch.Tensor:
+        """Move the moments of a chunk, in place, and return where its weights go."""
         if self._first is None:
             return update
-        first = self._first[piece]
+        first = self._first[chunk]
         if self._second is None:
             first.copy_(self.momentum * first + update)
             return first
-        square, second = update * update, self._second[piece]
+        square, second = update * update, self._second[chunk]
         first.copy_(BETA_1 * first + (1 - BETA_1) * update)
         if self.name == "adam":
             second.copy_(BETA_2 * second + (1 - BETA_2) * square)

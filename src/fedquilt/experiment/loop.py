@@ -20,7 +20,7 @@ from torch import nn
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
@@ -360,7 +360,7 @@ class Experiment:
         """
         weights = self.federation.weights
         return self.method.clients_train and not all(
-            bool(weights[piece].isfinite().all()) for piece in pieces_of(weights)
+            bool(weights[chunk].isfinite().all()) for chunk in chunks_of(weights)
         )
 
     def _reached_target(self, line: dict[str, Any]) -> bool:
