@@ -34,7 +34,7 @@ import fedquilt
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.errors import InvalidValueError
-from fedquilt.population.selection import secret_coins
+from fedquilt.population import secret_coins
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.noise import SecretNoise
@@ -43,7 +43,7 @@ from fedquilt.setup import account as assemble_account
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
 from fedquilt.training import ClassMask, ClientUpdate, Task
-from fedquilt.training.batched import BatchTable
+from fedquilt.training.trainers.vmap import BatchTable
 
 
 def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -156,7 +156,9 @@ def test_state_from_client_to_client_is_found(monkeypatch: pytest.MonkeyPatch, c
         "fedquilt.training.flat.FlatModel.restore", lambda self: None, raising=False
     )
     monkeypatch.setattr(
-        "fedquilt.training.local.refuse_hidden_state", lambda *given: None, raising=False
+        "fedquilt.training.trainers.autograd.refuse_hidden_state",
+        lambda *given: None,
+        raising=False,
     )
     assert any("moved" in problem for problem in problems(case))
 

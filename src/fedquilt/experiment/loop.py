@@ -20,7 +20,7 @@ from torch import nn
 from fedquilt.aggregation import ServerOptimizer
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
@@ -40,8 +40,7 @@ from fedquilt.round import Federation, RoundRecord, run_round
 from fedquilt.setup.account import account_notes, check_account_of
 from fedquilt.setup.client_evaluation import ClientEvaluation
 from fedquilt.training import FlatModel
-from fedquilt.training.streams import aside, moment
-from fedquilt.training.threads import one_thread
+from fedquilt.training.hardware import on_side_stream, one_thread, record_event
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
@@ -196,7 +195,7 @@ class Experiment:
         seconds = time.perf_counter() - began
         if not self._books_later(index):
             return self._book(record, seconds)
-        self._unbooked = _Unbooked(record, seconds, moment(self.federation.weights.device))
+        self._unbooked = _Unbooked(record, seconds, record_event(self.federation.weights.device))
         return None
 
     def _books_later(self, index: int) -> bool:
@@ -215,7 +214,7 @@ class Experiment:
         if self._unbooked is None:
             return
         unbooked, self._unbooked = self._unbooked, None
-        with aside(unbooked.since, self.federation.weights.device):
+        with on_side_stream(unbooked.since, self.federation.weights.device):
             if self.federation.account is not None:
                 self.federation.account.settle_held()
             stopped = self._book(unbooked.record, unbooked.seconds)
@@ -361,7 +360,7 @@ class Experiment:
         """
         weights = self.federation.weights
         return self.method.clients_train and not all(
-            bool(weights[piece].isfinite().all()) for piece in pieces_of(weights)
+            bool(weights[chunk].isfinite().all()) for chunk in chunks_of(weights)
         )
 
     def _reached_target(self, line: dict[str, Any]) -> bool:

@@ -58,7 +58,7 @@ def noise_outlook(config: RunConfig, selector: CohortSelector, parameters: int) 
     """Return what the noise of a mode does to a model of so many parameters.
 
     For `certified` it is the noise of the mechanism, z = sqrt(k / (a - b)) with the
-    allotment a of a typical join, the bit cost b and the correlation factor k.
+    charge a of a typical join, the bit cost b and the correlation factor k.
     """
     if config.mode != "certified":
         return _of_documents(config, selector, parameters)
@@ -88,7 +88,7 @@ def noise_outlook(config: RunConfig, selector: CohortSelector, parameters: int) 
         parameters,
         joins=joins,
         cohort=min(selector.expected_cohort, count * joins / rounds),
-        noise_multiplier=math.sqrt(factor / (policy.typical * share)),
+        noise_multiplier=math.sqrt(factor / (policy.expected_charge * share)),
     )
 
 

@@ -40,10 +40,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.norms import noted_length
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import cached_norm, chunks_of
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.clip import LongNorm, PrivateQuantile, norm
+from fedquilt.privacy.clip import PrivateQuantile, StreamingNorm, norm
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import JoinFacts, Policy
@@ -66,7 +65,7 @@ class CertifiedSettings:
     delta : float
         Delta of the claim.
     clip_norm : float
-        C: the clip of a client with the policy's reference allotment; with a
+        C: the clip of a client with the policy's reference charge; with a
         quantile, its first value.
     clip_cap : float
         No client is clipped above clip_cap * C, however much it has left.
@@ -143,7 +142,7 @@ class Certified:
 
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell who has enough left for one more join."""
-        return np.asarray(remaining >= max(self.policy.smallest, 1.01 * self.bit_cost))
+        return np.asarray(remaining >= max(self.policy.min_charge, 1.01 * self.bit_cost))
 
     def plan_round(
         self,
@@ -155,16 +154,16 @@ class Certified:
     ) -> NDArray[np.float64]:
         """Fix noise and clips of the round and return what each join will cost (zero-out).
 
-        With allotment a_i, bit cost b and the correlation factor k,
+        With charge a_i, bit cost b and the correlation factor k,
         c_i = s_t sqrt(max(0, a_i - b) / k), at most clip_cap * C_t, and the cost
         is k (c_i / s_t)^2 + b <= a_i.
         """
         facts = JoinFacts(round_index, remaining, joins, rounds_done)
-        allotments = np.minimum(self.policy.allotments(facts), remaining)
+        charges = np.minimum(self.policy.charges(facts), remaining)
         factor, bit = self.noise.cost_factor, self.bit_cost
-        multiplier = math.sqrt(factor / (self.policy.reference(allotments) - bit))
+        multiplier = math.sqrt(factor / (self.policy.reference_charge(charges) - bit))
         self._noise_std = multiplier * self.bound
-        spendable = np.maximum(0.0, allotments - bit) / factor
+        spendable = np.maximum(0.0, charges - bit) / factor
         clips = np.minimum(
             self._noise_std * np.sqrt(spendable), self.settings.clip_cap * self.bound
         )
@@ -246,13 +245,13 @@ class Certified:
         total = total.to(torch.float64)
         # Client i moves the sum by S c_i at most, and is charged (c_i / s_t)^2.
         noise_std = self._noise_std * self.settings.sum_sensitivity
-        noise_norm, signal_norm = LongNorm(), LongNorm()
-        for piece, drawn in self.noise.draw_pieces(index, total.numel(), total.device):
-            signal, noise = total[piece], noise_std * drawn
+        noise_norm, signal_norm = StreamingNorm(), StreamingNorm()
+        for chunk, drawn in self.noise.draw_chunks(index, total.numel(), total.device):
+            signal, noise = total[chunk], noise_std * drawn
             divisor: float | torch.Tensor = self.settings.divisor
             if coverage is not None:
-                noise = torch.where(coverage[piece] > 0, noise, 0.0)
-                divisor = coverage_divisor(self.settings.divisor, coverage[piece])
+                noise = torch.where(coverage[chunk] > 0, noise, 0.0)
+                divisor = coverage_divisor(self.settings.divisor, coverage[chunk])
             noise_norm.add(noise / divisor)
             signal_norm.add(signal / divisor)
             signal.add_(noise).div_(divisor)
@@ -343,9 +342,9 @@ class Certified:
 
 def _is_finite(delta: torch.Tensor) -> bool:
     """Tell whether every entry is finite; sums of float32 in float64 do not overflow."""
-    if delta.dtype == torch.float64 or noted_length(delta) is not None:
+    if delta.dtype == torch.float64 or cached_norm(delta) is not None:
         return is_finite(delta)
-    return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces_of(delta))
+    return all(is_finite(delta[chunk].to(torch.float64)) for chunk in chunks_of(delta))
 
 
 def some_names(names: tuple[str, ...], most: int = 12) -> str:

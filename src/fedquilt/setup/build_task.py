@@ -24,15 +24,14 @@ from fedquilt.data import (
     read_split_file,
     split_clients,
 )
-from fedquilt.data.holdings import Holdings
-from fedquilt.data.identity import shared_sample
+from fedquilt.data.holdings import Holdings, shared_sample
 from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
 from fedquilt.setup.client_evaluation import check_client_tests
 from fedquilt.setup.clients import Parts, roster_digest, roster_of_own, roster_of_split
 from fedquilt.setup.task import Own, Problem, make_problem
-from fedquilt.training.streams import wake
+from fedquilt.training.hardware import warm_up_gpu
 
 
 def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
@@ -42,7 +41,7 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     target accuracy) filled in.
     """
     check_data_dir(config.data_dir)
-    wake(config.device)
+    warm_up_gpu(config.device)
     train, test = load_dataset(
         config.dataset, config.data_dir, download=not config.no_download, progress=progress
     )

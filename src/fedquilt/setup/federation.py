@@ -20,7 +20,7 @@ from fedquilt.setup.mechanism import MechanismParts, make_mechanism
 from fedquilt.setup.task import Own, Problem
 from fedquilt.slices.method import LargestOnly, Slices, Smallest
 from fedquilt.training import choose_engine
-from fedquilt.training.local import SequentialEngine
+from fedquilt.training.trainers.autograd import SequentialEngine
 
 _LOG = logging.getLogger("fedquilt")
 
