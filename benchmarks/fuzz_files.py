@@ -690,7 +690,7 @@ def read_widths(name: str) -> Action:
     """Return the reader of a table of devices."""
 
     def read(case: Path) -> object:
-        from fedquilt.slices.tiers import client_widths
+        from fedquilt.slices.selection import client_widths
 
         random_ = np.random.default_rng(0)
         return client_widths(str(case / name), 3, random_, lambda width: (float(width), 1.0))
