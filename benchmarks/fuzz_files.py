@@ -988,7 +988,7 @@ def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
     from fedquilt.experiment.loop import Experiment
-    from fedquilt.report import sweep_figure
+    from fedquilt.sweep import figure as sweep_figure
     from fedquilt.sweep import run as sweep
 
     def go_on(*_: object, **__: object) -> None:
