@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedquilt.privacy import device_noise
-from fedquilt.privacy.clip import LongNorm
+from fedquilt.privacy.clip import StreamingNorm
 from fedquilt.privacy.device_noise import DeviceNoise, expand
 from fedquilt.privacy.noise import (
     BandedNoise,
@@ -74,8 +74,8 @@ def test_every_vector_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(device_noise, "expand", noted)
     banded = BandedNoise(DeviceNoise())
-    drawn = [*banded.draw_pieces(0, 30_000_000, CUDA), *banded.draw_pieces(1, 10, CUDA)]
-    assert [(piece.start, piece.stop) for piece, _ in drawn] == [
+    drawn = [*banded.draw_chunks(0, 30_000_000, CUDA), *banded.draw_chunks(1, 10, CUDA)]
+    assert [(chunk.start, chunk.stop) for chunk, _ in drawn] == [
         *((0, 1 << 24), (1 << 24, 30_000_000)),
         (0, 10),
     ]
@@ -94,7 +94,7 @@ def test_where_noise_is_drawn() -> None:
     assert type(noise_source(None, CPU)) is SecretNoise
     assert isinstance(noise_source(3, CUDA), SeededNoise)  # the same on every device
     # A vector on the CPU gets its noise from the operating system itself.
-    ((_, noise),) = BandedNoise(source).draw_pieces(0, 1000, CPU)
+    ((_, noise),) = BandedNoise(source).draw_chunks(0, 1000, CPU)
     assert 0.9 < float(noise.std()) < 1.1
 
 
@@ -118,8 +118,8 @@ def test_noise_of_one_vector_is_drawn_where_it_is(monkeypatch: pytest.MonkeyPatc
 
 def test_a_norm_is_added_up_where_the_pieces_are() -> None:
     values = torch.arange(7, dtype=torch.float64)
-    far = LongNorm()
-    for piece in values.split(3):
-        held: Any = SimpleNamespace(device=CUDA, to=lambda _dtype, piece=piece: piece)
+    far = StreamingNorm()
+    for chunk in values.split(3):
+        held: Any = SimpleNamespace(device=CUDA, to=lambda _dtype, chunk=chunk: chunk)
         far.add(held)
     assert far.value() == pytest.approx(float(values.norm()), rel=1e-15)

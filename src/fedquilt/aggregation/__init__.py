@@ -18,7 +18,7 @@ correction, as in that paper (its Algorithm 2 asks for v >= tau^2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import chunks_of
 from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "RunningMean",
     "ServerOptimizer",
     "ServerStep",
+    "add",
+    "keeps_vectors",
     "make_server_optimizer",
     "sensitivity_of",
     "try_sensitivity",
@@ -65,7 +67,14 @@ class Accumulator(Protocol):
     One of somebody's own keeps a claim in mode `certified` if it has a number `sensitivity`:
     with zeros in the place of any one vector x, whatever the others are, `total` moves by at
     most sensitivity * |x|.  See `sensitivity_of`.
+
+    `keeps_vectors` says whether it still looks at a vector after `add` has returned, as a median
+    does; one that does not may be lent vectors that lie in memory which is written again.  One of
+    somebody's own need not say: it is taken to keep them.
     """
+
+    @property
+    def keeps_vectors(self) -> bool: ...
 
     @property
     def total(self) -> torch.Tensor: ...
@@ -83,6 +92,7 @@ class Accumulator(Protocol):
 class Concatenation:
     """Vectors laid end to end, for tables whose rows are not summed; they get no noise."""
 
+    keeps_vectors = True
     weight = 1.0
     held = None
 
@@ -105,7 +115,20 @@ class RunningMean:
     Only the sum is held, so a cohort of any size costs one vector.  A client that
     holds a part of the model adds a shorter vector at its place; `held` then says,
     for each element, the sum of w_k over those who hold it.
+
+    What it declares of itself holds for no subclass, which has to declare it anew.
     """
+
+    sensitivity: float | None = 1.0  # under equal weights
+    keeps_vectors = False
+    adds_scaled = True
+
+    def __init_subclass__(cls) -> None:
+        """Let a subclass inherit nothing that its own `add` may make untrue."""
+        own = vars(cls)
+        cls.sensitivity = own.get("sensitivity")
+        cls.keeps_vectors = own.get("keeps_vectors", True)
+        cls.adds_scaled = own.get("adds_scaled", False)
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
@@ -127,8 +150,8 @@ class RunningMean:
                 f"vector of shape {tuple(vector.shape)} must have the shape "
                 f"{tuple(self.total.shape)}"
             )
-        for piece in pieces_of(vector):  # torch would make a float64 copy of all of it
-            self.total[piece].add_(vector[piece], alpha=weight)
+        for chunk in chunks_of(vector):  # torch would make a float64 copy of all of it
+            self.total[chunk].add_(vector[chunk], alpha=weight)
         self.weight += weight
         self._whole += weight
 
@@ -139,8 +162,8 @@ class RunningMean:
             self.weight += weight
             self._whole += weight
             return
-        for piece in pieces_of(vector):
-            self.total[piece].add_(vector[piece].to(self.total.dtype) * scale, alpha=weight)
+        for chunk in chunks_of(vector):
+            self.total[chunk].add_(vector[chunk].to(self.total.dtype) * scale, alpha=weight)
         self.weight += weight
         self._whole += weight
 
@@ -168,12 +191,31 @@ def sensitivity_of(total: Accumulator) -> float | None:
     Of `RunningMean` under equal weights it is 1.  Whatever else adds up, a subclass of it
     included, has to declare it.
     """
-    if type(total) is RunningMean:
-        return 1.0
     declared = getattr(total, "sensitivity", None)
     if declared is None:
         return None
     return checks.number(f"sensitivity of {type(total).__name__}", declared, above=0)
+
+
+def keeps_vectors(total: Accumulator) -> bool:
+    """Tell whether a sum may look at a vector after `add` has returned; unless it says no."""
+    return bool(getattr(total, "keeps_vectors", True))
+
+
+def add(
+    total: Accumulator,
+    vector: torch.Tensor,
+    scale: float | None,
+    weight: float,
+    place: Place | None,
+) -> None:
+    """Add a vector times `scale`, in float64, to a sum; one that `adds_scaled` needs no copy."""
+    if scale is None:
+        total.add(vector, weight, place)
+    elif place is None and getattr(total, "adds_scaled", False):
+        cast(RunningMean, total).add_scaled(vector, scale, weight)
+    else:
+        total.add(vector.to(torch.float64) * scale, weight, place)
 
 
 def try_sensitivity(
@@ -277,20 +319,20 @@ class ServerOptimizer:
             self._first = torch.zeros_like(update, dtype=torch.float64)
         if self.name in ("adam", "yogi") and self._second is None:
             self._second = torch.full_like(update, TAU**2, dtype=torch.float64)
-        for piece in pieces_of(weights):
-            direction = self._direction(update[piece].to(torch.float64), piece)
-            weights[piece] = weights[piece].to(torch.float64) + self.lr * direction
+        for chunk in chunks_of(weights):
+            direction = self._direction(update[chunk].to(torch.float64), chunk)
+            weights[chunk] = weights[chunk].to(torch.float64) + self.lr * direction
         return weights
 
-    def _direction(self, update: torch.Tensor, piece: slice) -> torch.Tensor:
-        """Move the moments of a piece, in place, and return where its weights go."""
+    def _direction(self, update: torch.Tensor, chunk: slice) -> torch.Tensor:
+        """Move the moments of a chunk, in place, and return where its weights go."""
         if self._first is None:
             return update
-        first = self._first[piece]
+        first = self._first[chunk]
         if self._second is None:
             first.copy_(self.momentum * first + update)
             return first
-        square, second = update * update, self._second[piece]
+        square, second = update * update, self._second[chunk]
         first.copy_(BETA_1 * first + (1 - BETA_1) * update)
         if self.name == "adam":
             second.copy_(BETA_2 * second + (1 - BETA_2) * square)

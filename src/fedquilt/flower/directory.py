@@ -30,7 +30,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.common.shapes import TEXT, Listed, Mapped, Table, check
+from fedquilt.common.schema import TEXT, ListOf, MapOf, Object, check
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX, _SEAT = "key:", "seat:"
 _ASK_SECONDS = 60.0
-_ROSTER = Table({"clients": Mapped(Listed(TEXT))}, {"revoked": Listed(TEXT)})
+_ROSTER = Object({"clients": MapOf(ListOf(TEXT))}, {"revoked": ListOf(TEXT)})
 _ROSTER_BYTES = 1 << 26
 
 

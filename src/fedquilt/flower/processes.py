@@ -32,7 +32,17 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import DataError, FedquiltError, InvalidValueError
-from fedquilt.common.shapes import ANY_TEXT, COUNT, NUMBER, TEXT, Mapped, Plain, Table, check, maybe
+from fedquilt.common.schema import (
+    ANY_TEXT,
+    COUNT,
+    NUMBER,
+    TEXT,
+    MapOf,
+    Object,
+    Scalar,
+    check,
+    maybe,
+)
 from fedquilt.common.storage import open_log, write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.flower import warm
@@ -50,24 +60,24 @@ _PATIENCE_SECONDS = 6.0
 _START_SECONDS = 120.0
 _SHARED = {"superlink", "gate", "serverapp"}
 
-_PORT = Plain("a port, 1 to 65535", frozenset({int}), least=1, most=65535)
+_PORT = Scalar("a port, 1 to 65535", frozenset({int}), least=1, most=65535)
 _PROCESS = {
-    "pid": maybe(Plain("the number of a process", frozenset({int}), least=1, most=2**22)),
+    "pid": maybe(Scalar("the number of a process", frozenset({int}), least=1, most=2**22)),
     "began": ANY_TEXT,
 }
-_STATUS = Table(
-    {"state": TEXT, **_PROCESS, "processes": Mapped(Table({**_PROCESS, "restarts": COUNT}))}
+_STATUS = Object(
+    {"state": TEXT, **_PROCESS, "processes": MapOf(Object({**_PROCESS, "restarts": COUNT}))}
 )
-_CONFIG = Table(
+_CONFIG = Object(
     {
         "app": TEXT,
         "output": TEXT,
-        "ports": Table({"superlink": _PORT, "gate": _PORT}),
-        "nodes": Mapped(Table({"port": _PORT, "config": TEXT}, {"key": TEXT})),
+        "ports": Object({"superlink": _PORT, "gate": _PORT}),
+        "nodes": MapOf(Object({"port": _PORT, "config": TEXT}, {"key": TEXT})),
     },
     {
         **dict.fromkeys(("trusted", "ledger", "population"), ANY_TEXT),
-        "warm": Plain("true or false", frozenset({bool})),
+        "warm": Scalar("true or false", frozenset({bool})),
         "poll": NUMBER,
     },
 )

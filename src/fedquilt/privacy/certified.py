@@ -40,10 +40,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.norms import noted_length
-from fedquilt.common.pieces import pieces_of
+from fedquilt.common.vectors import cached_norm, chunks_of
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.clip import LongNorm, PrivateQuantile, norm
+from fedquilt.privacy.clip import PrivateQuantile, StreamingNorm, norm
 from fedquilt.privacy.mechanism import (
     Contribution,
     NoiseReport,
@@ -251,13 +250,13 @@ class Certified:
         total = summed.total.to(torch.float64)
         # Client i moves the sum by S c_i at most, and is charged (c_i / s_t)^2.
         noise_std = plan.noise_std * self.settings.sum_sensitivity
-        noise_norm, signal_norm = LongNorm(), LongNorm()
-        for piece, drawn in self.noise.draw_pieces(index, total.numel(), total.device):
-            signal, noise = total[piece], noise_std * drawn
+        noise_norm, signal_norm = StreamingNorm(), StreamingNorm()
+        for chunk, drawn in self.noise.draw_chunks(index, total.numel(), total.device):
+            signal, noise = total[chunk], noise_std * drawn
             divisor: float | torch.Tensor = self.settings.divisor
             if coverage is not None:
-                noise = torch.where(coverage[piece] > 0, noise, 0.0)
-                divisor = coverage_divisor(self.settings.divisor, coverage[piece])
+                noise = torch.where(coverage[chunk] > 0, noise, 0.0)
+                divisor = coverage_divisor(self.settings.divisor, coverage[chunk])
             noise_norm.add(noise / divisor)
             signal_norm.add(signal / divisor)
             signal.add_(noise).div_(divisor)
@@ -348,9 +347,9 @@ class Certified:
 
 def _is_finite(delta: torch.Tensor) -> bool:
     """Tell whether every entry is finite; sums of float32 in float64 do not overflow."""
-    if delta.dtype == torch.float64 or noted_length(delta) is not None:
+    if delta.dtype == torch.float64 or cached_norm(delta) is not None:
         return is_finite(delta)
-    return all(is_finite(delta[piece].to(torch.float64)) for piece in pieces_of(delta))
+    return all(is_finite(delta[chunk].to(torch.float64)) for chunk in chunks_of(delta))
 
 
 def some_names(names: tuple[str, ...], most: int = 12) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.norms import noted_length
+from fedquilt.common.vectors import cached_norm
 from fedquilt.privacy.statement import Statement
 
 
@@ -102,7 +102,7 @@ class Contribution:
     A vector with a NaN or Inf entry arrives as zero, marked not finite.
 
     With a `scale` the vector is `scale` times what was `sent`, in float64, and is computed
-    when it is looked at: whoever sums it a piece at a time need not hold all of it.
+    when it is looked at: whoever sums it a chunk at a time need not hold all of it.
     """
 
     client: int
@@ -242,11 +242,11 @@ class Mechanism(Protocol):
 def is_finite(vector: torch.Tensor) -> bool:
     """Tell whether every entry is finite, by the sum, which any NaN or Inf spoils.
 
-    The length says it too, where it is known: squares of float32 do not overflow in float64.
+    The norm says it too, where it is known: squares of float32 do not overflow in float64.
     """
-    length = noted_length(vector) if vector.dtype == torch.float32 else None
-    if length is not None:
-        return math.isfinite(length)
+    known = cached_norm(vector) if vector.dtype == torch.float32 else None
+    if known is not None:
+        return math.isfinite(known)
     return bool(torch.isfinite(vector.sum()))
 
 

@@ -32,8 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.pieces import LENGTH, LENGTH_ON_GPU, pieces
 from fedquilt.common.randomness import secret_bytes
+from fedquilt.common.vectors import CHUNK, CHUNK_ON_GPU, chunks
 
 
 class NoiseStream(Protocol):
@@ -176,27 +176,27 @@ class BandedNoise:
         self._next_round = round_index + 1
         return self._advance(round_index, size)
 
-    def draw_pieces(
+    def draw_chunks(
         self, round_index: int, size: int, device: torch.device
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the noise that `draw` returns, a piece at a time, on the device.
+        """Yield the noise that `draw` returns, a chunk at a time, on the device.
 
-        Independent noise is drawn a piece at a time too, from one stream, and is the same;
+        Independent noise is drawn a chunk at a time too, from one stream, and is the same;
         a source that can draws it on the GPU.
         """
         stream = self.source.stream(round_index)
         if self.bands == 1 and device.type != "cpu" and isinstance(stream, DeviceStream):
-            for piece in pieces(size, LENGTH_ON_GPU):
-                yield piece, stream.normal_on(device, piece.stop - piece.start)
+            for chunk in chunks(size, CHUNK_ON_GPU):
+                yield chunk, stream.normal_on(device, chunk.stop - chunk.start)
             return
-        if self.bands == 1 and size > LENGTH:
-            for piece in pieces(size):
-                drawn = stream.normal(piece.stop - piece.start)
-                yield piece, torch.from_numpy(drawn).to(device)
+        if self.bands == 1 and size > CHUNK:
+            for chunk in chunks(size):
+                drawn = stream.normal(chunk.stop - chunk.start)
+                yield chunk, torch.from_numpy(drawn).to(device)
             return
         noise = self.draw(round_index, size)
-        for piece in pieces(size):
-            yield piece, torch.from_numpy(noise[piece]).to(device)
+        for chunk in chunks(size):
+            yield chunk, torch.from_numpy(noise[chunk]).to(device)
 
     def _advance(self, round_index: int, size: int) -> NDArray[np.float64]:
         noise = self.source.stream(round_index).normal(size)

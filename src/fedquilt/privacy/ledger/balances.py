@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.common.shapes import COUNT, Listed, check
+from fedquilt.common.schema import COUNT, ListOf, check
 from fedquilt.common.untrusted import parse_json
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.entries import (
@@ -284,7 +284,7 @@ class Balances:
         self.last_entry[:] = np.frombuffer(row[3], dtype="<u4")
         where = f"ledger {store.path}: the snapshot of population {self.info.key}"
         numbers = parse_json(row[4], where, LedgerCorruptError)
-        check(numbers, Listed(COUNT), where, LedgerCorruptError)
+        check(numbers, ListOf(COUNT), where, LedgerCorruptError)
         for number in numbers:
             for entry in store.entries("seq = ?", number):
                 self._open(reservation_of(entry, self.info.num_clients))

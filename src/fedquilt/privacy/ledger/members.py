@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.shapes import TEXT, Listed, Table
+from fedquilt.common.schema import TEXT, ListOf, Object
 from fedquilt.privacy.ledger.entries import Entry, make_body, read_body
 from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import IntArray
@@ -127,7 +127,7 @@ def members_body(ids: Iterable[str]) -> str:
 def members_of(entry: Entry) -> list[str]:
     """Read a "members" entry."""
     try:
-        ids = read_body(entry, "a list of members", Table({"ids": Listed(TEXT)}))["ids"]
+        ids = read_body(entry, "a list of members", Object({"ids": ListOf(TEXT)}))["ids"]
         return list(_as_texts(ids))  # an older fedquilt let more ids pass
     except InvalidValueError as error:
         raise LedgerCorruptError(f"entry {entry.seq} is not a list of members: {error}") from error

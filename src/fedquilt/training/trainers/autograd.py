@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.pieces import pieces
 from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
+from fedquilt.common.vectors import chunks
 from fedquilt.training.draws import ClientDraws, RandomCalls, bits_of, own_draws
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.metrics import Accuracy, measure
@@ -257,8 +257,8 @@ def refuse_hidden_state(
 def _fingerprint(vector: torch.Tensor) -> bytes:
     """Return what stands for the values of a vector; all NaN are one, and both zeros."""
     digest = hashlib.sha256()
-    for piece in pieces(vector.numel()):
-        values = vector[piece] + 0.0
+    for chunk in chunks(vector.numel()):
+        values = vector[chunk] + 0.0
         values = torch.where(values.isnan(), math.nan, values)
         digest.update(values.cpu().numpy().data)
     return digest.digest()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from fedquilt.common.norms import note_length
+from fedquilt.common.vectors import cache_norm
 from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, own_draws
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import IGNORED
@@ -65,7 +65,7 @@ class Running:
         losses, lengths = self.figures.tolist()
         rows = list(self.updates)
         for row, length in zip(rows, lengths, strict=True):
-            note_length(row, length)
+            cache_norm(row, length)
         return rows, losses
 
 

@@ -1,6 +1,6 @@
 """What a value read from JSON must be, said once and checked before anybody uses it.
 
->>> line = Table({"round": COUNT, "cohort": Listed(COUNT)}, {"loss": maybe(NUMBER)})
+>>> line = Object({"round": COUNT, "cohort": ListOf(COUNT)}, {"loss": maybe(NUMBER)})
 >>> line.fault({"round": 3, "cohort": [1, 4], "anything": "else"}, "line 4")
 >>> line.fault({"round": 3, "cohort": [1, -4]}, "line 4")
 'line 4: cohort must be a list, each entry a whole number >= 0'
@@ -18,7 +18,7 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.common.printable import printable, shortened
 
 
-class Shape(Protocol):
+class Schema(Protocol):
     """A kind of value."""
 
     @property
@@ -29,15 +29,15 @@ class Shape(Protocol):
         """Return what is wrong with a value, None when it is of this kind."""
 
 
-def check(value: Any, shape: Shape, where: object, error: type[FedquiltError]) -> None:
+def check(value: Any, schema: Schema, where: object, error: type[FedquiltError]) -> None:
     """Raise `error`, which names `where` the value was read, unless it is of this kind."""
-    fault = shape.fault(value, printable(where))
+    fault = schema.fault(value, printable(where))
     if fault is not None:
         raise error(fault)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Scalar:
     """A text, a number, a truth value or null.
 
     Parameters
@@ -90,20 +90,20 @@ class Plain:
         return self.longest is None or max(map(len, given)) <= self.longest
 
 
-def maybe(plain: Plain) -> Plain:
+def maybe(scalar: Scalar) -> Scalar:
     """Return the same kind, or null."""
     return dataclasses.replace(
-        plain, words=f"{plain.words} or null", types=plain.types | {NoneType}
+        scalar, words=f"{scalar.words} or null", types=scalar.types | {NoneType}
     )
 
 
 _LARGEST = 2**63 - 1
 
-TEXT = Plain("a text", frozenset({str}))
-NAME = Plain("a text of at most 200 characters", frozenset({str}), longest=200)
-NUMBER = Plain("a finite number", frozenset({int, float}))
-COUNT = Plain("a whole number >= 0", frozenset({int}), least=0, most=_LARGEST)
-POSITIVE = Plain("a whole number >= 1", frozenset({int}), least=1, most=_LARGEST)
+TEXT = Scalar("a text", frozenset({str}))
+NAME = Scalar("a text of at most 200 characters", frozenset({str}), longest=200)
+NUMBER = Scalar("a finite number", frozenset({int, float}))
+COUNT = Scalar("a whole number >= 0", frozenset({int}), least=0, most=_LARGEST)
+POSITIVE = Scalar("a whole number >= 1", frozenset({int}), least=1, most=_LARGEST)
 ANY_NUMBER = maybe(NUMBER)
 ANY_TEXT = maybe(TEXT)
 
@@ -120,10 +120,10 @@ class Anything:
 
 
 @dataclasses.dataclass(frozen=True)
-class OrNull:
+class Nullable:
     """A value of one kind, or null."""
 
-    of: Shape
+    of: Schema
 
     @property
     def words(self) -> str:
@@ -136,10 +136,10 @@ class OrNull:
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
+class ListOf:
     """A list whose entries are all of one kind; `length` says how many there must be."""
 
-    of: Shape
+    of: Schema
     length: int | None = None
 
     @property
@@ -152,7 +152,7 @@ class Listed:
         """Return what is wrong with a value, None when it is of this kind."""
         if not isinstance(value, list) or self.length not in (None, len(value)):
             return f"{where} must be {self.words}"
-        if isinstance(self.of, Plain):
+        if isinstance(self.of, Scalar):
             return None if self.of.all_hold(value) else f"{where} must be {self.words}"
         for place, item in enumerate(value):
             fault = self.of.fault(item, f"{where}, entry {place},")
@@ -162,11 +162,11 @@ class Listed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Object:
     """An object with the keys `needed`, perhaps those of `known`, and perhaps others."""
 
-    needed: Mapping[str, Shape]
-    known: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
+    needed: Mapping[str, Schema]
+    known: Mapping[str, Schema] = dataclasses.field(default_factory=dict)
     words: str = "an object"
 
     def fault(self, value: Any, where: str) -> str | None:
@@ -176,18 +176,18 @@ class Table:
         for key in self.needed:
             if key not in value:
                 return f"{where} lacks {key!r}"
-        for key, shape in (*self.needed.items(), *self.known.items()):
-            fault = shape.fault(value[key], f"{where}: {key}") if key in value else None
+        for key, schema in (*self.needed.items(), *self.known.items()):
+            fault = schema.fault(value[key], f"{where}: {key}") if key in value else None
             if fault is not None:
                 return fault
         return None
 
 
 @dataclasses.dataclass(frozen=True)
-class Mapped:
+class MapOf:
     """An object with any keys, all of whose values are of one kind."""
 
-    of: Shape
+    of: Schema
     words: str = "an object"
 
     def fault(self, value: Any, where: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Long vectors in pieces come out as they would whole, bit by bit."""
+"""Long vectors in chunks come out as they would whole, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from fedquilt.aggregation import RunningMean, make_server_optimizer
 from fedquilt.common import storage
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.pieces import LENGTH, pieces
 from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.vectors import CHUNK, chunks
 from fedquilt.privacy import clip
 from fedquilt.privacy.noise import BandedNoise, SecretNoise, SeededNoise
 
 CPU = torch.device("cpu")
-SIZE = 2 * LENGTH + 1003
+SIZE = 2 * CHUNK + 1003
 
 
 def draws(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -28,25 +28,25 @@ def draws(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_pieces_cover_everything_once() -> None:
-    for size in (0, 1, LENGTH, SIZE):
-        covered = np.concatenate([np.arange(size)[piece] for piece in pieces(size)] or [[]])
+    for size in (0, 1, CHUNK, SIZE):
+        covered = np.concatenate([np.arange(size)[chunk] for chunk in chunks(size)] or [[]])
         assert np.array_equal(covered, np.arange(size))
 
 
-def test_a_norm_in_pieces_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_in_chunks_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = draws(0)
     exact = math.sqrt(math.fsum((vector.double().numpy() ** 2).tolist()))
     whole = clip.norm(vector)
     monkeypatch.setattr(clip, "_LONG", 0)
     assert clip.norm(vector) == pytest.approx(exact, rel=1e-12)
     assert clip.norm(vector) == pytest.approx(whole, rel=1e-12)
-    assert clip.norm(torch.ones(LENGTH + 5)) == math.sqrt(LENGTH + 5)
+    assert clip.norm(torch.ones(CHUNK + 5)) == math.sqrt(CHUNK + 5)
     for odd in (math.nan, math.inf):
-        vector[LENGTH + 7] = odd
+        vector[CHUNK + 7] = odd
         assert not math.isfinite(clip.norm(vector))
 
 
-def test_sums_in_pieces_are_the_sums() -> None:
+def test_sums_in_chunks_are_the_sums() -> None:
     mean, total = RunningMean(SIZE), torch.zeros(SIZE, dtype=torch.float64)
     for seed, weight in ((1, 3.0), (2, 0.7)):
         mean.add(draws(seed), weight)
@@ -58,18 +58,18 @@ def test_sums_in_pieces_are_the_sums() -> None:
 
 
 @pytest.mark.parametrize("bands", [1, 2])
-def test_noise_in_pieces_is_the_noise(bands: int) -> None:
+def test_noise_in_chunks_is_the_noise(bands: int) -> None:
     whole, parted = (BandedNoise(SeededNoise(5), bands) for _ in range(2))
     for index in range(3):
-        drawn = [noise.numpy().copy() for _, noise in parted.draw_pieces(index, SIZE, CPU)]
+        drawn = [noise.numpy().copy() for _, noise in parted.draw_chunks(index, SIZE, CPU)]
         assert np.array_equal(np.concatenate(drawn), whole.draw(index, SIZE))
 
 
-def test_secret_noise_in_pieces_is_drawn_anew_in_each() -> None:
+def test_secret_noise_in_chunks_is_drawn_anew_in_each() -> None:
     first, second, _ = (
-        noise.numpy() for _, noise in BandedNoise(SecretNoise()).draw_pieces(0, SIZE, CPU)
+        noise.numpy() for _, noise in BandedNoise(SecretNoise()).draw_chunks(0, SIZE, CPU)
     )
-    assert len(first) == len(second) == LENGTH
+    assert len(first) == len(second) == CHUNK
     assert not np.intersect1d(first, second).size
     assert np.std(np.concatenate([first, second])) == pytest.approx(1.0, abs=0.01)
 
@@ -78,7 +78,7 @@ def test_secret_noise_in_pieces_is_drawn_anew_in_each() -> None:
 def test_a_server_steps_every_piece(name: str) -> None:
     weights, update = draws(1), draws(2, torch.float64)
     long, short = (make_server_optimizer(name, 0.3, 0.9) for _ in range(2))
-    last = slice(2 * LENGTH, SIZE)
+    last = slice(2 * CHUNK, SIZE)
     moved, alone = weights, weights[last].clone()
     for _ in range(2):
         moved, alone = long.step(moved, update), short.step(alone, update[last])
