@@ -662,7 +662,7 @@ def read_published(name: str, file: str, shape: tuple[int, int, int]) -> Action:
     """Return the reader of an archive whose checksum is taken for right."""
 
     def read(case: Path) -> object:
-        from fedquilt.data.archives import read_archive
+        from fedquilt.data.load import read_archive
         from fedquilt.data.specs import DATASETS
 
         spec = dataclasses.replace(DATASETS[name], image_shape=shape)

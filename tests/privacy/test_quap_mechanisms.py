@@ -78,7 +78,8 @@ def one_round(
     clipped = [what.noise_client(plan, what.clip(plan, c, tally), tally) for c in received]
     total = RunningMean(4)
     for contribution in clipped:
-        total.add(contribution.vector, contribution.weight)
+        if contribution.weight:  # as the round does
+            total.add(contribution.vector, contribution.weight)
     update, report = what.release(plan, total, tally)
     return update, report, bound, clipped
 

@@ -38,7 +38,7 @@ from fedquilt.flower.directory import KeyDirectory, NodeRoster, PlaceDirectory
 from fedquilt.flower.node import ClientData, MakeModel, NodeOf, OwnData, answer
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import split_settings
-from fedquilt.observe.tracked import tracked
+from fedquilt.observe.trackers import tracked
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
 from fedquilt.setup.task import Own

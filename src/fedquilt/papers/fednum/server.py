@@ -26,9 +26,7 @@ from fedquilt.condense.server import CondensingServer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.loop import Experiment
 from fedquilt.federation import Federation
-from fedquilt.observe.tracked import tracker_names
-from fedquilt.observe.trackers import check_trackers, open_trackers
-from fedquilt.observe.tracking import Tracker
+from fedquilt.observe.trackers import Tracker, check_trackers, open_trackers, tracker_names
 from fedquilt.papers.fednum.arguments import (
     Client,
     ImageInfo,
