@@ -18,7 +18,7 @@ from fedquilt.experiment.loop import Watching
 from fedquilt.experiment.start import open_and_train
 from fedquilt.method import RemoteEngine
 from fedquilt.observe.progress import Expectations, Progress
-from fedquilt.observe.tracked import tracked as _tracked
+from fedquilt.observe.trackers import tracked as _tracked
 from fedquilt.privacy.certified import Certified
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import CUSTOM, RunResult, load

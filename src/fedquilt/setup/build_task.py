@@ -24,8 +24,7 @@ from fedquilt.data import (
     read_split_file,
     split_clients,
 )
-from fedquilt.data.holdings import Holdings
-from fedquilt.data.identity import shared_sample
+from fedquilt.data.holdings import Holdings, shared_sample
 from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model

@@ -21,8 +21,7 @@ from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import Samples
-from fedquilt.data.holdings import Holdings
-from fedquilt.data.identity import salted_digest
+from fedquilt.data.holdings import Holdings, salted_digest
 from fedquilt.data.leaf import SHARED_PEOPLE
 from fedquilt.method import Method, MethodParts, RemoteEngine
 from fedquilt.models import FeatureModel
