@@ -690,7 +690,7 @@ def read_widths(name: str) -> Action:
     """Return the reader of a table of devices."""
 
     def read(case: Path) -> object:
-        from fedquilt.slices.tiers import client_widths
+        from fedquilt.slices.selection import client_widths
 
         random_ = np.random.default_rng(0)
         return client_widths(str(case / name), 3, random_, lambda width: (float(width), 1.0))
@@ -988,7 +988,7 @@ def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
     from fedquilt.cli import condense, run
     from fedquilt.experiment.loop import Experiment
-    from fedquilt.report import sweep_figure
+    from fedquilt.sweep import figure as sweep_figure
     from fedquilt.sweep import run as sweep
 
     def go_on(*_: object, **__: object) -> None:

@@ -21,7 +21,7 @@ from fedquilt.condense.matching import (
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 CLASSES = (1, 4, 7, 9)
 # Class 4 sends nothing; the others send different numbers of groups of different sizes.

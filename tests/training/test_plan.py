@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
+from fedquilt.models.networks import MLP, CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.training import ClassMask, LocalSettings, Task
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.optimizers import ClientOptimizer

@@ -3,7 +3,7 @@
 from torch import nn
 
 from fedquilt.flower.trial import own_file, public_data, share_of
-from fedquilt.models.convolutional import ResNet18
+from fedquilt.models import ResNet18
 
 DATASET = "cifar10"
 

@@ -1,4 +1,7 @@
-"""The QuAP-FL paper's figures: the accuracy curve, and who consumes the nominal budget."""
+"""The QuAP-FL paper's figures: the accuracy curve, and who consumes the nominal budget.
+
+Of several runs, seeds of one another make one line with a band from the lowest to the highest.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.report.runs import RunSeries, series_of
 from fedquilt.report.series import (
     ROUND,
     Array,
@@ -26,10 +30,13 @@ from fedquilt.report.series import (
 from fedquilt.report.style import (
     BLUE,
     VERMILION,
+    accuracy_limits,
+    draw_band,
     drawing,
     figure_path,
     figure_settings,
     in_words,
+    looks_of,
     panel_title,
     save_figure,
     whole_rounds,
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PAPER_SIZE = (6.5, 4.5)
+_FRACTION = 0.2
 _ATTENDED = "nominal epsilon, summed over the rounds a client attended (not a guarantee)"
 
 
@@ -59,7 +67,7 @@ class GroupConsumption:
 
 
 def consumption_by_group(
-    history: Mapping[str, Any], num_clients: int, fraction: float = 0.2
+    history: Mapping[str, Any], num_clients: int, fraction: float = _FRACTION
 ) -> tuple[GroupConsumption, GroupConsumption]:
     """Return the consumption of the most and the least frequent participants.
 
@@ -134,7 +142,7 @@ def plot_privacy_consumption_by_group(
     save_path: str | os.PathLike[str] | None = None,
     dataset_name: str = "",
     config: Mapping[str, Any] | None = None,
-    fraction: float = 0.2,
+    fraction: float = _FRACTION,
 ) -> str:
     """Draw the nominal epsilon of frequent and rare participants; return the path.
 
@@ -142,11 +150,9 @@ def plot_privacy_consumption_by_group(
     """
     settings = figure_settings(config, _PAPER_SIZE)
     if not isinstance(history, Mapping):
-        from fedquilt.report.paper import draw_groups_of_runs
-
         path = figure_path(save_path, f"{dataset_name or 'runs'}_privacy_by_group", settings)
         with drawing(settings) as figure:
-            draw_groups_of_runs(figure.subplots(), history, fraction)
+            _groups(figure.subplots(), series_of(history), history, fraction)
             return save_figure(figure, path, settings)
     path = figure_path(save_path, f"{dataset_name or 'run'}_privacy_by_group", settings)
     most, least = consumption_by_group(history, num_clients, fraction)
@@ -200,8 +206,6 @@ def plot_paper_figures(
     drawn together, seeds of one setting as a band (`plot_paper_figures_of_runs`).
     """
     if not isinstance(history, Mapping):
-        from fedquilt.report.paper import plot_paper_figures_of_runs
-
         return plot_paper_figures_of_runs(history, save_dir, config)
     settings = figure_settings(config, _PAPER_SIZE)
     folder = Path(save_dir)
@@ -218,3 +222,88 @@ def plot_paper_figures(
         config,
     )
     return [accuracy, groups]
+
+
+def plot_paper_figures_of_runs(
+    results: Sequence[Mapping[str, Any]],
+    save_dir: str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Draw figure 2 (accuracy by round) and figure 3 (nominal epsilon by group) of runs.
+
+    Returns the paths of `figure2_accuracy` and `figure3_privacy_by_group` in `save_dir`.
+    """
+    settings = figure_settings(config, _PAPER_SIZE)
+    series = series_of(results)
+    paths = []
+    for stem, draw in (("figure2_accuracy", _accuracy), ("figure3_privacy_by_group", _groups)):
+        with drawing(settings) as figure:
+            draw(figure.subplots(), series, results)
+            path = Path(save_dir) / f"{stem}.{settings.format}"
+            paths.append(save_figure(figure, path, settings))
+    return paths
+
+
+def _accuracy(
+    axes: Axes, series: Sequence[RunSeries], results: Sequence[Mapping[str, Any]]
+) -> None:
+    name = f"test {series[0].metric_name.lower()}"
+    title, drawn, reached = f"{name.capitalize()} by round", [], []
+    for (color, dash), one in zip(looks_of(series), series, strict=True):
+        rounds, values, _ = one.curve()
+        if not rounds.size:
+            continue
+        axes.plot(rounds, values.mean(axis=0), color=color, ls=dash, label=one.named)
+        draw_band(axes, rounds, values, color)
+        drawn.append(values.ravel())
+        reached.append(rounds)
+    if not drawn:
+        panel_title(axes, title)
+        in_words(axes, "no evaluation was recorded")
+        return
+    if series[0].metric == "test_accuracy":
+        accuracy_limits(axes, np.concatenate(drawn))
+    axes.set_ylabel(name)
+    whole_rounds(axes, np.concatenate(reached), ROUND)
+    axes.legend(fontsize=9)
+    panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
+
+
+def _groups(
+    axes: Axes,
+    series: Sequence[RunSeries],
+    results: Sequence[Mapping[str, Any]],
+    fraction: float = _FRACTION,
+) -> None:
+    title = "Nominal epsilon by participation"
+    longest = 0
+    for (color, _), one in zip(looks_of(series), series, strict=True):
+        own = [results[member] for member in one.members]
+        if any(is_absent(result["history"], "privacy_budgets") for result in own):
+            continue
+        pairs = [consumption_by_group(r["history"], len(r["joins"]), fraction) for r in own]
+        for place, (name, dash) in enumerate((("most", "-"), ("least", "--"))):
+            rounds = _draw_group(axes, [pair[place] for pair in pairs], color, dash)
+            axes.plot(
+                [], [], color=color, ls=dash, label=f"{one.label}: {name} frequent {fraction:.0%}"
+            )
+            longest = max(longest, rounds)
+    if not longest:
+        panel_title(axes, title)
+        in_words(axes, no_budget_in_words(results[0]["history"]))
+        return
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("nominal epsilon")
+    whole_rounds(axes, np.arange(1.0, longest + 1), ROUND)
+    axes.legend(fontsize=9)
+    notes = ["summed over the rounds a client attended (not a guarantee)"]
+    panel_title(axes, title, [*notes, "line: mean of the group and the seeds; band: all seeds"])
+
+
+def _draw_group(axes: Axes, groups: Sequence[GroupConsumption], color: str, dash: str) -> int:
+    length = min(group.mean.size for group in groups)
+    rounds = np.arange(1.0, length + 1)
+    means = np.asarray([group.mean[:length] for group in groups])
+    axes.plot(rounds, means.mean(axis=0), color=color, ls=dash)
+    draw_band(axes, rounds, means, color)
+    return length

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.common.errors import FedquiltError
 from fedquilt.data import DATASETS, ImageDataset, load_dataset
 from fedquilt.record.result import RunResult, load
+from fedquilt.report.tables import tier_scores
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +22,7 @@ NESTED = ("heterofl", "fjord")
 _BATCH = 1024
 
 
-def tier_scores(record: dict[str, Any]) -> dict[str, float]:
-    """Return what each width's own model reached in the end, as a run recorded it."""
-    found = {str(t["width"]): (t.get("test") or {}).get("accuracy") for t in record["tiers"]}
-    return {width: round(score, 4) for width, score in found.items() if score is not None}
-
-
-def look_view(path: Path) -> dict[str, Any] | None:
+def class_accuracy_view(path: Path) -> dict[str, Any] | None:
     """Return what a look at a finished run's model shows, None where there is nothing to see.
 
     Data that are not on this machine are not fetched for it.
@@ -73,7 +68,7 @@ def _tiers(done: RunResult, test: ImageDataset) -> dict[str, float]:
     """Return the accuracy of each width: as recorded or, of older runs, of nested slices."""
     record = done.result.get("slices") or {}
     if any("test" in tier for tier in record.get("tiers", ())):
-        return tier_scores(record)
+        return {width: round(score, 4) for width, score in tier_scores(record).items()}
     if record.get("method") not in NESTED or done.model is None:
         return {}
     sample, method = test.images[:2], record["method"]

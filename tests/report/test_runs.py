@@ -9,8 +9,15 @@ import pytest
 import scipy.stats
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.report.statistics import paired, spread, student_probability, student_quantile
-from fedquilt.report.together import Entry, differences, entry_of_result, lay_together, levels
+from fedquilt.report.runs import (
+    Entry,
+    differences,
+    entry_of_result,
+    group_by_config,
+    levels,
+    paired,
+    spread,
+)
 
 
 def entry(mode: str = "certified", seed: int = 0, final: float = 0.5, **changes: Any) -> Entry:
@@ -21,9 +28,11 @@ def entry(mode: str = "certified", seed: int = 0, final: float = 0.5, **changes:
         "dataset": "digits",
         "seed": seed,
         "settings": settings,
-        "rounds": [1, 2],
-        "accuracy": [0.1, final],
-        "loss": [2.0, 1.0],
+        "history": {
+            "evaluation_rounds": [1, 2],
+            "test_accuracy": [0.1, final],
+            "test_loss": [2.0, 1.0],
+        },
         "epsilon": 3.0,
         "delta": 1e-5,
         "adjacency": "zero-out",
@@ -38,7 +47,7 @@ def test_a_series_is_one_configuration() -> None:
         entry(seed=0, settings={"epsilon": 6.0}, epsilon=6.0),
         entry("fedavg", epsilon=math.inf),
     ]
-    series = lay_together(runs)
+    series = group_by_config(runs)
     assert [one.label for one in series] == [
         "fedavg",
         "certified, epsilon=3.0",
@@ -46,8 +55,9 @@ def test_a_series_is_one_configuration() -> None:
     ]
     assert series[1].members == [1, 0]
     assert series[1].spread.mean == pytest.approx(0.55)
-    assert series[1].curve["low"] == [0.1, 0.5]
-    assert series[1].curve["high"] == [0.1, 0.6]
+    rounds, values, _ = series[1].curve()
+    assert rounds.tolist() == [1, 2]
+    assert values.tolist() == [[0.1, 0.5], [0.1, 0.6]]
 
 
 def test_levels_hold_equal_promises() -> None:
@@ -59,7 +69,7 @@ def test_levels_hold_equal_promises() -> None:
         entry("fedavg", epsilon=math.inf),
         entry("quap_fl", epsilon=None, delta=None),
     ]
-    series = lay_together(runs)
+    series = group_by_config(runs)
     found = [(one.heading, [series[i].epsilon for i in one.series]) for one in levels(series)]
     assert found == [
         ("Every client: ε ≤ 1 at δ = 1e-05, zero-out", [1.0]),
@@ -71,16 +81,18 @@ def test_levels_hold_equal_promises() -> None:
 
 
 def test_the_worst_seed_speaks_for_all() -> None:
-    (series,) = lay_together([entry(epsilon=2.0), entry(seed=1, epsilon=2.9)])
+    (series,) = group_by_config([entry(epsilon=2.0), entry(seed=1, epsilon=2.9)])
     assert series.claim == "ε ≤ 2.9 for every client, δ = 1e-05, zero-out"
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 30, 101])
-def test_student_agrees_with_scipy(degrees: int) -> None:
-    for t in (0.0, 0.3, 1.7, 12.0):
-        assert student_probability(t, degrees) == pytest.approx(scipy.stats.t.cdf(t, degrees))
-    expected = scipy.stats.t.ppf(0.975, degrees)
-    assert student_quantile(0.975, degrees) == pytest.approx(expected, rel=1e-9)
+def test_the_interval_of_two_and_three_values_in_closed_form() -> None:
+    """Student's quantile is tan(π(p - 1/2)) for 1 degree of freedom, algebraic for 2."""
+    two = spread([0.4, 0.6])
+    assert two.mean is not None
+    assert two.high == pytest.approx(0.5 + math.tan(math.pi * 0.475) * 0.1)
+    three = spread([0.5, 0.7, 0.9])
+    quantile = 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    assert three.high == pytest.approx(0.7 + quantile * 0.2 / math.sqrt(3))
 
 
 def test_spread_agrees_with_scipy() -> None:
@@ -104,10 +116,22 @@ def test_pairs_are_taken_seed_by_seed() -> None:
 def test_differences_need_two_shared_seeds() -> None:
     runs = [entry(seed=s, final=0.5 + s / 10) for s in range(2)]
     runs += [entry("fedavg", s, 0.7, epsilon=math.inf) for s in range(2)]
-    series = lay_together([*runs, entry("quap_fl", 0)])
+    series = group_by_config([*runs, entry("quap_fl", 0)])
     assert [(a, b) for a, b, _ in differences(series)] == [(0, 2)]
 
 
 def test_what_is_no_result_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="'odd' must hold a result"):
         entry_of_result({"mode": "certified"}, "odd")
+
+
+def test_a_series_is_judged_by_its_headline_metric() -> None:
+    history = {"evaluation_rounds": [1, 2], "test_mse": [4.0, 2.5], "test_loss": [4.0, 2.5]}
+    (series,) = group_by_config([entry(seed=s, history=history) for s in (0, 1)])
+    assert (series.metric, series.metric_name) == ("test_mse", "MSE")
+    assert series.spread.mean == 2.5
+    assert series.curve()[1].tolist() == [[4.0, 2.5], [4.0, 2.5]]
+    (alone,) = group_by_config([entry(history={"evaluation_rounds": [1], "test_loss": [3.0]})])
+    assert (alone.metric, alone.spread.mean) == ("test_loss", 3.0)
+    mixed = group_by_config([entry("fedavg", history=history), entry()])
+    assert differences(mixed) == []
