@@ -65,17 +65,6 @@ _DOCUMENTS = (
     *("config", "data", "errors", "fed", "framework"),
     *("log", "models", "monitor", "nn", "utils"),
 )
-    "config",
-    "data",
-    "errors",
-    "fed",
-    "framework",
-    "log",
-    "models",
-    "monitor",
-    "nn",
-    "utils",
-)
 """Modules by the names of the published documents: `fedquilt.errors` works without an import."""
 
 

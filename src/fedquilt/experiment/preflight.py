@@ -55,8 +55,8 @@ def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
         some = ", ".join(holders[:5]) + (", ..." if len(holders) > 5 else "")
         print(
             f"for the owner alone: {len(holders)} of {len(problem.task.clients)} clients hold "
-            f"samples with NaN or infinity ({some}): their updates will count as zero, at full charge; "
-            "fill or drop such values before the run",
+            f"samples with NaN or infinity ({some}): their updates will count as zero, at full "
+            "charge; fill or drop such values before the run",
             file=sys.stderr,
         )
 
