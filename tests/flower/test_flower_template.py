@@ -17,10 +17,11 @@ pytest.importorskip("flwr")
 
 from command_line import Said
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.flower.apps import client_app, run_from
-from fedquilt.flower.federation import Federation, commands_for_hosts, fab_hash
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.federation import LocalFederation, commands_for_hosts, fab_hash
+from fedquilt.flower.node import client_app
+from fedquilt.flower.server import run_from
 from fedquilt.flower.settings import FlowerSettings, split_settings
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.flower.template import CHOSEN, run_configuration, write_app
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"
@@ -130,9 +131,9 @@ def test_an_app_takes_no_files_of_runs_to_the_nodes(tmp_path: Path) -> None:
 
 
 def test_an_app_that_has_changed_is_not_run_before_nodes_trust_it(tmp_path: Path) -> None:
-    federation = Federation(tmp_path / "federation")
+    federation = LocalFederation(tmp_path / "federation")
     app = write_app(tmp_path / "app")
-    federation.prepare(app, 1, seats=1)
+    federation.prepare(app, 1, reserved_slots=1)
     (app / "quiltapp" / "task.py").write_text("print('something else')\n")
     with pytest.raises(InvalidValueError, match="must be the one that nodes trust"):
         federation.run()

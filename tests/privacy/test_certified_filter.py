@@ -32,8 +32,9 @@ from certified_samples import (
 )
 from examples import examples
 from fedquilt.aggregation import ServerOptimizer
+from fedquilt.federation import Federation
 from fedquilt.privacy.ledger import BudgetExceededError
-from fedquilt.round import Federation, run_round
+from fedquilt.round import run_round
 
 CLIENTS, ROUNDS, ALLOWANCE, DELTA = 4, 8, 3.0, 1e-5
 RUNS = ("a", "b")

@@ -26,8 +26,9 @@ from slices_samples import EPOCHS, RATE, SIZES, data, federation
 
 from fedquilt.common.randomness import generator
 from fedquilt.experiment.api import resume_run, run_config, run_in_memory
+from fedquilt.federation import Federation
 from fedquilt.privacy.noise import SeededNoise
-from fedquilt.round import Federation, run_round
+from fedquilt.round import run_round
 from fedquilt.slices.method import Slices
 from fedquilt.slices.selection import fjord
 from run_samples import assert_same_run, same_tensors, tiny
