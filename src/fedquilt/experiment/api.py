@@ -135,7 +135,7 @@ def run(
     """
     as_observer(observer)  # a mistake here must not cost a round
     _check_model(model)
-    output_dir = _as_text(output_dir)
+    place: str | None = _as_text(output_dir)
     own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
     given: dict[str, Any] = {**{k: _as_text(v) for k, v in settings.items()}, **names}
     parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
@@ -148,7 +148,7 @@ def run(
     else:
         number = None if parts is None else len(parts) or None
         usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": number}
-        usual |= {} if output_dir is None else {"output_dir": output_dir}
+        usual |= {} if place is None else {"output_dir": place}
         brought = own.method is not None or own.mechanism is not None
         config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
     if test is None and client_tests is None and not config.client_test_fraction:
@@ -160,13 +160,13 @@ def run(
     config, problem = problem_from(config, model, train, test, parts, ids, own, tests, validation)
     # Copied, and maybe nobody else's.
     del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
-    if tracker != "none" and folder is None and output_dir is None:
+    if tracker != "none" and folder is None and place is None:
         raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
     with (
         _tracked(tracker, observer) as tracked,
         _shown(config, tracked, progress and not quiet, quiet) as watching,
     ):
-        return open_and_train(config, problem, folder, output_dir, watching)
+        return open_and_train(config, problem, folder, place, watching)
 
 
 shows_settings(run)
