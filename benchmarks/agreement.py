@@ -42,10 +42,10 @@ from fedquilt.config.modes import MODES
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
 from fedquilt.training import ClientUpdate, Engine
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.devices import DevicesEngine
-from fedquilt.training.local import SequentialEngine
-from fedquilt.training.processes import ProcessEngine
+from fedquilt.training.engines.devices import DevicesEngine
+from fedquilt.training.engines.workers import ProcessEngine
+from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 LIMIT, _LOSSES = 1e-5, 1e-4
 NUDGES, DRAWS = (2.0**-22, 2.0**-21, 2.0**-20, 2.0**-19), 24

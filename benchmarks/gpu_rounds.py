@@ -17,7 +17,7 @@ import torch
 from fedquilt.data.split import dirichlet_split
 from fedquilt.models import make_model
 from fedquilt.training import FlatModel, LocalSettings, Task
-from fedquilt.training.batched import BatchedEngine
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 SHAPES = {"mnist": (60_000, (1, 28, 28)), "cifar10": (50_000, (3, 32, 32))}
 

@@ -38,13 +38,12 @@ import fedquilt.experiment.api
 import fedquilt.experiment.loop
 import fedquilt.experiment.start
 import fedquilt.round
-from fedquilt.aggregation import ServerOptimizer
-from fedquilt.aggregation.accumulators import RunningMean
+from fedquilt.aggregation import RunningMean, ServerOptimizer
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.folder import RunFolder
-from fedquilt.training.local import SequentialEngine
+from fedquilt.training.trainers.autograd import SequentialEngine
 
 MODEL_LIMIT, CLIENTS_LIMIT_MB = 5, 300
 COHORT = 10

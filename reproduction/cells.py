@@ -22,17 +22,17 @@ import numpy as np
 import fedquilt
 from fedquilt._version import __version__
 from fedquilt.common.errors import DataError
-from fedquilt.common.shapes import (
+from fedquilt.common.schema import (
     ANY_NUMBER,
     ANY_TEXT,
     COUNT,
     NUMBER,
     POSITIVE,
     TEXT,
-    Listed,
-    Mapped,
-    Plain,
-    Table,
+    ListOf,
+    MapOf,
+    Object,
+    Scalar,
     check,
 )
 from fedquilt.common.storage import write_file
@@ -47,7 +47,7 @@ from fedquilt.config import (
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
 from fedquilt.record.folder import RunFolder, finite
-from fedquilt.report.groups import consumption_by_group
+from fedquilt.report.paper_figures import consumption_by_group
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 
 HOW = option_names(Flag.EXECUTION)
@@ -56,26 +56,26 @@ HOW = option_names(Flag.EXECUTION)
 _CURVE_POINTS = 41
 _ROW = {"accuracy": ANY_NUMBER, "rounds": COUNT}
 _BYTES = {"bytes_up": COUNT, "bytes_down": COUNT}
-_TRUTH = Plain("true or false", frozenset({bool}))
-_KEPT = Table(
+_TRUTH = Scalar("true or false", frozenset({bool}))
+_KEPT = Object(
     {
         "cell": TEXT,
-        "config": Table({}),
-        "curve": Table({"rounds": Listed(COUNT), "accuracy": Listed(ANY_NUMBER)}),
+        "config": Object({}),
+        "curve": Object({"rounds": ListOf(COUNT), "accuracy": ListOf(ANY_NUMBER)}),
         **_ROW,
     },
     {
-        "how": Mapped(ANY_TEXT),
+        "how": MapOf(ANY_TEXT),
         "commit": ANY_TEXT,
         "source": TEXT,
         "seconds": ANY_NUMBER,
         "noise_to_signal": ANY_NUMBER,
-        "groups": Mapped(Listed(NUMBER)),
-        "tiers": Mapped(Table({"clients": POSITIVE, "accuracy": ANY_NUMBER})),
-        "beside": Mapped(Table({**_ROW, **_BYTES, "raw": _TRUTH})),
+        "groups": MapOf(ListOf(NUMBER)),
+        "tiers": MapOf(Object({"clients": POSITIVE, "accuracy": ANY_NUMBER})),
+        "beside": MapOf(Object({**_ROW, **_BYTES, "raw": _TRUTH})),
     },
 )
-_KEPT_CONDENSATION = Table({**_KEPT.needed, **_BYTES}, _KEPT.known)
+_KEPT_CONDENSATION = Object({**_KEPT.needed, **_BYTES}, _KEPT.known)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import DataError, InvalidValueError
-from fedquilt.common.shapes import NUMBER, Mapped, Table, check
+from fedquilt.common.schema import NUMBER, MapOf, Object, check
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
 from reproduction import (
@@ -80,7 +80,7 @@ def _arms_of_head(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     arms = read_json(path, DataError, NOTE_BYTES)
     number = dict.fromkeys(("half", "end", "length"), NUMBER)
-    check(arms, Mapped(Table(number)), path, DataError)
+    check(arms, MapOf(Object(number)), path, DataError)
     return dict(arms)
 
 

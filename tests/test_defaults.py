@@ -216,8 +216,8 @@ def test_a_ledger_that_is_new_may_begin_with_any_mode(cli: Cli, here: Path) -> N
     assert cli("run", *flags(mode="fedavg"), "--ledger", "new.sqlite", "--quiet").code == 0
 
 
-def test_spend_everything_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: Path) -> None:
-    text = 'mode = "fedavg"\nspend_everything = true\nledger = "pop.sqlite"\n'
+def test_allow_unbounded_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: Path) -> None:
+    text = 'mode = "fedavg"\nallow_unbounded = true\nledger = "pop.sqlite"\n'
     (here / "c.toml").write_text(text + 'population = "clinics"\n')
     options = flags(mode=None, epsilon=None, clip_norm=None, noise_seed=None)
     assert cli("run", "--config", "c.toml", *options, "--quiet").code == 0

@@ -455,7 +455,7 @@ def test_a_run_that_diverges_is_recorded_as_strict_json(tmp_path: Path) -> None:
 def test_engines_are_closed_whatever_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.training.local import SequentialEngine
+    from fedquilt.training.trainers.autograd import SequentialEngine
 
     closed: list[str] = []
     monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))

@@ -21,7 +21,7 @@ from fedquilt.experiment.api import resume_run, run_config, run_in_memory
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.folder import RunFolder
-from fedquilt.training.worker import SharedTensor
+from fedquilt.training.engines.pool import SharedTensor
 from run_processes import environment
 from run_samples import flags, folder_of, only_folder, tiny
 

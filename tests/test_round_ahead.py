@@ -18,8 +18,8 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.record.folder import RunFolder
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.engine import ClientUpdate
+from fedquilt.training.task import ClientUpdate
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 SEEDED = {"mode": "certified", "epsilon": 5.0, "noise_seed": 1}
 

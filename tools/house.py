@@ -45,6 +45,9 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 """The runs of which one round is followed, by the name of their line in the table."""
 
+ENTRANCES = ("run_round", "begin_round", "finish_round")
+"""Where the loop enters `round.py`: a round is one call, or its beginning and its end."""
+
 CO_OPTIMIZED = 1  # set for functions, not for the bodies of modules and classes
 
 
@@ -131,7 +134,7 @@ def packages_of(edges: Mapping[str, set[str]], package: str) -> dict[str, set[st
 
 @dataclass
 class RoundTrace:
-    """The functions of the house that one call of `run_round` enters."""
+    """The functions of the house that one round enters, the second one of a run."""
 
     source: str
     which: int = 1
@@ -145,8 +148,9 @@ class RoundTrace:
         if not code.co_filename.startswith(self.source):
             return
         # The loop has a method of the same name around it.
-        if code.co_name == "run_round" and Path(code.co_filename).name == "round.py":
-            self.calls += event == "call"
+        if code.co_name in ENTRANCES and Path(code.co_filename).name == "round.py":
+            begins = code.co_name != "finish_round" and not self.depth
+            self.calls += event == "call" and begins
             self.depth += {"call": 1, "return": -1}.get(event, 0)
         if not self.depth or self.calls != self.which + 1 or event != "call":
             return

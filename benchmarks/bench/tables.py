@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.bench.measure import Measured
 from benchmarks.bench.work import Work
-from fedquilt.training.choice import usable_cores
+from fedquilt.training.hardware import usable_cores
 
 
 def table(work: Work, rows: list[Measured]) -> str:

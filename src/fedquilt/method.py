@@ -141,7 +141,7 @@ class MethodParts:
 
     def _on_devices(self, names: str) -> Engine:
         """Return one batched engine on each of several devices."""
-        from fedquilt.training.devices import DevicesEngine, parse_devices
+        from fedquilt.training.engines.devices import DevicesEngine, parse_devices
 
         return DevicesEngine(self.flat.module, self.task, self.local_settings, parse_devices(names))
 

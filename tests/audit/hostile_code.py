@@ -15,8 +15,7 @@ import torch
 from hostile_models import batch_mean
 from torch import nn
 
-from fedquilt.aggregation import RunningMean
-from fedquilt.aggregation.accumulators import Place
+from fedquilt.aggregation import Place, RunningMean
 from fedquilt.audit.canary import HIDDEN, Net
 from fedquilt.method import WholeModel
 

@@ -63,6 +63,7 @@ from watched_runs import (
 )
 from whole_cases import SHARED, WholeCase, missing, whole_cases
 
+from fedquilt import population
 from fedquilt.audit import comparisons
 from fedquilt.audit.canary import SIDE
 from fedquilt.audit.findings import plain_table, replay_table, scratch_folder
@@ -71,17 +72,16 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.experiment import api as experiment
-from fedquilt.population import selection
 from fedquilt.privacy.clip import norm
 from fedquilt.record.result import RunResult
-from fedquilt.training.threads import one_thread
+from fedquilt.training.hardware import one_thread
 
 _DATA, _COINS = "data", "other coins"
 _CPU_ONLY = ("processes", "flower")
 _NEIGHBOURS = {**KINDS, **FORMS_OF_ONE}
 _World = tuple[int | None, str]
 """Whose data were exchanged, and for what."""
-_secret_coins = selection.secret_coins
+_secret_coins = population.secret_coins
 _SHOWN = 4  # problems of a case that the table shows
 
 
@@ -194,7 +194,7 @@ def _worlds(
     base = _world(case, data, data, seed, device, scratch, None)
     yield (None, _DATA), base
     if case.settings.get("amplification"):
-        with patch.object(selection, "secret_coins", _other_coins):
+        with patch.object(population, "secret_coins", _other_coins):
             yield (None, _COINS), _world(case, data, data, seed, device, scratch, base)
     for victim, kind in _dealt(_victims(base), kinds, zlib.crc32(name.encode())):
         changed = _NEIGHBOURS[kind](data, victim)

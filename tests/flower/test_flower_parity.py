@@ -13,7 +13,7 @@ from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import build_problem
-from fedquilt.training.hand_engine import HandEngine
+from fedquilt.training.engines.local import HandEngine
 
 BASE: dict[str, Any] = {
     "num_clients": 8,

@@ -11,8 +11,8 @@ from torch import nn
 import fedquilt
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import lora, merge_lora
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.engine import Task
+from fedquilt.training.task import Task
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

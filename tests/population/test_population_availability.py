@@ -10,8 +10,13 @@ from scipy import stats
 
 from fedquilt.common.randomness import generator
 from fedquilt.errors import DataError, InvalidValueError
-from fedquilt.population import Availability, CohortSelector, load_trace, propensities
-from fedquilt.population.availability import UNIFORM_PROBABILITY
+from fedquilt.population import (
+    UNIFORM_PROBABILITY,
+    Availability,
+    CohortSelector,
+    load_trace,
+    propensities,
+)
 
 
 def joins(availability: Availability, rounds: int, seed: int = 0) -> np.ndarray:

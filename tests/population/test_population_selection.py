@@ -15,9 +15,9 @@ from fedquilt.population import (
     CohortSelector,
     ParticipationTracker,
     poisson_cohort,
+    secret_coins,
     select_cohort,
 )
-from fedquilt.population.selection import secret_coins
 
 DRAWS = 20_000
 

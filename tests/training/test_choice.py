@@ -15,7 +15,8 @@ from torch import nn
 from fedquilt.experiment.api import resume_run, run_config
 from fedquilt.models import MLP, MNISTModel
 from fedquilt.record.folder import RunFolder
-from fedquilt.training import FlatModel, LocalSettings, Task, choice, choose_engine
+from fedquilt.training import FlatModel, LocalSettings, Task, choose_engine
+from fedquilt.training.engines import choice
 from run_samples import tiny
 
 SHAPE = (1, 28, 28)

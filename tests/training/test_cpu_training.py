@@ -22,13 +22,13 @@ from fedquilt.training import (
     hand_engine,
     make_engine,
 )
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.cpu_training import CpuTraining, hand_training
 from fedquilt.training.draws import ClientDraws
-from fedquilt.training.hand_engine import HandEngine
-from fedquilt.training.local import SequentialEngine, find_draws
+from fedquilt.training.engines.local import HandEngine
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.plan import NoPlanError, is_interpreted
+from fedquilt.training.trainers.autograd import SequentialEngine, find_draws
+from fedquilt.training.trainers.manual import CpuTraining, hand_training
+from fedquilt.training.trainers.plan import NoPlanError, is_interpreted
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="kernels stand in for this there")
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fedquilt.training import ClientUpdate, Engine, FlatModel, LocalSettings, Task
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.cpu_update import Update
-from fedquilt.training.cpu_winograd import WinogradMemory, WinogradStep, matrices, suits
-from fedquilt.training.local import SequentialEngine
-from fedquilt.training.plan import Conv, is_interpreted
+from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.trainers.cpu_update import Update
+from fedquilt.training.trainers.plan import Conv, is_interpreted
+from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.trainers.winograd import WinogradMemory, WinogradStep, matrices, suits
 
 
 def conv(high: int, wide: int, c: int, k: int, pad: int, relu: bool, pool: bool) -> Conv:
@@ -64,7 +64,7 @@ def test_a_layer_and_its_gradients_are_those_of_a_direct_convolution(
     what = LAYERS[name]
     tiles = -(-what.out_size[0] // 4) * -(-what.out_size[1] // 4)
     most = 3 * 4 * 36 * tiles * max(what.inputs, what.outputs)
-    monkeypatch.setattr("fedquilt.training.cpu_winograd._CHUNK_BYTES", most)
+    monkeypatch.setattr("fedquilt.training.trainers.winograd._CHUNK_BYTES", most)
     torch.manual_seed(0)
     layer = Layer(what, width=7)
     assert layer.memory.chunk == 3  # so the last part of a full batch is a shorter one

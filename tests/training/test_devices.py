@@ -18,9 +18,9 @@ from fedquilt.config import RunConfig
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.models import DigitsModel
 from fedquilt.training import FlatModel, LocalSettings, Task
-from fedquilt.training.devices import DevicesEngine, parse_devices
-from fedquilt.training.local import SequentialEngine
-from fedquilt.training.processes import end_workers
+from fedquilt.training.engines.devices import DevicesEngine, parse_devices
+from fedquilt.training.engines.workers import end_workers
+from fedquilt.training.trainers.autograd import SequentialEngine
 from run_samples import tiny
 
 SIZES = [9, 4, 0, 1, 6, 7, 3, 8, 2, 5, 4, 4]

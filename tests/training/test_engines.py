@@ -21,11 +21,11 @@ from torch.nn import functional
 from fedquilt.errors import InvalidValueError, NotReadyError
 from fedquilt.models import MLP, DigitsModel
 from fedquilt.training import make_engine
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.engine import ClientUpdate, Engine, LocalSettings, Task
+from fedquilt.training.engines.workers import ProcessEngine, WorkerError
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import SequentialEngine, client_seed, epoch_batches
-from fedquilt.training.processes import ProcessEngine, WorkerError
+from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
+from fedquilt.training.trainers.autograd import SequentialEngine, client_seed, epoch_batches
+from fedquilt.training.trainers.vmap import BatchedEngine
 from run_processes import environment
 
 SIZES = (33, 1, 32, 70, 0, 64, 5)
@@ -203,9 +203,9 @@ def test_groups_do_not_change_the_updates(group: int) -> None:
 
 
 def test_group_size_follows_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedquilt.training.stack._CPU_BYTES", 2**22)
+    monkeypatch.setattr("fedquilt.training.trainers.stack._CPU_BYTES", 2**22)
     # Steps by hand take one client after the other.
-    monkeypatch.setattr("fedquilt.training.batched.hand_training", lambda *given: None)
+    monkeypatch.setattr("fedquilt.training.trainers.vmap.hand_training", lambda *given: None)
     model, task = seeded(DigitsModel), make_task()
     small = BatchedEngine(model, task, settings(batch_size=1)).max_clients_per_group
     large = BatchedEngine(model, task, settings(batch_size=64)).max_clients_per_group
@@ -366,7 +366,7 @@ def test_forgotten_engine_leaves_no_process() -> None:
 
 SOCKETS = """
 import os, signal, tempfile
-from fedquilt.training.processes import start_fork_server, worker_context
+from fedquilt.training.engines.workers import start_fork_server, worker_context
 
 here = tempfile.gettempdir()
 if os.fork() == 0:
@@ -474,7 +474,7 @@ SCRIPT = """
     import numpy as np, torch
     from torch import nn
     from fedquilt.training import FlatModel, LocalSettings, Task
-    from fedquilt.training.processes import ProcessEngine
+    from fedquilt.training.engines.workers import ProcessEngine
 
     class Net(nn.Linear):
         pass

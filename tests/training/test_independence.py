@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import Engine, FlatModel, LocalSettings, Task, make_engine
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.local import SequentialEngine, client_seed, seeded_layers
-from fedquilt.training.stack import ProgramShapes
+from fedquilt.training.trainers.autograd import SequentialEngine, client_seed, seeded_layers
+from fedquilt.training.trainers.stack import ProgramShapes
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)
 SIZES = (20, 5, 9, 17, 1, 30)

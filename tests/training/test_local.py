@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.models import MLP
-from fedquilt.training.engine import LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import (
+from fedquilt.training.task import LocalSettings, Task
+from fedquilt.training.trainers.autograd import (
     SequentialEngine,
     client_seed,
     epoch_batches,

@@ -19,16 +19,25 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
-from fedquilt.training import ClassMask, LocalSettings, Task, planned
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.cpu_program import check_layers
+from fedquilt.models.networks import MLP, CIFAR10Model, DigitsModel, MNISTModel
+from fedquilt.training import ClassMask, LocalSettings, Task
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import SequentialEngine, epoch_batches
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.plan import Conv, Dense, Dropout, NoPlanError, is_interpreted, make_plan
-from fedquilt.training.planned import PlannedTraining
-from fedquilt.training.shuffles import Shuffles
+from fedquilt.training.trainers import gpu as planned
+from fedquilt.training.trainers.autograd import SequentialEngine, epoch_batches
+from fedquilt.training.trainers.batches import Shuffles
+from fedquilt.training.trainers.gpu import PlannedTraining
+from fedquilt.training.trainers.manual_layers import check_layers
+from fedquilt.training.trainers.plan import (
+    Conv,
+    Dense,
+    Dropout,
+    NoPlanError,
+    is_interpreted,
+    make_plan,
+)
+from fedquilt.training.trainers.vmap import BatchedEngine
+from tiers import rest_is_slow
 
 
 def small_cnn() -> nn.Module:
@@ -101,15 +110,18 @@ def token_bag() -> nn.Module:
     return nn.Sequential(nn.EmbeddingBag(9, 5, padding_idx=0), nn.Dropout(0.2), nn.Linear(5, 5))
 
 
+ONE_NETWORK = "test_a_plan_trains_as_the_sequential_engine_does and small"
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="runs in the interpreter's process")
 
 
 @pytest.mark.skipif(is_interpreted(), reason="this is the interpreter's process")
 @pytest.mark.processes
-@pytest.mark.timeout(900)  # a hundred seconds of an idle core
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.timeout(900)  # all of them: a hundred seconds of an idle core
+@pytest.mark.parametrize("which", rest_is_slow([ONE_NETWORK, ""], [ONE_NETWORK]))
+def test_kernels_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", which]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:]
@@ -136,7 +148,7 @@ def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes alike each time: a trial need not be repeated."""
     monkeypatch.setattr(planned, "_REPEATS", 0)
     if is_interpreted():  # sums in two parts show what sums in many do, in less time
-        from fedquilt.training import program
+        from fedquilt.training.trainers.gpu import program
 
         monkeypatch.setattr(program, "_SUM_SPLIT", 2)
         monkeypatch.setattr(planned, "SCALES", (1.0,))
@@ -289,7 +301,7 @@ def test_rows_that_no_token_names_and_the_one_of_padding_stay_as_they_are() -> N
 @interpreted
 def test_an_embedding_in_half_precision() -> None:
     """By itself: the interpreter has no products of bfloat16, of which dense layers are made."""
-    from fedquilt.training.program import Program
+    from fedquilt.training.trainers.gpu.program import Program
 
     torch.manual_seed(0)
     model, task = token_rows(), make_task((6,), tokens=40)

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fedquilt.training import FlatModel, LocalSettings, Task, local, stepped
-from fedquilt.training.local import SequentialEngine
+from fedquilt.training import FlatModel, LocalSettings, Task
+from fedquilt.training.trainers import autograd as local
+from fedquilt.training.trainers import stepped
+from fedquilt.training.trainers.autograd import SequentialEngine
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ from torch import nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import make_engine
-from fedquilt.training.batched import BatchedEngine
-from fedquilt.training.engine import ClientUpdate, Engine, LocalSettings, Task, public_inputs
+from fedquilt.training.engines.workers import ProcessEngine
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.local import SequentialEngine
 from fedquilt.training.objective import Objective
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.processes import ProcessEngine
+from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task, public_inputs
+from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.trainers.vmap import BatchedEngine
 
 SIZES = (9, 1, 8, 0, 17, 5)
 COHORT = [4, 1, 3, 0, 2, 5]

@@ -49,7 +49,7 @@ from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation, build_method
 from fedquilt.setup.task import Problem
-from fedquilt.training.threads import one_thread
+from fedquilt.training.hardware import one_thread
 
 EPSILONS = (1.0, 6.0)
 ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon

@@ -5,7 +5,7 @@ may be torn, of another kind, or made to harm: nested a hundred thousand deep, a
 million digits, a file without an end.  Here every such file is bounded before it is read and
 looked at before it is used, and whatever is wrong with it is one message that names the file.
 
-What the values mean is checked by whoever knows (`shapes`); what of them is printed goes
+What the values mean is checked by whoever knows (`schema`); what of them is printed goes
 through `printable`.
 """
 

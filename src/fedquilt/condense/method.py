@@ -23,8 +23,8 @@ from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.real import condensed_by_clients
-from fedquilt.condense.server import CondensingServer, freed_memory_kept
-from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.server import CondensingServer
+from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
@@ -32,6 +32,7 @@ from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
 from fedquilt.training import ClientUpdate, Engine, Task
+from fedquilt.training.hardware import freed_memory_kept
 
 
 def normalisation(config: RunConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -443,7 +444,7 @@ def first_images(
         [np.resize(source.permutation(held[labels[held] == c]), count) for c in classes]
     )
     real = task.inputs[torch.from_numpy(chosen).to(device)]
-    synthetic.images.copy_(shrink(real, tiles))
+    synthetic.images.copy_(shrink_to_tiles(real, tiles))
     return synthetic, 4 * real.numel()
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from fedquilt.common.errors import DataError, DataNotFoundError
-from fedquilt.common.shapes import COUNT, TEXT, Listed, Mapped, Table, check
+from fedquilt.common.schema import COUNT, TEXT, ListOf, MapOf, Object, check
 from fedquilt.common.untrusted import read_json
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.data.files import find_leaf
@@ -41,8 +41,8 @@ SHARED_PEOPLE = (
 
 _NUMBER_OF = {letter: number for number, letter in enumerate(LETTERS)}
 _BLANK = _NUMBER_OF[" "]
-_FILE = Table(
-    {"users": Listed(TEXT), "user_data": Mapped(Table({}))}, {"num_samples": Listed(COUNT)}
+_FILE = Object(
+    {"users": ListOf(TEXT), "user_data": MapOf(Object({}))}, {"num_samples": ListOf(COUNT)}
 )
 
 Array = npt.NDArray[Any]

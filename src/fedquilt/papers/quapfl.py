@@ -35,9 +35,14 @@ from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment.loop import Experiment, limit_notes
 from fedquilt.experiment.preflight import expectations
 from fedquilt.observe.progress import Progress
-from fedquilt.population import Availability, ParticipationTracker, propensities
-from fedquilt.population.participation import checked_ids
-from fedquilt.population.selection import Cohort, CohortSelector
+from fedquilt.population import (
+    Availability,
+    Cohort,
+    CohortSelector,
+    ParticipationTracker,
+    checked_ids,
+    propensities,
+)
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, NotReadyError
-from fedquilt.common.norms import noted_length
-from fedquilt.common.pieces import pieces
+from fedquilt.common.vectors import cached_norm, chunks
 from fedquilt.privacy.noise import NoiseStream
 
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
@@ -47,24 +46,24 @@ _HAIR = 1e-12
 def norm(vector: NDArray[Any] | torch.Tensor) -> float:
     """Return the L2 norm in float64; NaN or Inf when an entry is."""
     if isinstance(vector, torch.Tensor):
-        length = noted_length(vector)
-        if length is not None:
-            return length
+        known = cached_norm(vector)
+        if known is not None:
+            return known
         values = vector.detach()
         values = values if values.is_floating_point() else values.to(torch.float64)
         if values.numel() <= _LONG or values.device.type != "cpu" or values.ndim != 1:
             return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-        whole = LongNorm()
-        for piece in pieces(values.numel()):
-            whole.add(values[piece])
+        whole = StreamingNorm()
+        for chunk in chunks(values.numel()):
+            whole.add(values[chunk])
         return whole.value()
     return float(np.linalg.norm(np.asarray(vector, dtype=np.float64)))
 
 
-class LongNorm:
-    """The L2 norm, in float64, of a vector that comes a piece at a time (`common.pieces`).
+class StreamingNorm:
+    """The L2 norm, in float64, of a vector that comes a chunk at a time (`common.vectors`).
 
-    Four sums of squares, of every fourth element, are carried from piece to piece and
+    Four sums of squares, of every fourth element, are carried from chunk to chunk and
     added at the end: the order in which torch adds up a whole vector on one thread.
     """
 
@@ -75,15 +74,15 @@ class LongNorm:
         self._far: float | torch.Tensor = 0.0
         self._count = 0
 
-    def add(self, piece: torch.Tensor) -> None:
-        """Add the next piece; all but the last have the same length."""
+    def add(self, chunk: torch.Tensor) -> None:
+        """Add the next chunk; all but the last have the same length."""
         self._count += 1
-        self._only = piece if self._count == 1 else None
-        if piece.device.type != "cpu":  # it adds in an order of its own, and fetching it waits
+        self._only = chunk if self._count == 1 else None
+        if chunk.device.type != "cpu":  # it adds in an order of its own, and fetching it waits
             self._only = None
-            self._far = self._far + torch.sum(piece.to(torch.float64) ** 2)
+            self._far = self._far + torch.sum(chunk.to(torch.float64) ** 2)
             return
-        values = piece.to(torch.float64).cpu().numpy()
+        values = chunk.to(torch.float64).cpu().numpy()
         with np.errstate(over="ignore", invalid="ignore"):
             squares = values * values
         whole = len(squares) // _LANES * _LANES
@@ -94,7 +93,7 @@ class LongNorm:
         self._rest = squares[whole:]
 
     def value(self) -> float:
-        """Return the norm of all pieces; NaN or Inf when an entry is."""
+        """Return the norm of all chunks; NaN or Inf when an entry is."""
         if isinstance(self._far, torch.Tensor):
             return math.sqrt(float(self._far))
         if self._only is not None:
@@ -111,14 +110,14 @@ def clip(vector: Vector, bound: float) -> Vector:
     hair short of the bound: a noise level that is calibrated to the bound must
     not meet a vector that rounding has carried beyond it.
     """
-    length = norm(vector)
-    if not np.isfinite(length):
+    size = norm(vector)
+    if not np.isfinite(size):
         if isinstance(vector, torch.Tensor):
             return torch.zeros_like(vector)
         return np.zeros_like(vector)
-    if length <= bound:
+    if size <= bound:
         return vector
-    factor = bound / length
+    factor = bound / size
     if isinstance(vector, torch.Tensor):
         kind = vector.dtype if vector.is_floating_point() else torch.get_default_dtype()
         # In float64: a factor below the smallest normal float32 would be rounded by far more.
@@ -295,29 +294,25 @@ class PrivateQuantile:
     learning_rate: float
     bit_noise_std: float
     expected_cohort: float
-    _bits: float = 0.0
 
     @property
     def cost(self) -> float:
         """What one client's bit costs it."""
         return 1.0 / (4.0 * self.bit_noise_std**2)
 
-    def open_round(self) -> None:
-        """Forget the bits of the last round."""
-        self._bits = 0.0
-
-    def add(self, length: float) -> None:
-        """Add the bit of an update of this norm; nothing adds nothing.
+    def bit(self, update_norm: float) -> float:
+        """Return the bit of an update of this norm, less 1/2; of nothing, nothing.
 
         A zero update is what a client with no data would send.  Were it to add a
         bit, taking a client's data away could move the sum by 1 instead of 1/2.
         """
-        if length > 0:
-            self._bits += 0.5 if length <= self.bound else -0.5
+        if not update_norm > 0:
+            return 0.0
+        return 0.5 if update_norm <= self.bound else -0.5
 
-    def close_round(self, noise: NoiseStream) -> float:
-        """Noise the bits, move the bound for the next round, return the noised fraction."""
-        noised = self._bits + self.bit_noise_std * float(noise.normal(1)[0])
+    def close_round(self, bits: float, noise: NoiseStream) -> float:
+        """Noise the sum of bits, move the bound for the next round, return the noised fraction."""
+        noised = bits + self.bit_noise_std * float(noise.normal(1)[0])
         fraction = noised / self.expected_cohort + 0.5
         step = -self.learning_rate * (fraction - self.target)
         limit = math.log(_LARGEST_STEP)

@@ -5,11 +5,11 @@ squared GDP units of zero-out adjacency: a client clipped at c under noise s spe
 (c / s)^2; under replace-one the account hands out a quarter.  With a run's budget
 B = mu^2 per client, T rounds and B_i left,
 
-| policy | allotment of a join | clip | noise |
+| policy | charge of a join | clip | noise |
 |---|---|---|---|
 | worst_case | B / T | the same for all | constant |
 | cap | B / K, K = max_joins | the same for all | constant |
-| adaptive | B_i / r_i, r_i = 1 + (T - t - 1) p_i | follows the allotment | constant |
+| adaptive | B_i / r_i, r_i = 1 + (T - t - 1) p_i | follows the charge | constant |
 | paper | (epsilon_t / kappa)^2 with epsilon_t as below | the same for all | follows epsilon_t |
 
 All of it is a function of the public participation history, so clip bounds and
@@ -175,7 +175,7 @@ SMALLEST_SHARE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class JoinFacts:
-    """The public facts an allotment depends on, for some clients in round t.
+    """The public facts a charge depends on, for some clients in round t.
 
     `remaining` is what each may still spend in this run, `joins` how often it
     joined in the `rounds_done` rounds so far.
@@ -191,18 +191,18 @@ class Policy(Protocol):
     """Decides what each join may cost."""
 
     @property
-    def typical(self) -> float:
-        """The allotment of an ordinary join."""
+    def expected_charge(self) -> float:
+        """The charge of an ordinary join."""
 
     @property
-    def smallest(self) -> float:
+    def min_charge(self) -> float:
         """A client with less left than this takes no part."""
 
-    def allotments(self, facts: JoinFacts) -> FloatArray:
+    def charges(self, facts: JoinFacts) -> FloatArray:
         """Return what each of these clients may spend on joining this round."""
 
-    def reference(self, allotments: FloatArray) -> float:
-        """Return the allotment that is clipped at exactly C, which fixes the noise."""
+    def reference_charge(self, charges: FloatArray) -> float:
+        """Return the charge that is clipped at exactly C, which fixes the noise."""
 
 
 @dataclass(frozen=True)
@@ -213,22 +213,22 @@ class EvenPolicy:
     joins: int
 
     @property
-    def typical(self) -> float:
+    def expected_charge(self) -> float:
         """B / joins."""
         return self.budget / self.joins
 
     @property
-    def smallest(self) -> float:
+    def min_charge(self) -> float:
         """A whole part, but for rounding."""
-        return self.typical * (1 - ROUNDING)
+        return self.expected_charge * (1 - ROUNDING)
 
-    def allotments(self, facts: JoinFacts) -> FloatArray:
+    def charges(self, facts: JoinFacts) -> FloatArray:
         """Return the even part for everybody, never more than is left."""
-        return np.minimum(self.typical, facts.remaining)
+        return np.minimum(self.expected_charge, facts.remaining)
 
-    def reference(self, allotments: FloatArray) -> float:
+    def reference_charge(self, charges: FloatArray) -> float:
         """Return the even part: the noise is constant."""
-        return self.typical
+        return self.expected_charge
 
 
 @dataclass(frozen=True)
@@ -246,25 +246,25 @@ class AdaptivePolicy:
     expected_rate: float
 
     @property
-    def typical(self) -> float:
-        """The allotment of a client at the expected rate in round 0."""
+    def expected_charge(self) -> float:
+        """The charge of a client at the expected rate in round 0."""
         return self.budget / (1 + (self.num_rounds - 1) * self.expected_rate)
 
     @property
-    def smallest(self) -> float:
+    def min_charge(self) -> float:
         """A small share of an even part."""
         return SMALLEST_SHARE * self.budget / self.num_rounds
 
-    def allotments(self, facts: JoinFacts) -> FloatArray:
+    def charges(self, facts: JoinFacts) -> FloatArray:
         """Return B_i / r_i."""
         seen = facts.joins + SMOOTHING * self.expected_rate
         rate = np.minimum(1.0, seen / (facts.rounds_done + SMOOTHING))
         expected = 1 + max(0, self.num_rounds - facts.round_index - 1) * rate
         return np.asarray(facts.remaining / expected)
 
-    def reference(self, allotments: FloatArray) -> float:
-        """Return the typical allotment: the noise is constant."""
-        return self.typical
+    def reference_charge(self, charges: FloatArray) -> float:
+        """Return the typical charge: the noise is constant."""
+        return self.expected_charge
 
 
 class PaperPolicy:
@@ -289,16 +289,16 @@ class PaperPolicy:
         self._kappa = largest * math.sqrt(num_rounds / budget)
 
     @property
-    def typical(self) -> float:
+    def expected_charge(self) -> float:
         """The cost of a join at the base budget, the smallest there is."""
         return (self._allocator.epsilon_base / self._kappa) ** 2
 
     @property
-    def smallest(self) -> float:
+    def min_charge(self) -> float:
         """The cost of the dearest join, but for rounding."""
-        return self.typical * (1 + self._allocator.alpha) ** 2 * (1 - ROUNDING)
+        return self.expected_charge * (1 + self._allocator.alpha) ** 2 * (1 - ROUNDING)
 
-    def allotments(self, facts: JoinFacts) -> FloatArray:
+    def charges(self, facts: JoinFacts) -> FloatArray:
         """Return (epsilon_t / kappa)^2 for everybody in the cohort."""
         epsilon = self._allocator.epsilon_base
         if facts.round_index >= self._warmup_rounds and facts.joins.size:
@@ -306,9 +306,9 @@ class PaperPolicy:
             epsilon = self._allocator.compute_privacy_budget(float(rates.mean()))
         return np.minimum((epsilon / self._kappa) ** 2, facts.remaining)
 
-    def reference(self, allotments: FloatArray) -> float:
+    def reference_charge(self, charges: FloatArray) -> float:
         """Return what this round gives: the noise follows the schedule, the clip is C."""
-        return float(allotments.max(initial=self.typical))
+        return float(charges.max(initial=self.expected_charge))
 
 
 def make_policy(

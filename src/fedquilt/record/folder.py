@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.common import storage, untrusted
 from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
 from fedquilt.common.printable import printable
-from fedquilt.common.shapes import Shape, check
+from fedquilt.common.schema import Schema, check
 from fedquilt.common.storage import storage_errors
 from fedquilt.config import RunConfig, plain_config, write_config_file
 from fedquilt.record.checkpoint import Checkpoint, CheckpointFiles, Expected
@@ -400,7 +400,7 @@ class RunFolder:
         return self._read_json("result.json", RESULT)
 
     def _read_json(
-        self, name: str, shape: Shape, most: int = untrusted.JSON_BYTES
+        self, name: str, shape: Schema, most: int = untrusted.JSON_BYTES
     ) -> dict[str, Any] | None:
         """Return the object in a file when it has this shape; None when there is no file."""
         path = self.path / name

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedquilt.common import storage
 from fedquilt.common.errors import FedquiltError, RunFolderError
-from fedquilt.common.shapes import (
+from fedquilt.common.schema import (
     ANY_NUMBER,
     ANY_TEXT,
     COUNT,
@@ -21,25 +21,25 @@ from fedquilt.common.shapes import (
     NUMBER,
     POSITIVE,
     TEXT,
-    Listed,
-    Mapped,
-    OrNull,
-    Plain,
-    Table,
+    ListOf,
+    MapOf,
+    Nullable,
+    Object,
+    Scalar,
 )
 
 SCHEMA_VERSION = 1
 
-_EPSILON = Plain('a number >= 0 or "inf"', frozenset({int, float, str}), least=0, texts=("inf",))
-_FLAG = Plain("true or false", frozenset({bool}))
-_STATS = Mapped(NUMBER)
-_TEXTS = Listed(TEXT)
-_TIERS = Mapped(Mapped(ANY_NUMBER))
+_EPSILON = Scalar('a number >= 0 or "inf"', frozenset({int, float, str}), least=0, texts=("inf",))
+_FLAG = Scalar("true or false", frozenset({bool}))
+_STATS = MapOf(NUMBER)
+_TEXTS = ListOf(TEXT)
+_TIERS = MapOf(MapOf(ANY_NUMBER))
 
-ROUND = Table(
+ROUND = Object(
     {
         "round": COUNT,
-        "cohort": Listed(COUNT),
+        "cohort": ListOf(COUNT),
         **dict.fromkeys(("train_loss", "clip_value", "epsilon", "noise_std"), ANY_NUMBER),
         **dict.fromkeys(("noise_norm", "signal_norm"), ANY_NUMBER),
     },
@@ -52,41 +52,41 @@ ROUND = Table(
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss"), ANY_NUMBER),
         "epoch_avg_loss": ANY_NUMBER,
         "agg_scale": ANY_NUMBER,
-        "client_budgets": Listed(ANY_NUMBER),
+        "client_budgets": ListOf(ANY_NUMBER),
         "tiers": _TIERS,
         **dict.fromkeys(("clipped_fraction", "without_allowance", "groups"), ANY_NUMBER),
-        **dict.fromkeys(("non_finite", "absent"), OrNull(Listed(COUNT))),
+        **dict.fromkeys(("non_finite", "absent"), Nullable(ListOf(COUNT))),
     },
 )
 
-STATEMENT = Table(
+STATEMENT = Object(
     {
         **dict.fromkeys(("unit", "adjacency", "noise_source"), TEXT),
-        "delta": Plain("a number from 0 to 1", frozenset({int, float}), least=0, most=1),
+        "delta": Scalar("a number from 0 to 1", frozenset({int, float}), least=0, most=1),
         **dict.fromkeys(("epsilon_max", "epsilon_median"), _EPSILON),
         **dict.fromkeys(("covered", "uncovered", "notes"), _TEXTS),
     }
 )
 
-_NUMBERS = Listed(ANY_NUMBER)
-_HISTORY = Table(
+_NUMBERS = ListOf(ANY_NUMBER)
+_HISTORY = Object(
     {
         **dict.fromkeys(("train_loss", "clip_values", "noise_levels"), _NUMBERS),
         **dict.fromkeys(("privacy_budgets", "test_accuracy", "test_loss"), _NUMBERS),
-        "client_participation": Listed(Listed(COUNT)),
-        "evaluation_rounds": Listed(COUNT),
+        "client_participation": ListOf(ListOf(COUNT)),
+        "evaluation_rounds": ListOf(COUNT),
     },
     {
-        "noise_stats": Listed(Mapped(ANY_NUMBER)),
-        "participation_stats": Listed(_STATS),
+        "noise_stats": ListOf(MapOf(ANY_NUMBER)),
+        "participation_stats": ListOf(_STATS),
         **dict.fromkeys(("bytes_up", "bytes_down", "matching_loss", "epoch_avg_loss"), _NUMBERS),
         "agg_scale": _NUMBERS,
-        "client_budgets": Listed(OrNull(_NUMBERS)),
-        "tiers": Listed(OrNull(_TIERS)),
+        "client_budgets": ListOf(Nullable(_NUMBERS)),
+        "tiers": ListOf(Nullable(_TIERS)),
     },
 )
 
-_SETTINGS = Table(
+_SETTINGS = Object(
     {},
     {
         **dict.fromkeys(("epsilon", "target_accuracy", "num_clients", "min_group"), ANY_NUMBER),
@@ -94,7 +94,7 @@ _SETTINGS = Table(
     },
 )
 
-_METADATA = Table(
+_METADATA = Object(
     {
         "dataset": NAME,
         "seed": COUNT,
@@ -103,44 +103,44 @@ _METADATA = Table(
         "hyperparameters": _SETTINGS,
     },
     {
-        "input_shape": Listed(POSITIVE),
+        "input_shape": ListOf(POSITIVE),
         "num_classes": COUNT,  # 0 where targets are no classes
         "model_width": NAME,
         "target_accuracy": ANY_NUMBER,
-        "final": Mapped(ANY_NUMBER),
+        "final": MapOf(ANY_NUMBER),
         "metrics": _TEXTS,
     },
 )
 
-_LEDGER = Table(
+_LEDGER = Object(
     {"ledger": TEXT, "population": TEXT, "head": TEXT},
     {"created": ANY_TEXT, "enrolled": COUNT},
 )
 
-_CONDENSATION = Table(
+_CONDENSATION = Object(
     {
         **dict.fromkeys(("bytes_up", "bytes_down"), COUNT),
         "seconds": ANY_NUMBER,
-        "classes_not_sent": Listed(COUNT),
+        "classes_not_sent": ListOf(COUNT),
     },
-    {"classes_too_small": Listed(COUNT)},
+    {"classes_too_small": ListOf(COUNT)},
 )
 
 _COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
-_SLICES = Table(
+_SLICES = Object(
     {
         "method": NAME,
-        "tiers": Listed(
-            Table(
+        "tiers": ListOf(
+            Object(
                 {"width": NAME, **dict.fromkeys(("clients", *_COSTS), COUNT)},
-                {"test": Mapped(ANY_NUMBER)},
+                {"test": MapOf(ANY_NUMBER)},
             )
         ),
-        "mean": Table(dict.fromkeys(_COSTS, NUMBER)),
+        "mean": Object(dict.fromkeys(_COSTS, NUMBER)),
     }
 )
 
-RESULT = Table(
+RESULT = Object(
     {
         "mode": NAME,
         "rounds": COUNT,
@@ -152,22 +152,22 @@ RESULT = Table(
         "stopped": ANY_TEXT,
         "ledger": _LEDGER,
         "condensation": _CONDENSATION,
-        "cohorts": Listed(Listed(COUNT)),
-        "joins": Listed(COUNT),
+        "cohorts": ListOf(ListOf(COUNT)),
+        "joins": ListOf(COUNT),
         "slices": _SLICES,
     },
 )
 
-ACCOUNT = Table({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
+ACCOUNT = Object({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
 
-CLIENTS = Table(
+CLIENTS = Object(
     {"clients": TEXT, "salt": TEXT}, dict.fromkeys(("training", "test", "validation"), TEXT)
 )
 
-_MEASURED = Table({"client": COUNT}, {"name": TEXT, "width": NAME, "examples": COUNT})
-CLIENT_METRICS = Table({"rounds": COUNT, "clients": Listed(_MEASURED)})
+_MEASURED = Object({"client": COUNT}, {"name": TEXT, "width": NAME, "examples": COUNT})
+CLIENT_METRICS = Object({"rounds": COUNT, "clients": ListOf(_MEASURED)})
 
-_BASELINE = Table(
+_BASELINE = Object(
     {},
     {
         "name": NAME,
@@ -178,7 +178,7 @@ _BASELINE = Table(
     },
 )
 
-BASELINES = Table({"rows": Mapped(_BASELINE)}, {"wanted": OrNull(Listed(NAME))})
+BASELINES = Object({"rows": MapOf(_BASELINE)}, {"wanted": Nullable(ListOf(NAME))})
 
 
 def check_schema(record: Any, path: Path, wanted: int = SCHEMA_VERSION) -> None:

@@ -201,7 +201,7 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
             config.clip_norm,
             config.private_quantile,
             config.private_quantile_lr,
-            bit_noise_std=2.0 / math.sqrt(policy.typical),
+            bit_noise_std=2.0 / math.sqrt(policy.expected_charge),
             expected_cohort=selector.expected_cohort,
         )
     return kind(settings, policy, noise, quantile, num_clients)

@@ -16,7 +16,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.printable import shortened
 from fedquilt.common.randomness import generator
-from fedquilt.common.shapes import COUNT, NAME, Anything, Listed, Table, check
+from fedquilt.common.schema import COUNT, NAME, Anything, ListOf, Object, check
 from fedquilt.common.storage import check_own_folder, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
@@ -127,9 +127,9 @@ class Plan:
 
 
 _AXES = {*option_fields(CondenseConfig), *old_names(CondenseConfig)} - {*_OWN}
-_PLAN = Table({"base": Table({}), "axes": Listed(NAME), "points": Listed(Listed(Anything()))})
+_PLAN = Object({"base": Object({}), "axes": ListOf(NAME), "points": ListOf(ListOf(Anything()))})
 _PARTS = ("settings", "seed", "baselines")  # the last one of older versions, and ignored
-_POINT = Table({"settings": Table({}), "seed": COUNT}, {"baselines": Listed(NAME)})
+_POINT = Object({"settings": Object({}), "seed": COUNT}, {"baselines": ListOf(NAME)})
 
 
 def _point(number: int, entry: list[Any], axes: Sequence[str], path: Path) -> Point:

@@ -18,10 +18,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common import shapes
+from fedquilt.common import schema
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.printable import printable
-from fedquilt.common.shapes import ANY_NUMBER, ANY_TEXT, COUNT, Plain, check, maybe
+from fedquilt.common.schema import ANY_NUMBER, ANY_TEXT, COUNT, Scalar, check, maybe
 from fedquilt.common.storage import check_regular, storage_errors, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_bytes
 from fedquilt.sweep.plan import Plan, Point
@@ -38,12 +38,12 @@ _MEASURED = {
     "charged": "INTEGER",
 }
 _KEPT = ("state", *_MEASURED, "message")
-_EPSILON = Plain("a number >= 0", frozenset({int, float}), least=0)
-_DELTA = Plain("a number from 0 to 1", frozenset({int, float}), least=0, most=1)
-_ROW = shapes.Table(
+_EPSILON = Scalar("a number >= 0", frozenset({int, float}), least=0)
+_DELTA = Scalar("a number from 0 to 1", frozenset({int, float}), least=0, most=1)
+_ROW = schema.Object(
     {
         "point": COUNT,
-        "state": Plain("a state", frozenset({str}), texts=(WAITING, DONE, REFUSED, FAILED)),
+        "state": Scalar("a state", frozenset({str}), texts=(WAITING, DONE, REFUSED, FAILED)),
         **dict.fromkeys(("accuracy", "loss"), ANY_NUMBER),
         **dict.fromkeys(("rounds", "charged"), maybe(COUNT)),
         **dict.fromkeys(("stopped", "message"), ANY_TEXT),
@@ -51,7 +51,7 @@ _ROW = shapes.Table(
         "claimed_delta": maybe(_DELTA),
     }
 )
-_ENDED = shapes.Table({"claimed_epsilon": _EPSILON, "claimed_delta": _DELTA, "charged": COUNT})
+_ENDED = schema.Object({"claimed_epsilon": _EPSILON, "claimed_delta": _DELTA, "charged": COUNT})
 
 
 class Table:

@@ -7,8 +7,12 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ENGINES, FLOWER_ENGINES
 from fedquilt.training import fit
-from fedquilt.training.choice import Choice, choose_engine
-from fedquilt.training.engine import (
+from fedquilt.training.engines.choice import Choice, choose_engine
+from fedquilt.training.flat import FlatModel, freeze_others
+from fedquilt.training.metrics import MakeMetric, make_metrics, measure
+from fedquilt.training.objective import Objective, auto_loss, outputs_of
+from fedquilt.training.optimizers import ClientOptimizer, make_client_optimizer
+from fedquilt.training.task import (
     ClassMask,
     ClientUpdate,
     Engine,
@@ -18,11 +22,7 @@ from fedquilt.training.engine import (
     Task,
     public_inputs,
 )
-from fedquilt.training.flat import FlatModel, freeze_others
-from fedquilt.training.local import evaluate
-from fedquilt.training.metrics import MakeMetric, make_metrics, measure
-from fedquilt.training.objective import Objective, auto_loss, outputs_of
-from fedquilt.training.optimizers import ClientOptimizer, make_client_optimizer
+from fedquilt.training.trainers.autograd import evaluate
 
 __all__ = [
     "Choice",
@@ -65,7 +65,7 @@ def make_engine(
     A loss of its own for each client can only be trained by the sequential engine.
     A `FlatModel` lends its memory to the sequential engine; the others copy its module.
     """
-    from fedquilt.training.local import SequentialEngine
+    from fedquilt.training.trainers.autograd import SequentialEngine
 
     module = model.module if isinstance(model, FlatModel) else model
 
@@ -77,11 +77,11 @@ def make_engine(
         return SequentialEngine(model, task, settings, loss_of)
     if name == "auto":
         if task.device.type == "cpu":
-            from fedquilt.training.hand_engine import HandEngine
+            from fedquilt.training.engines.local import HandEngine
 
             return HandEngine(model, task, settings)
         if task.device.type == "cuda":
-            from fedquilt.training.batched import BatchedEngine
+            from fedquilt.training.trainers.vmap import BatchedEngine
 
             if BatchedEngine.supports(module, task, settings):
                 return BatchedEngine(module, task, settings)
@@ -89,11 +89,11 @@ def make_engine(
     if name == "sequential":
         return SequentialEngine(model, task, settings)
     if name == "batched":
-        from fedquilt.training.batched import BatchedEngine
+        from fedquilt.training.trainers.vmap import BatchedEngine
 
         return BatchedEngine(module, task, settings)
     if name == "processes":
-        from fedquilt.training.processes import ProcessEngine
+        from fedquilt.training.engines.workers import ProcessEngine
 
         return ProcessEngine(module, task, settings)
     if name in FLOWER_ENGINES:

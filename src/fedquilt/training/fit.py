@@ -24,8 +24,8 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.operations import NoCompilerMode
 from fedquilt.common.trees import Tree
-from fedquilt.training.engine import Task, public_inputs
 from fedquilt.training.objective import Objective, outputs_of
+from fedquilt.training.task import Task, public_inputs
 
 # Above this no bound is looked for: vocabularies are smaller.
 _MOST = 2**18

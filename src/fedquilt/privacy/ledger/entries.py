@@ -34,21 +34,20 @@ import numpy as np
 import numpy.typing as npt
 
 from fedquilt.common import checks
-from fedquilt.common.errors import DataError, InvalidValueError
-from fedquilt.common.shapes import (
+from fedquilt.common.errors import DataError, InvalidValueError, LedgerCorruptError
+from fedquilt.common.schema import (
     ANY_TEXT,
     COUNT,
     POSITIVE,
     TEXT,
-    Plain,
-    Shape,
-    Table,
+    Object,
+    Scalar,
+    Schema,
     check,
     maybe,
 )
 from fedquilt.common.untrusted import parse_json
 from fedquilt.config.choices import ADJACENCIES
-from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
 LEDGER = "ledger"
@@ -84,7 +83,7 @@ class Entry:
                their numbers, which go on from those before them
     run        a run may spend so much of it; `clients` sit out
     resume     the run goes on; its open reservations are dropped, nothing had left
-    reserve    `plan_round` of `clients` count as spent, replacing the same round's
+    reserve    `charges` of `clients` count as spent, replacing the same round's
     settle     a release is about to be used; `reservation` becomes spent
     release    nothing left in that round; `reservation` is dropped
     unbounded  a release without a bound; `clients` are at infinity from now on
@@ -165,11 +164,11 @@ def make_body(**values: object) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def read_body(entry: Entry, what: str, shape: Shape) -> dict[str, Any]:
-    """Return the further values of an entry, which must have this shape."""
+def read_body(entry: Entry, what: str, schema: Schema) -> dict[str, Any]:
+    """Return the further values of an entry, which must follow this schema."""
     try:
         body: dict[str, Any] = parse_json(entry.body or "", "its body")
-        check(body, shape, "its body", DataError)
+        check(body, schema, "its body", DataError)
     except DataError as error:
         raise LedgerCorruptError(f"entry {entry.seq} is not {what}: {error}") from error
     return body
@@ -243,20 +242,20 @@ MAX_CLIENTS = 100_000_000
 
 _NUMBERS = frozenset({int, float})
 _TINY = math.ulp(0.0)
-_POSITIVE = Plain("a finite number > 0", _NUMBERS, least=_TINY)
-_POPULATION = Table(
+_POSITIVE = Scalar("a finite number > 0", _NUMBERS, least=_TINY)
+_POPULATION = Object(
     {
         "num_clients": dataclasses.replace(POSITIVE, most=MAX_CLIENTS),
         "epsilon": _POSITIVE,
-        "delta": Plain("a number > 0 and < 1", _NUMBERS, least=_TINY, most=math.nextafter(1, 0)),
+        "delta": Scalar("a number > 0 and < 1", _NUMBERS, least=_TINY, most=math.nextafter(1, 0)),
         "allowance_mu2": _POSITIVE,
     },
     {
         "adjacency": dataclasses.replace(TEXT, texts=ADJACENCIES),
-        "named": Plain("true or false", frozenset({bool})),
+        "named": Scalar("true or false", frozenset({bool})),
     },
 )
-_RUN = Table(
+_RUN = Object(
     {"epsilon": maybe(_POSITIVE), "budget_mu2": dataclasses.replace(_POSITIVE, least=0)},
     {"roster": ANY_TEXT, "enrolled": COUNT},
 )

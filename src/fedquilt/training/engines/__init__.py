@@ -1,0 +1,1 @@
+"""Where clients train: in this process, in worker processes, on several devices."""
