@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from certified_samples import memory_folder
+from fedquilt import population
 from fedquilt.common.observer import Observer
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
 from fedquilt.experiment.api import run_config
-from fedquilt.population import selection
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoiseReport
 from fedquilt.record.folder import RunFolder
@@ -98,7 +98,7 @@ def watch(
         assert size == 6
         return np.asarray(next(coins))
 
-    monkeypatch.setattr(selection, "secret_coins", fallen)
+    monkeypatch.setattr(population, "secret_coins", fallen)
     watching = Watching()
     done = run_config(config, watching)
     assert done.folder is not None

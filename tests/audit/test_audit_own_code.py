@@ -39,6 +39,7 @@ from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
 from fedquilt.training.trainers.autograd import train_client
 from fedquilt.training.trainers.vmap import BatchedEngine, BatchTable
+from tiers import one_of_each, rest_is_slow
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
 
@@ -81,7 +82,12 @@ REFUSABLE = {
 """State that cannot be put back, and sums of one's own, may be refused; the rest must run."""
 
 
-@pytest.mark.parametrize("case", HOLDS)
+def own_part(case: str) -> str:
+    """Return what is somebody's own in a case: "late", "optimizer", "median"."""
+    return case.split(",")[0].split(" with ")[0]
+
+
+@pytest.mark.parametrize("case", rest_is_slow([*HOLDS], one_of_each([*HOLDS], own_part)))
 def test_own_code_moves_no_more_than_is_charged(case: str) -> None:
     if "flower" in case:
         pytest.importorskip("flwr")
