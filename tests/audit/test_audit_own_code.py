@@ -23,7 +23,7 @@ from hostile_models import KINDS, MODELS, NOTHING, audit_data
 from watched_runs import Recorder, Seen, differing, watched_run
 from whole_cases import WholeCase
 
-from fedquilt import round
+from fedquilt import federation
 from fedquilt.audit.canary import Net
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
@@ -173,7 +173,7 @@ def test_the_state_of_an_optimiser_that_nobody_puts_back_is_found(
 def test_a_sum_that_is_believed_to_be_a_sum_is_found(
     monkeypatch: pytest.MonkeyPatch, case: str, least: float
 ) -> None:
-    for module in (assemble, round):
+    for module in (assemble, federation):
         monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
     monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
     (finding,) = whole_runs.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
