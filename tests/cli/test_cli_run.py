@@ -15,7 +15,8 @@ import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.choices import METHODS
-from fedquilt.config.uses import CLIENTS, USES
+from fedquilt.config.option import CLIENTS
+from fedquilt.config.uses import USES
 from fedquilt.experiment.api import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
 from tiers import rest_is_slow
