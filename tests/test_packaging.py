@@ -30,7 +30,7 @@ TOOLS = ("dev", "docs")
 
 
 def imported(source: str) -> set[str]:
-    """Return the packages that a module imports, also by `optional.load("name", ...)`."""
+    """Return the packages that a module imports, also by `optional.require("name", ...)`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -84,9 +84,7 @@ def test_every_extra_is_known_here() -> None:
 
 
 def test_imports_in_all_their_forms_are_found() -> None:
-    source = (
-        "import a.b, c\ndef f():\n    from d.e import g\n    optional.load('h.i', 'x')\nimport os"
-    )
+    source = "import a.b, c\ndef f():\n    from d.e import g\n    optional.require('h.i', 'x')\nimport os"
     assert imported(source) == {"a", "c", "d", "h"}
 
 

@@ -25,8 +25,8 @@ from fedquilt.cli.statement import statement
 from fedquilt.cli.sweep import sweep
 from fedquilt.cli.watch import watch
 from fedquilt.common.errors import FedquiltError
-from fedquilt.common.printable import printable_message
-from fedquilt.common.storage import in_words
+from fedquilt.common.formatting import printable_message
+from fedquilt.common.storage import os_reason
 
 app = typer.Typer(
     name="fedquilt",
@@ -94,7 +94,7 @@ def main() -> None:
             _drop_output()
             if error.errno not in _NOT_TAKEN:
                 raise
-            _refuse(f"standard output cannot be written: {in_words(error)}")
+            _refuse(f"standard output cannot be written: {os_reason(error)}")
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         if error.errno == errno.ENAMETOOLONG:
             _refuse(f"{name!r} must be a shorter name: {error.strerror}")

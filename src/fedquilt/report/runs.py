@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.series import Array, aligned, as_number, column, headline, in_title, is_absent
 
