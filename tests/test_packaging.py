@@ -23,7 +23,7 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
-REQUIRE = re.compile(r"optional\.load")
+REQUIRE = re.compile(r"optional\.require")
 EXTRAS = ("flower", "flower-sim", "monitor", "gpu", "trackers")
 TOOLS = ("dev", "docs")
 """Extras that the package itself does not import."""
@@ -84,7 +84,7 @@ def test_every_extra_is_known_here() -> None:
 
 
 def test_imports_in_all_their_forms_are_found() -> None:
-    source = "import a.b, c\ndef f():\n    from d.e import g\n    optional.require('h.i', 'x')\nimport os"
+    source = "import a.b, c\ndef f():\n    from d import g\n    optional.require('h.i', 'x')\nimport os"
     assert imported(source) == {"a", "c", "d", "h"}
 
 
