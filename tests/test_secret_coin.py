@@ -75,7 +75,7 @@ class Watching(Observer):
     def working(self, what: str, share: float) -> None:
         self.seen.append(("working", what, share))
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         self.seen.append(("kept", path.name))
 
 
