@@ -19,6 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -174,6 +175,8 @@ class Method(ABC):
     """Whether clients train the model, so that what training moves travels."""
     holds_parts = False
     """Whether a client's vector may belong to a part of the whole one."""
+    client_widths: Sequence[Fraction] | None = None
+    """What part of the model each client can hold, where the method asks; public."""
     evaluates_slowly = False
     """Whether `before_evaluation` takes long; a checkpoint is then written before it."""
 
