@@ -95,9 +95,9 @@ class NodesFile(Observer):
         """Pass progress on."""
         self._inner.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass a file's name on."""
-        self._inner.kept(path)
+        self._inner.on_artifact(path)
 
 
 def without_data(problem: Problem) -> Problem:
