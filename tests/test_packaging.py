@@ -84,7 +84,8 @@ def test_every_extra_is_known_here() -> None:
 
 
 def test_imports_in_all_their_forms_are_found() -> None:
-    source = "import a.b, c\ndef f():\n    from d import g\n    optional.require('h.i', 'x')\nimport os"
+    lazy = "def f():\n    from d.e import g\n    optional.require('h.i', 'x')\n"
+    source = f"import a.b, c\n{lazy}import os"
     assert imported(source) == {"a", "c", "d", "h"}
 
 

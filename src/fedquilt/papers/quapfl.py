@@ -24,6 +24,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
+from fedquilt.common.vectors import norm
 from fedquilt.config import (
     HYPERPARAMETERS,
     OUTPUT_CONFIG,
@@ -43,7 +44,7 @@ from fedquilt.population import (
     checked_ids,
     propensities,
 )
-from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
+from fedquilt.privacy.clip import FixedClipper, QuantileClipper
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement

@@ -182,8 +182,8 @@ class Slices(WholeModel):
         if len(self._computed) < _REMEMBERED:
             self._computed[cut] = found
 
-    def look(
-        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    def extra_metrics(
+        self, weights: torch.Tensor, round_index: int, measured: Mapping[str, float]
     ) -> dict[str, Any]:
         """Evaluate the small models of every tier on the test data.
 
@@ -191,7 +191,7 @@ class Slices(WholeModel):
         first clients' (`_LOOKED`).
         """
         tiers: dict[str, dict[str, float]] = {}
-        whole = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        whole = {k.removeprefix("test_"): v for k, v in measured.items() if k.startswith("test_")}
         for width in self.slicing.first_of_each_width():
             clients = np.flatnonzero([w == width for w in self.slicing.widths])[:_LOOKED]
             groups = self.slicing.groups(clients, round_index)
