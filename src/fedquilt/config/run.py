@@ -364,8 +364,9 @@ class RunConfig:
     engine: str = declare(
         "auto",
         _RUN,
-        "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
+        "local: in this process, the fastest way for the model; sequential: one client after the "
+        "other, by autograd; batched: many in one program (fast on a GPU); processes: on several "
+        "cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
         choices=ENGINES,
         own=True,
     )
