@@ -39,7 +39,7 @@ from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
 from fedquilt.record.folder import RunFolder, finite
-from fedquilt.report.groups import consumption_by_group
+from fedquilt.report.paper_figures import consumption_by_group
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 
 HOW = ("device", "devices", "engine", "precision", "data_dir", "no_download", "output_dir")

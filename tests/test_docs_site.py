@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,27 @@ def test_every_option_is_in_the_reference(site: Path) -> None:
         assert f"<code>fedquilt {command}</code>" in commands
     python = (site / "reference" / "python" / "index.html").read_text()
     assert "Train your own model on your own data, and say" in python
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if "reproduction/" not in path.as_posix()
+    }
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(pages)
+
+
+def test_formulas_are_set_and_long_tables_are_folded(site: Path) -> None:
+    modes = (site / "modes" / "index.html").read_text()
+    assert "<mfrac>" in modes
+    assert "\\frac" not in modes
+    papers = (site / "papers" / "index.html").read_text()
+    assert papers.count("<details") == (ROOT / "docs" / "papers.md").read_text().count("| promised")
+
+
+def test_diagrams_are_those_of_the_script() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "diagrams.py"), "--check"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -21,7 +21,7 @@ from run_processes import environment
 ROOT = Path(fedquilt.__file__).resolve().parent
 LEAVES = {"population", "privacy", "training", "aggregation", "data", "models"}
 DOCUMENTS = {"errors", "framework", "utils", "nn", "fed", "monitor", "log"}
-"""The module names of the published documents: re-exports only."""
+"""The module names of the published documents: re-exports, and the log."""
 
 ORDER: tuple[set[str], ...] = (
     {"_version"},
@@ -33,6 +33,7 @@ ORDER: tuple[set[str], ...] = (
     {"record.folder"},
     {"method"},
     {"slices", "condense"},
+    {"federation"},
     {"round"},
     {"setup"},
     {"record"},

@@ -1,6 +1,8 @@
 """What mkdocs does to the pages on the way: tables from the source, links that stay inside.
 
 `<!-- options -->` becomes the tables of all options, `<!-- commands -->` the list of commands.
+Blocks of `math` (LaTeX, as GitHub shows it) become MathML, which browsers draw by themselves.
+The long tables of the papers are folded, one fold a section.
 Links to files that are no pages (`../src/...`) become plain text: a site does not hold the source.
 """
 
@@ -13,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+FORMULA = re.compile(r"^```math\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+PROMISES = re.compile(r"\n\| promised \|.*?(?=\n\n)", re.DOTALL)
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?!\w+\.md)[^)]*\)")
 
 
@@ -24,7 +28,29 @@ def on_page_markdown(markdown: str, **given: Any) -> str:
         markdown = markdown.replace("<!-- options -->", option_tables())
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", command_table())
-    return markdown
+    if given["page"].file.src_uri == "papers.md":
+        markdown = folded(markdown)
+    return FORMULA.sub(_mathml, markdown)
+
+
+def folded(markdown: str) -> str:
+    """Return a page whose tables of promises are folded, each under how many rows it has."""
+
+    def fold(table: re.Match[str]) -> str:
+        rows = len(table[0].strip().splitlines()) - 2
+        inside = table[0].strip()
+        return (
+            f'\n<details class="rows" markdown="1"><summary>{rows} promises</summary>\n\n'
+            f"{inside}\n\n</details>\n"
+        )
+
+    return PROMISES.sub(fold, markdown)
+
+
+def _mathml(block: re.Match[str]) -> str:
+    from latex2mathml.converter import convert
+
+    return convert(block[1].strip(), display="block") + "\n"
 
 
 def option_tables() -> str:

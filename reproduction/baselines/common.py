@@ -28,7 +28,7 @@ from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.method import augmentation_of, training_of
-from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
@@ -101,7 +101,7 @@ def real_sample(
     count = ipc * tiles**2
     chosen = [np.resize(source.permutation(samples), count) for samples in classes.values()]
     index = torch.from_numpy(np.concatenate(chosen)).to(images.device)
-    return SyntheticSet(shrink(images[index], tiles), tuple(classes), ipc, tiles)
+    return SyntheticSet(shrink_to_tiles(images[index], tiles), tuple(classes), ipc, tiles)
 
 
 def image_bytes(task: Task) -> int:

@@ -30,8 +30,8 @@ from fedquilt.condense.certified_engine import CertifiedEngine
 from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment.api import run_config
-from fedquilt.privacy import device_noise
-from fedquilt.privacy.device_noise import DeviceNoise
+from fedquilt.privacy import noise
+from fedquilt.privacy.noise import DeviceNoise
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.setup import federation as assemble
 from fedquilt.training import ClientUpdate
@@ -314,7 +314,7 @@ class OnThisDevice(DeviceNoise):
 
 
 def test_noise_drawn_on_a_device_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_noise, "expand", numbers_of)
+    monkeypatch.setattr(noise, "expand_key", numbers_of)
     drawn = []
     for _ in range(2):
         with known_entropy(3):
@@ -326,10 +326,10 @@ def test_noise_drawn_on_a_device_is_replayed(monkeypatch: pytest.MonkeyPatch) ->
 def test_noise_that_the_audit_does_not_hold_still_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_noise, "expand", numbers_of)
+    monkeypatch.setattr(noise, "expand_key", numbers_of)
     monkeypatch.setattr("fedquilt.setup.mechanism.noise_source", lambda *given: OnThisDevice())
     assert problems("even clips, sequential", ("nothing", "replaced")) == ()
-    monkeypatch.setattr(device_noise, "secret_bytes", os.urandom)
+    monkeypatch.setattr(noise, "secret_bytes", os.urandom)
     found = problems("even clips, sequential", ("nothing", "replaced"))
     assert all("moved" in problem for problem in found)
     assert len(found) > 3

@@ -12,7 +12,8 @@ import pytest
 import fedquilt
 from fedquilt.config import MODES, RunConfig
 from fedquilt.experiment.api import run_config
-from fedquilt.report.comparison import _color
+from fedquilt.report.runs import series_of
+from fedquilt.report.style import looks_of
 from run_samples import assert_same_run, flags, tiny
 
 Cli = Callable[..., Any]
@@ -122,7 +123,12 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
     configs = [fedquilt.load(here / run["output"]).result["metadata"] for run in record["runs"]]
     assert [one["hyperparameters"]["policy"] for one in configs] == ["worst_case", "adaptive"]
     assert {one["hyperparameters"]["epsilon"] for one in configs} == {2.0}
-    assert _color("certified:worst_case") not in {_color(mode) for mode in MODES}
+    names, result = (
+        ["certified:worst_case", *MODES],
+        fedquilt.load(here / record["runs"][0]["output"]),
+    )
+    runs = [{**result.result, "mode": name} for name in names]
+    assert len({color for color, _ in looks_of(series_of(runs))}) == len(names)
 
 
 def test_an_arm_may_have_an_epsilon_of_its_own(cli: Cli, here: Path) -> None:

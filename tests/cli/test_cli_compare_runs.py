@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedquilt.experiment.api import run_config
-from fedquilt.report.comparison_files import as_csv, as_latex, as_markdown
+from fedquilt.report.comparison import as_csv, as_latex, as_markdown
 from run_samples import tiny
 
 Cli = Callable[..., Any]
@@ -79,8 +79,9 @@ def row(**changes: Any) -> dict[str, Any]:
     plain = {
         "level": "No guarantee (ε = ∞)",
         "label": "a|b_c & 100 % {x} \\\\ ~^#$",
-        "accuracy_mean": 0.5,
-        "accuracy_std": None,
+        "metric": "accuracy",
+        "mean": 0.5,
+        "std": None,
         "interval": None,
         "seeds": [0],
         "epsilon_max": "inf",

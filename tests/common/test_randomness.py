@@ -90,14 +90,13 @@ REVIEWED = {
     "setup/account.py": {"token_bytes"},
     "privacy/ledger/files.py": {"token_hex"},
     "observe/monitors.py": {"uuid4"},
-    "observe/trackers.py": {"uuid4"},
+    "observe/tracker_kinds.py": {"uuid4"},
     "report/watch/server.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
-    "flower/directory.py": {"token_hex"},
+    "flower/client_registry.py": {"token_hex"},
     "flower/keys.py": {"token_urlsafe", "generate_private_key", "random_serial_number"},
     # The documents' functions, where no seed means a fresh one; no run calls them so.
-    "data/clients.py": {"default_rng", "Generator", "seed"},
-    "data/split.py": {"default_rng"},
+    "data/split.py": {"default_rng", "Generator", "seed"},
     "training/state.py": {"random", "rand"},  # whose generators these are; none is drawn from
     "papers/quapfl.py": {"initial_seed"},  # torch's own seed, which a run then states
 }

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import HalfPrecision, Halving, frozen_copy
-from fedquilt.condense.synthetic import SyntheticSet, expand
+from fedquilt.condense.synthetic import SyntheticSet, expand_tiles
 from fedquilt.condense.training import TrainingSettings, augmented
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 IMAGES = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +78,7 @@ def test_feature_models_of_a_round_cost_about_the_same_bytes() -> None:
 def test_tiles_are_enlarged_bilinearly(sides: tuple[int, int], tiles: int) -> None:
     images = torch.randn(2, 3, *sides, generator=torch.Generator().manual_seed(1))
     height, width = (side // tiles for side in sides)
-    seen = expand(images.requires_grad_(True), tiles)
+    seen = expand_tiles(images.requires_grad_(True), tiles)
     for number in range(tiles**2):
         row, column = divmod(number, tiles)
         small_one = images[

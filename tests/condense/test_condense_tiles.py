@@ -12,7 +12,7 @@ from torch import nn
 
 from fedquilt.condense.embeds import TwoMoments
 from fedquilt.condense.matching import matching_loss, mean_and_spread
-from fedquilt.condense.synthetic import SyntheticSet, expand, shrink
+from fedquilt.condense.synthetic import SyntheticSet, expand_tiles, shrink_to_tiles
 from fedquilt.condense.training import TrainingSettings, cut_and_mix
 from fedquilt.data import load_condensed
 from fedquilt.errors import InvalidValueError
@@ -21,18 +21,18 @@ from fedquilt.errors import InvalidValueError
 def test_tiles_are_the_quarters_in_reading_order() -> None:
     image = torch.arange(4.0).repeat_interleave(4).view(2, 2, 2, 2).permute(0, 2, 1, 3)
     whole = image.reshape(1, 1, 4, 4)
-    parts = expand(whole, 2)
+    parts = expand_tiles(whole, 2)
     assert parts.shape == (4, 1, 4, 4)
     for number, part in enumerate(parts):
         assert torch.equal(part, torch.full((1, 4, 4), float(number)))
-    assert expand(whole, 1) is whole
+    assert expand_tiles(whole, 1) is whole
 
 
 def test_shrinking_undoes_the_expansion_of_flat_tiles() -> None:
     flat = torch.randn(8, 3, 1, 1).expand(8, 3, 9, 7).contiguous()
-    packed = shrink(flat, 2)
+    packed = shrink_to_tiles(flat, 2)
     assert packed.shape == (2, 3, 9, 7)
-    assert torch.allclose(expand(packed, 2), flat)
+    assert torch.allclose(expand_tiles(packed, 2), flat)
 
 
 def test_expanded_sets_keep_the_order_of_classes() -> None:
@@ -85,7 +85,7 @@ def test_a_run_with_tiles_gives_the_smaller_images(tiles: int, tmp_path: Path) -
     done = condense(tiles=tiles, num_rounds=1, ipc=2, output_dir=str(tmp_path))
     stored = load_condensed(tmp_path / done.folder.name / "condensed.safetensors", whole=True)
     assert done.result["condensation"]["images"] == len(stored) == 20
-    assert torch.equal(images_of(done), expand(stored.images, tiles))
+    assert torch.equal(images_of(done), expand_tiles(stored.images, tiles))
     again = load_condensed(done.folder / "condensed.safetensors")
     assert torch.equal(again.images, images_of(done))
     assert again.targets.tolist() == stored.targets.repeat_interleave(tiles**2).tolist()

@@ -25,7 +25,7 @@ from fedquilt.data import (
     load_condensed,
     save_condensed,
 )
-from fedquilt.data.tiles import most_tiles
+from fedquilt.data.condensed import most_tiles
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError, StorageError
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]

@@ -143,7 +143,7 @@ def test_the_whole_record_is_posted_without_simple(receiver: Receiver) -> None:
 def test_nobody_waits_for_a_server_that_hangs(
     receiver: Receiver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedquilt.observe.log_handlers.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("fedquilt.log.CLOSE_SECONDS", 0.2)
     receiver.pause.clear()
     configure("a", host=receiver.host, console=False)
     began = time.monotonic()

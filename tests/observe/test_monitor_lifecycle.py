@@ -160,7 +160,7 @@ def test_an_unforeseen_error_surfaces_with_its_cause(
     def broken(self: object) -> float:
         raise ZeroDivisionError("sensor on fire")
 
-    monkeypatch.setattr("fedquilt.observe.processes.ProcessTree.memory_percent", broken)
+    monkeypatch.setattr("fedquilt.observe.meters.ProcessTree.memory_percent", broken)
     wait_until(lambda: not monitor.running)
     with pytest.raises(MonitorError, match="ZeroDivisionError: sensor on fire") as raised:
         monitor.stop()
@@ -252,7 +252,7 @@ def test_a_missing_package_names_the_extra(
 
 def test_importing_loads_nothing_optional() -> None:
     script = (
-        "import sys, fedquilt.monitor, fedquilt.observe.child, fedquilt.log\n"
+        "import sys, fedquilt.monitor, fedquilt.observe.runners, fedquilt.log\n"
         "print([m for m in ('psutil', 'prometheus_client', 'pynvml', 'torch', 'numpy')"
         " if m in sys.modules])"
     )

@@ -12,8 +12,13 @@ from types import ModuleType
 
 import pytest
 
-from fedquilt.observe.network import ConnectionTraffic, NamespaceTraffic, Traffic, connections
-from fedquilt.observe.processes import ProcessTree
+from fedquilt.observe.meters import (
+    ConnectionTraffic,
+    NamespaceTraffic,
+    ProcessTree,
+    Traffic,
+    connections,
+)
 from fedquilt.observe.samples import MonitorError
 
 MEGABYTE = 1_000_000

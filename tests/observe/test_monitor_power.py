@@ -12,16 +12,17 @@ import pytest
 from monitor_tools import hwmon_chip, iio_chip, rapl_zone, write_tree
 
 from fedquilt.monitor import MonitorError, PowerUnavailableError, power_sources, thread_monitor
-from fedquilt.observe.meters import open_power, power_meter
+from fedquilt.observe.meters import power_meter
 from fedquilt.observe.power import (
     NotOfferedError,
     Nvml,
     Rapl,
     Zone,
-    combine,
+    combine_rails,
     find_jetson,
     find_nvml,
     find_rapl,
+    open_power,
     used_uj,
 )
 from http_receiver import wait_until
@@ -193,7 +194,7 @@ def test_sensors_of_other_boards_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_board_with_two_rails_for_computing() -> None:
     rails = {"POM_5V_IN": 2000.0, "POM_5V_GPU": 300.0, "POM_5V_CPU": 500.0}
-    assert combine(rails) == {"power_vdd_in": 2000.0, "power_vdd_cpu_gpu_cv": 800.0}
+    assert combine_rails(rails) == {"power_vdd_in": 2000.0, "power_vdd_cpu_gpu_cv": 800.0}
 
 
 def test_nvml_takes_energy_where_it_is_counted_and_power_elsewhere() -> None:

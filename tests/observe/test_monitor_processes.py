@@ -16,7 +16,7 @@ import pytest
 from monitor_tools import burn
 
 from fedquilt.monitor.thread_monitor import FileMonitor
-from fedquilt.observe.processes import CpuAccount, CpuTimes, ProcessKey, ProcessTree
+from fedquilt.observe.meters import CpuAccount, CpuTimes, ProcessKey, ProcessTree
 from fedquilt.observe.samples import MonitorError
 
 ROOT, CHILD, OTHER = ProcessKey(1, 0.0), ProcessKey(2, 1.0), ProcessKey(3, 1.0)

@@ -12,7 +12,7 @@ import pytest
 from fedquilt.errors import InvalidValueError
 from fedquilt.monitor.thread_monitor import FileMonitor, PrometheusMonitor, RemoteMonitor
 from fedquilt.observe.delivery import Address
-from fedquilt.observe.samples import KEYS, Metrics, Reach, Sample, Series, Settings
+from fedquilt.observe.samples import KEYS, Metrics, Reach, Sample, SampleSeries, SamplingSettings
 
 
 def test_the_defaults_are_the_documented_ones() -> None:
@@ -41,7 +41,7 @@ def test_a_value_that_is_no_truth_value_is_a_type_error(value: object) -> None:
 
 
 def test_stats_and_summary_by_hand() -> None:
-    series = Series()
+    series = SampleSeries()
     series.append(Sample(1.0, 2.0, {"cpu_usage": 50.0, "network_bytes_sent": 7}))
     series.append(
         Sample(3.0, 0.5, {"cpu_usage": 100.0, "network_bytes_sent": 3, "power_vdd_in": 4000.0})
@@ -66,7 +66,7 @@ def test_stats_and_summary_by_hand() -> None:
 
 
 def test_what_stats_returns_is_the_callers_own() -> None:
-    series = Series()
+    series = SampleSeries()
     series.append(Sample(1.0, 1.0, {"cpu_usage": 1.0}))
     series.stats()["cpu_usage"].clear()
     assert series.stats()["cpu_usage"] == [1.0]
@@ -81,7 +81,7 @@ def test_the_text_of_a_sample() -> None:
 
 def test_settings_survive_the_way_to_another_process() -> None:
     monitor = RemoteMonitor("h:1", identifier="é\n'", simple=False, sysfs=Path("/s"))
-    settings = Settings(7, 0.5, Metrics(power=True), monitor._reach, monitor._sink())
+    settings = SamplingSettings(7, 0.5, Metrics(power=True), monitor._reach, monitor._sink())
     arrived = pickle.loads(pickle.dumps(settings))
     assert arrived.reach == Reach(sysfs=Path("/s"))
     assert arrived.open_sink.keywords == {"simple": False, "form": "fedquilt"}

@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fedquilt.errors import StorageError
 from fedquilt.monitor import DeliveryError, MonitorError, thread_monitor
-from fedquilt.observe import sinks
+from fedquilt.observe import monitors
+from fedquilt.observe.monitors import CLOSE_SECONDS, LatestSample, PrometheusSink
 from fedquilt.observe.samples import Sample
-from fedquilt.observe.sinks import CLOSE_SECONDS, LatestSample, PrometheusSink
 from http_receiver import Receiver, wait_until
 
 LINE = re.compile(
@@ -148,7 +148,7 @@ def test_connections_that_ask_nothing_are_dropped_without_a_word(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A port scan: connect and go, say half a word and go, say nothing and stay."""
-    monkeypatch.setattr(sinks, "IDLE_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(monitors, "IDLE_SECONDS", 0.2, raising=False)
     with thread_monitor.PrometheusMonitor(0, address="127.0.0.1") as monitor:
         before = threading.active_count()
         with socket.create_connection(("127.0.0.1", monitor.port)) as silent:
@@ -225,7 +225,7 @@ def test_a_server_that_is_not_there_surfaces_and_costs_no_sample(kind: ModuleTyp
 def test_a_server_that_hangs_holds_up_stop_for_a_bounded_time(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedquilt.observe.sinks.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("fedquilt.observe.monitors.CLOSE_SECONDS", 0.2)
     receiver.pause.clear()
     monitor = thread_monitor.RemoteMonitor(receiver.host, 0.02)
     monitor.start()

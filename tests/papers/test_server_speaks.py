@@ -16,7 +16,7 @@ from fedquilt.config import OUTPUT_CONFIG
 from fedquilt.errors import InvalidValueError
 from fedquilt.framework import QuAPFLServer
 from fedquilt.report import plot_training_history
-from fedquilt.report.groups import consumption_by_group
+from fedquilt.report.paper_figures import consumption_by_group
 
 BOUNDED = {"mode": "fixed_dp", "noise_layers": "all", "noise_seed": None, "epsilon_total": 3.0}
 

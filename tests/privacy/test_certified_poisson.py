@@ -18,12 +18,15 @@ from dp_accounting import (
 )
 
 import fedquilt
-from certified_samples import SIZE, Sending, make_federation, make_problem
+from certified_samples import SIZE, Sending, make_federation, make_problem, plan_of
+from fedquilt.aggregation import RunningMean
 from fedquilt.errors import InvalidValueError
+from fedquilt.federation import Federation
 from fedquilt.population import Cohort
 from fedquilt.privacy.accounting import calibrate
+from fedquilt.privacy.mechanism import RoundTally
 from fedquilt.privacy.poisson import AmplifiedCertified
-from fedquilt.round import Federation, run_round
+from fedquilt.round import run_round
 from fedquilt.setup import mechanism as assemble_mechanism
 from fedquilt.training.engines import LocalEngine
 
@@ -139,10 +142,13 @@ def test_the_divisor_does_not_know_the_cohort(folder: Path) -> None:
     assert federation.mechanism.settings.divisor == 3.0
     stds = [run_round(federation, index).noise.noise_std for index in range(ROUNDS)]
     assert stds == [0.5] * ROUNDS
-    sums = [
-        federation.mechanism.release(torch.zeros(SIZE, dtype=torch.float64), weight)[0].std().item()
-        for weight in (1.0, 9.0)
-    ]
+
+    def released(weight: float) -> torch.Tensor:
+        total = RunningMean(SIZE)
+        total.weight = weight
+        return federation.mechanism.release(plan_of(federation), total, RoundTally())[0]
+
+    sums = [released(weight).std().item() for weight in (1.0, 9.0)]
     assert 0.2 < sums[0] / sums[1] < 5
 
 

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.privacy import device_noise
+from fedquilt.privacy import noise
 from fedquilt.privacy.clip import StreamingNorm
-from fedquilt.privacy.device_noise import DeviceNoise, expand
 from fedquilt.privacy.noise import (
     BandedNoise,
+    DeviceNoise,
     SecretNoise,
     SeededNoise,
+    expand_key,
     noise_source,
     normal_where,
 )
@@ -60,7 +61,7 @@ def test_numbers_are_those_of_chacha20(size: int) -> None:
     radius = np.sqrt(-2.0 * np.log(uniform[:, :4] + 2.0**-53))
     angle = 2.0 * np.pi * uniform[:, 4:]
     wanted = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2).reshape(-1)[:size]
-    got = expand(KEY, size, CPU)
+    got = expand_key(KEY, size, CPU)
     assert got.dtype == torch.float64
     assert np.allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-12)
 
@@ -72,7 +73,7 @@ def test_every_vector_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         keys.append(key)
         return torch.zeros(size, dtype=torch.float64)
 
-    monkeypatch.setattr(device_noise, "expand", noted)
+    monkeypatch.setattr(noise, "expand_key", noted)
     banded = BandedNoise(DeviceNoise())
     drawn = [*banded.draw_chunks(0, 30_000_000, CUDA), *banded.draw_chunks(1, 10, CUDA)]
     assert [(chunk.start, chunk.stop) for chunk, _ in drawn] == [
@@ -105,7 +106,7 @@ def test_noise_of_one_vector_is_drawn_where_it_is(monkeypatch: pytest.MonkeyPatc
         places.append(device)
         return torch.ones(size, dtype=torch.float64)
 
-    monkeypatch.setattr(device_noise, "expand", noted)
+    monkeypatch.setattr(noise, "expand_key", noted)
     assert normal_where(CUDA, 4, DeviceNoise()).tolist() == [1.0] * 4
     assert places == [CUDA]
     assert len(normal_where(CPU, 4, DeviceNoise())) == 4

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from report_samples import FAST, make_run, words
 
+from fedquilt.common.bounds import format_bound
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.report import comparison_table, plot_comparison, render_comparison
-from fedquilt.report.comparison import epsilon_text, spread_apart
+from fedquilt.report.comparison import spread_apart
 
 
 def runs() -> list[Any]:
@@ -85,12 +86,12 @@ def test_the_claim_names_another_adjacency_than_the_usual_one() -> None:
      (999.6, "1000"), ("inf", "∞"), (0.1 + 0.2, "0.3")],
 )  # fmt: skip
 def test_epsilon_is_rounded_up_never_down(epsilon: Any, text: str) -> None:
-    assert epsilon_text(epsilon) == text
+    assert format_bound(float(epsilon)) == text
 
 
 @given(st.floats(min_value=1e-6, max_value=1e6))
 def test_the_text_of_epsilon_covers_it(epsilon: float) -> None:
-    shown = float(epsilon_text(epsilon))
+    shown = float(format_bound(float(epsilon)))
     assert epsilon * (1 - 1e-10) <= shown <= epsilon * 1.011
 
 
@@ -148,7 +149,7 @@ def test_the_figure_shows_mean_band_points_and_claims(saved: list[Figure], tmp_p
     curves, finals = saved[0].axes
     table = np.asarray([run["history"]["test_accuracy"] for run in given_runs[:3]])
     np.testing.assert_allclose(curves.lines[2].get_ydata(), table.mean(axis=0))
-    band = curves.collections[2].get_paths()[0].vertices[:, 1]
+    band = curves.collections[-1].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((table.min(), table.max()))
     assert {"fedavg", "quap_fl", "certified"} <= set(words(curves).splitlines())
     dots = [line.get_xdata().tolist() for line in finals.lines if line.get_marker() == "o"]

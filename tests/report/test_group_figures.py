@@ -13,7 +13,7 @@ from report_samples import FAST, make_history, words
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.report import plot_paper_figures, plot_privacy_consumption_by_group
-from fedquilt.report.groups import consumption_by_group
+from fedquilt.report.paper_figures import consumption_by_group
 
 
 def test_consumption_by_hand() -> None:

@@ -22,7 +22,12 @@ def view(name: str = "run", seed: int = 0, **changes: Any) -> dict[str, Any]:
         "dataset": "digits",
         "seed": seed,
         "config": [["epsilon", "3.0", True]],
-        "accuracy": {"rounds": [1, 2], "values": [0.1, 0.2], "loss": [2.0, 1.0]},
+        "evaluation": {
+            "metric": "accuracy",
+            "rounds": [1, 2],
+            "values": [0.1, 0.2],
+            "loss": [2.0, 1.0],
+        },
         "claim": {**claim, "adjacency": "zero-out"},
         **changes,
     }

@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from views_samples import small_run
 
+import fedquilt
 from command_line import Said
 from fedquilt.common.errors import FedquiltError
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.result import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
 from fedquilt.report.html_page import with_comparison
+from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view
-from fedquilt.report.views.compact import encode_roster, upward
-from fedquilt.report.views.lifetime import lifetime_view
+from fedquilt.report.views.run import encode_roster
+from fedquilt.report.views.spend import lifetime_view
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +266,31 @@ def test_runs_of_older_versions_are_shown(name: str) -> None:
     assert view["runs"][0]["claim"]["headline"]
 
 
+def test_a_run_without_accuracy_shows_what_it_is_judged_by(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4)
+    data = (x, x @ torch.tensor([[1.0], [2.0], [0.0], [1.0]]))
+    clients = [list(range(i, 60, 6)) for i in range(6)]
+    done = fedquilt.run(
+        torch.nn.Linear(4, 1), data, data, clients, num_rounds=4, clients_per_round=3,
+        mode="fedavg", eval_every=2, output_dir=str(tmp_path), quiet=True,
+    )  # fmt: skip
+    assert done.folder is not None
+    view = with_comparison(page_view([done.folder]))
+    found = view["runs"][0]["evaluation"]
+    assert (found["metric"], found["rounds"]) == ("mse", [2, 4])
+    assert found["values"][-1] == pytest.approx(done.metrics["mse"], rel=1e-4)
+    assert found["loss"] == pytest.approx(found["values"], rel=1e-3)
+    (series,) = view["series"]
+    assert (series["metric"], series["mean"]) == ("MSE", found["values"][-1])
+    assert series["curve"]["mean"] == found["values"]
+
+
 def test_every_tier_has_its_accuracy(tmp_path: Path) -> None:
     run = small_run(tmp_path, mode="fedavg", method="heterofl", model="mlp", tiers="1,1/2")
     (view,) = page_view([run])["runs"]
     assert list(view["look"]["tiers"]) == ["1", "1/2"]
-    assert view["look"]["tiers"]["1"] == pytest.approx(view["accuracy"]["values"][-1], abs=1e-3)
+    assert view["look"]["tiers"]["1"] == pytest.approx(view["evaluation"]["values"][-1], abs=1e-3)
     assert len(view["look"]["classes"]) == 10
     assert sum(one["samples"] for one in view["look"]["classes"]) == 355
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedquilt.config.modes import MODES
-from fedquilt.models.registry import MODELS
+from fedquilt.models import MODELS
 from fedquilt.training import ClientUpdate
 from fedquilt.training.trainers.manual import ManualTrainer
 

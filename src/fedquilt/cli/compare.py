@@ -125,7 +125,7 @@ def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
 def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) -> None:
     from fedquilt.record.folder import finite
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
-    from fedquilt.report.comparison_files import write_tables
+    from fedquilt.report.comparison import write_tables
 
     runs = [{**one.result, "mode": name} for name, one in finished]
     rows = comparison_table(runs)
@@ -182,9 +182,9 @@ def _compare_finished(
     runs: list[str], figures: str, figure_format: str, folder: Path, as_json: bool
 ) -> None:
     from fedquilt.record.folder import finite
-    from fedquilt.report.comparison_files import as_text, comparison_rows, entries_of, write_tables
+    from fedquilt.report.comparison import as_text, comparison_rows, write_tables
+    from fedquilt.report.runs import entries_of, group_by_config
     from fedquilt.report.style import FORMATS
-    from fedquilt.report.together import lay_together
 
     wanted = _figures(figures)
     checks.choice("format", figure_format, FORMATS)
@@ -193,7 +193,7 @@ def _compare_finished(
     drawn: list[str] = []
     with drawing("a figure of the comparison"):
         drawn = _draw(results, wanted, folder, figure_format)
-    rows = comparison_rows(lay_together(entries_of(results)))
+    rows = comparison_rows(group_by_config(entries_of(results)))
     if as_json:
         record = {"table": rows, "tables": tables, "figures": drawn}
         print(json.dumps(finite(record), allow_nan=False))
@@ -219,7 +219,7 @@ def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> list[str]:
-    from fedquilt.report.comparison_files import FIGURES
+    from fedquilt.report.comparison import FIGURES
 
     if text in ("all", "none"):
         return list(FIGURES) if text == "all" else []
@@ -234,18 +234,15 @@ def _draw(
         plot_multi_seed_comparison,
         plot_training_history,
     )
-    from fedquilt.report.comparison_files import entries_of
-    from fedquilt.report.paper import plot_paper_figures_of_runs
-    from fedquilt.report.together import lay_together
+    from fedquilt.report.paper_figures import plot_paper_figures_of_runs
+    from fedquilt.report.runs import series_of
 
     runs, settings, drawn = list(results.values()), {"format": figure_format}, []
-    series = lay_together(entries_of(results))
+    series = series_of(runs)
     if "comparison" in wanted and len({one.entries[0].dataset for one in series}) > 1:
         print("warning: runs of several data sets are not drawn in one figure", file=sys.stderr)
     elif "comparison" in wanted:
-        # One line a setting: two settings of a mode are not seeds of one another.
-        named = [{**runs[i], "mode": one.label} for one in series for i in one.members]
-        drawn.append(plot_comparison(named, str(folder / f"comparison.{figure_format}"), settings))
+        drawn.append(plot_comparison(runs, str(folder / f"comparison.{figure_format}"), settings))
     if "training" in wanted:
         path = folder / f"training.{figure_format}"
         drawn.append(plot_training_history(runs, config=settings, save_path=str(path)))

@@ -133,7 +133,7 @@ class Watcher(Observer):
         """Open the trackers in the run's folder."""
         if self._names == "none":
             return
-        from fedquilt.observe.tracked import Tracked
+        from fedquilt.observe.trackers import Tracked
 
         self._trackers = self._stack.enter_context(Tracked(self._names))
         self._trackers.opened(config, folder)

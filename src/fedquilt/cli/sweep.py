@@ -131,8 +131,8 @@ def _report(
 ) -> None:
     """Say what was found; end with 1 where runs did not end, or none of them could begin."""
     from fedquilt.record.folder import finite
-    from fedquilt.report.sweep_figure import plot_sweep
     from fedquilt.sweep import summarise
+    from fedquilt.sweep.figure import plot_sweep
     from fedquilt.sweep.table import FAILED, REFUSED, WAITING
 
     found = summarise(plan, rows)

@@ -61,7 +61,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.condense.augment import Transform
 from fedquilt.condense.embeds import Embeds, embed_and_forward
 from fedquilt.condense.statistics import ClassTargets, Drawn
-from fedquilt.condense.synthetic import SyntheticSet, expand
+from fedquilt.condense.synthetic import SyntheticSet, expand_tiles
 from fedquilt.config.choices import IMAGE_OPTIMIZERS, LOGIT_LOSSES, LOSS_COMPUTATIONS
 
 
@@ -188,7 +188,7 @@ def view_loss(
         Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.synthetic`).
     """
     classes = len(images)
-    batch = expand(images.flatten(0, 1), tiles)
+    batch = expand_tiles(images.flatten(0, 1), tiles)
     ipc = len(batch) // classes
     owners = places.repeat_interleave(ipc)
     if view.transform is not None:

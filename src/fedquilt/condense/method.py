@@ -24,7 +24,7 @@ from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.server import CondensingServer
-from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
@@ -443,7 +443,7 @@ def first_images(
         [np.resize(source.permutation(held[labels[held] == c]), count) for c in classes]
     )
     real = task.inputs[torch.from_numpy(chosen).to(device)]
-    synthetic.images.copy_(shrink(real, tiles))
+    synthetic.images.copy_(shrink_to_tiles(real, tiles))
     return synthetic, 4 * real.numel()
 
 

@@ -19,7 +19,7 @@ from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embedding_model, perturbed
 from fedquilt.condense.matching import Matcher, MatchingSettings, View
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
-from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.config import CondenseConfig
 
 
@@ -147,7 +147,9 @@ def condensed_by_clients(
         if label in sent:
             pool = torch.cat(sent[label])
             chosen = np.resize(source.permutation(len(pool)), first.ipc * first.tiles**2)
-            images.copy_(shrink(pool[torch.from_numpy(chosen).to(pool.device)], first.tiles))
+            images.copy_(
+                shrink_to_tiles(pool[torch.from_numpy(chosen).to(pool.device)], first.tiles)
+            )
     return 4 * sum(images.numel() for parts in sent.values() for images in parts)
 
 

@@ -1,6 +1,6 @@
 """The synthetic set: `ipc` images of each class, class after class.
 
-Every image may hold `tiles` x `tiles` smaller ones (`fedquilt.data.tiles`), which are what
+Every image may hold `tiles` x `tiles` smaller ones (`fedquilt.data.condensed`), which are what
 is matched and trained on.
 """
 
@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.data.tiles import expand, most_tiles, shrink
+from fedquilt.data.condensed import expand_tiles, most_tiles, shrink_to_tiles
 from fedquilt.models.features import draw
 
-__all__ = ["SyntheticSet", "expand", "shrink"]
+__all__ = ["SyntheticSet", "expand_tiles", "shrink_to_tiles"]
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class SyntheticSet:
         count = len(self.images) * self.tiles**2
         drawings = draw("leaves", tuple(self.images.shape[1:]), count, seed)
         std, mean = torch.std_mean(drawings, dim=(0, 2, 3), keepdim=True)
-        begin = shrink(0.5 * (drawings - mean) / std.clamp(min=1e-6), self.tiles)
+        begin = shrink_to_tiles(0.5 * (drawings - mean) / std.clamp(min=1e-6), self.tiles)
         return SyntheticSet(begin.to(self.images), self.classes, self.ipc, self.tiles)
 
     @property
@@ -108,4 +108,6 @@ class SyntheticSet:
 
     def expanded(self) -> SyntheticSet:
         """Return the smaller images, enlarged: what is matched and trained on."""
-        return SyntheticSet(expand(self.images, self.tiles), self.classes, self.ipc * self.tiles**2)
+        return SyntheticSet(
+            expand_tiles(self.images, self.tiles), self.classes, self.ipc * self.tiles**2
+        )

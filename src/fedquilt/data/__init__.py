@@ -12,11 +12,6 @@
 
 from __future__ import annotations
 
-from fedquilt.data.clients import (
-    analyze_data_distribution,
-    create_client_dataloaders,
-    prepare_non_iid_data,
-)
 from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
 from fedquilt.data.dataset import ImageDataset
 from fedquilt.data.files import (
@@ -27,10 +22,17 @@ from fedquilt.data.files import (
     dataset_status,
 )
 from fedquilt.data.load import load_dataset
-from fedquilt.data.register import register_dataset
 from fedquilt.data.samples import Samples, as_dataset, as_samples, clients_data
-from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec
-from fedquilt.data.split import SPLITS, dirichlet_split, read_split_file, split_clients
+from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec, register_dataset
+from fedquilt.data.split import (
+    SPLITS,
+    analyze_data_distribution,
+    create_client_dataloaders,
+    dirichlet_split,
+    prepare_non_iid_data,
+    read_split_file,
+    split_clients,
+)
 
 __all__ = [
     "DATASETS",

@@ -14,6 +14,12 @@ ImageDataset('digits', 6 samples 1x8x8, 10 classes)
 >>> condensed_info(path)["about"]
 {'ipc': 2, 'method': 'statistics'}
 >>> folder.cleanup()
+
+Partition and expansion (Zhao et al., "Improved distribution matching for dataset
+condensation", CVPR 2023): every image of a condensed set holds `tiles` x `tiles` smaller
+ones, which are enlarged to its size wherever they are looked at.  The numbers that are
+stored stay the same; what is trained on are `tiles`^2 times as many images, each with
+less detail.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
@@ -37,7 +44,6 @@ from fedquilt.common.storage import write_file
 from fedquilt.common.tensors import as_safetensors
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
-from fedquilt.data.tiles import expand, most_tiles
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"
@@ -68,7 +74,7 @@ def save_condensed(
     mean, std
         What the images are normalised with, one value a channel: pixel = x * std + mean.
     tiles
-        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.data.tiles`).
+        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.data.condensed`).
     about
         Anything else worth knowing of how the set was made.
     """
@@ -105,7 +111,10 @@ def load_condensed(path: str | os.PathLike[str], *, whole: bool = False) -> Imag
         images, labels = (stream.get(name).clone() for name in _DTYPES)
     _check_finite(images, f"images of {path}", DataError)
     if info["tiles"] > 1 and not whole:
-        images, labels = expand(images, info["tiles"]), labels.repeat_interleave(info["tiles"] ** 2)
+        images, labels = (
+            expand_tiles(images, info["tiles"]),
+            labels.repeat_interleave(info["tiles"] ** 2),
+        )
     try:
         return ImageDataset(images, labels, info["name"], info["num_classes"])
     except InvalidValueError as error:
@@ -228,3 +237,63 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> Path:
         raise InvalidValueError(f"path={str(path)!r} must name a file")
     write_file(path, content, parents=True)
     return path
+
+
+_EXPANDED_VALUES = 1 << 26
+"""So many numbers may come out of any set, and sixteen times its own out of a large one."""
+
+
+def most_tiles(shape: Sequence[int]) -> int:
+    """Return the most tiles that images [N, C, H, W] may hold beside each other.
+
+    What comes out has tiles^2 times as many numbers as the file that it is read from.
+    """
+    affordable = max(4, math.isqrt(_EXPANDED_VALUES // math.prod(shape)))
+    return min(*shape[2:], affordable)
+
+
+def expand_tiles(images: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Return the smaller images [N * tiles^2, C, H, W] that images [N, C, H, W] hold.
+
+    Image after image, row after row.  They are enlarged bilinearly; where the sides are no
+    multiples of `tiles`, the last rows and columns are left out.
+
+    >>> from fedquilt.data.condensed import expand_tiles
+    >>> expand_tiles(torch.arange(16.0).view(1, 1, 4, 4), 2).shape
+    torch.Size([4, 1, 4, 4])
+    """
+    if tiles == 1:
+        return images
+    count, channels, *sides = images.shape
+    height, width = (side // tiles for side in sides)
+    cut = images[..., : height * tiles, : width * tiles]
+    cut = cut.reshape(count, channels, tiles, height, tiles, width)
+    small = cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels, height, width)
+    rows, columns = (_enlarger(*pair, images) for pair in zip((height, width), sides, strict=True))
+    return rows @ small @ columns.mT
+
+
+def _enlarger(small: int, large: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the matrix [large, small] that enlarges a line bilinearly.
+
+    A product on either side is what `interpolate` computes, in less time for many small
+    images: its kernels take one after the other.
+    """
+    lines = torch.eye(small, dtype=like.dtype, device=like.device)[None]
+    return functional.interpolate(lines, size=large, mode="linear", align_corners=False)[0].T
+
+
+def shrink_to_tiles(images: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Return images [N, C, H, W] that each hold `tiles`^2 of the images [N * tiles^2, C, H, W].
+
+    The opposite of `expand_tiles`, but for the detail that is lost: a smaller image is made of
+    means over the pixels of a larger one.
+    """
+    if tiles == 1:
+        return images
+    channels, *sides = images.shape[1:]
+    height, width = (side // tiles for side in sides)
+    small = functional.adaptive_avg_pool2d(images, (height, width))
+    rows = small.view(-1, tiles, tiles, channels, height, width).permute(0, 3, 1, 4, 2, 5)
+    joined = rows.reshape(-1, channels, tiles * height, tiles * width)
+    return functional.pad(joined, (0, sides[1] - tiles * width, 0, sides[0] - tiles * height))

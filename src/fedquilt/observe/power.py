@@ -12,6 +12,7 @@ are added.  All of them measure the machine, not a process.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,13 @@ from typing import Any
 
 from fedquilt.common import optional
 from fedquilt.common.errors import MissingPackageError
-from fedquilt.observe.samples import VDD_CPU_GPU_CV, VDD_IN, VDD_SOC, MonitorError
+from fedquilt.observe.samples import (
+    VDD_CPU_GPU_CV,
+    VDD_IN,
+    VDD_SOC,
+    MonitorError,
+    PowerUnavailableError,
+)
 
 
 class NotOfferedError(Exception):
@@ -218,12 +225,12 @@ class Jetson(PowerSource):
 
     def read(self) -> Mapping[str, float]:
         try:
-            return combine({label: rail.milliwatts() for label, rail in self._rails.items()})
+            return combine_rails({label: rail.milliwatts() for label, rail in self._rails.items()})
         except (OSError, ValueError) as error:
             raise MonitorError(f"a rail's sensor can no longer be read: {error}") from error
 
 
-def combine(rails: Mapping[str, float]) -> dict[str, float]:
+def combine_rails(rails: Mapping[str, float]) -> dict[str, float]:
     """Add up rails under the three public keys.
 
     The input is the module's input rail, or on boards that have none the sum of all.
@@ -276,3 +283,39 @@ def _older_driver(sysfs: Path) -> Iterator[tuple[Path, Rail]]:
     for chip in sorted((sysfs / "bus" / "i2c" / "drivers" / "ina3221x").glob("*/iio*device*")):
         for k in (0, 1, 2):
             yield chip / f"rail_name_{k}", Rail((chip / f"in_power{k}_input",), 1.0)
+
+
+def open_power(sysfs: str | os.PathLike[str] = "/sys") -> list[PowerSource]:
+    """Return what measures power here, or raise and say what was looked for."""
+    root = Path(sysfs)
+    reasons: dict[str, str] = {}
+    sources = _found(reasons, Jetson=lambda: find_jetson(root))
+    if not sources:
+        sources = _found(reasons, RAPL=lambda: find_rapl(root), NVML=find_nvml)
+    if not sources:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise PowerUnavailableError(
+            f"power=True, but this machine offers no power meter ({listed})"
+        )
+    return sources
+
+
+def _found(reasons: dict[str, str], **finders: Callable[[], PowerSource]) -> list[PowerSource]:
+    sources = []
+    for name, find in finders.items():
+        try:
+            sources.append(find())
+        except NotOfferedError as missing:
+            reasons[name] = str(missing)
+    return sources
+
+
+def power_sources(sysfs: str | os.PathLike[str] = "/sys") -> list[str]:
+    """Return what can measure power on this machine; an empty list: nothing can."""
+    try:
+        sources = open_power(sysfs)
+    except PowerUnavailableError:
+        return []
+    for source in sources:
+        source.close()
+    return [source.name for source in sources]

@@ -16,7 +16,8 @@ from typing import Any
 
 from fedquilt.common.observer import Observer
 from fedquilt.common.storage import append_line
-from fedquilt.observe.meters import Sampler, power_sources
+from fedquilt.observe.meters import Sampler
+from fedquilt.observe.power import power_sources
 from fedquilt.observe.samples import CPU, MEMORY, NETWORK, POWER, Metrics, Reach, Sample
 
 FILE = "monitor.jsonl"

@@ -1,7 +1,8 @@
 """Sampling at equal intervals, in a thread or in a process of its own.
 
 A runner begins to sample when it is made, which raises what is wrong with meters or sink.
-What fails later ends the sampling and is in `failure` from then on.
+What fails later ends the sampling and is in `failure` from then on.  The process that a
+`ProcessRunner` starts is `python -m fedquilt.observe.runners`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from fedquilt.common.errors import FedquiltError
 from fedquilt.observe.meters import Sampler
-from fedquilt.observe.samples import Metrics, MonitorError, Sample, Settings
+from fedquilt.observe.samples import Metrics, MonitorError, Sample, SamplingSettings
 
 
 class SamplingLoop:
@@ -32,7 +35,7 @@ class SamplingLoop:
     time without a gap.
     """
 
-    def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
+    def __init__(self, settings: SamplingSettings, emit: Callable[[Sample], None]) -> None:
         self._interval = settings.interval
         self._emit = emit
         self._lock = threading.Lock()
@@ -85,7 +88,7 @@ class SamplingLoop:
 class ThreadRunner:
     """Samples in a thread of this process."""
 
-    def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
+    def __init__(self, settings: SamplingSettings, emit: Callable[[Sample], None]) -> None:
         self.failure: FedquiltError | None = None
         self._loop = SamplingLoop(settings, emit)
         self.port = self._loop.port
@@ -137,7 +140,7 @@ class ProcessRunner:
     ("end", error or None).
     """
 
-    def __init__(self, settings: Settings, emit: Callable[[Sample], None]) -> None:
+    def __init__(self, settings: SamplingSettings, emit: Callable[[Sample], None]) -> None:
         self.failure: FedquiltError | None = None
         self.port: int | None = None
         self._emit = emit
@@ -173,7 +176,7 @@ class ProcessRunner:
         self._pipe.close()
         self._output.close()
 
-    def _ask(self, order: Settings | Metrics) -> int | None:
+    def _ask(self, order: SamplingSettings | Metrics) -> int | None:
         """Send an order and wait for the answer; raise when it is an error."""
         self._send(order)
         try:
@@ -186,7 +189,7 @@ class ProcessRunner:
             raise answer
         return answer
 
-    def _send(self, order: Settings | Metrics | None) -> None:
+    def _send(self, order: SamplingSettings | Metrics | None) -> None:
         # When the process is gone, the reader says why.
         with contextlib.suppress(OSError):
             self._pipe.send(order)
@@ -226,7 +229,7 @@ def _launch(pipe: int, output: IO[bytes]) -> subprocess.Popen[Any]:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
         # -P: a module of the current folder must not be taken for one of Python's.
-        [sys.executable, "-P", "-m", "fedquilt.observe.child", str(pipe)],
+        [sys.executable, "-P", "-m", "fedquilt.observe.runners", str(pipe)],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -235,3 +238,56 @@ def _launch(pipe: int, output: IO[bytes]) -> subprocess.Popen[Any]:
         # Ctrl-C is for the program; it decides when its monitor ends.
         start_new_session=True,
     )
+
+
+def main() -> None:
+    """Sample until told to stop, or until nobody is there to tell it."""
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        pipe.send(("end", _serve(pipe)))
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(1)  # the other process is gone; there is nobody to tell
+
+
+def _serve(pipe: Connection) -> FedquiltError | None:
+    """Sample, and send what happens; return what failed."""
+    try:
+        loop = SamplingLoop(pipe.recv(), lambda sample: pipe.send(("sample", sample)))
+        pipe.send(("answer", loop.port))
+        loop.run(lambda seconds: _obey(pipe, loop, seconds))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except BaseException as error:
+        return _portable(error)
+    return None
+
+
+def _obey(pipe: Connection, loop: SamplingLoop, seconds: float) -> bool:
+    """Carry out what comes in for some seconds; return whether to stop."""
+    until = time.monotonic() + seconds
+    while pipe.poll(max(0.0, until - time.monotonic())):
+        try:
+            metrics = pipe.recv()
+        except EOFError:
+            return True
+        if metrics is None:
+            return True
+        try:
+            loop.switch(metrics)
+        except Exception as error:
+            pipe.send(("answer", _portable(error)))
+        else:
+            pipe.send(("answer", None))
+    return False
+
+
+def _portable(error: BaseException) -> FedquiltError:
+    """Return an error that survives the pipe, with its trace, which would not, as a note."""
+    trace = "".join(traceback.format_exception(error))
+    shown = as_fedquilt_error(error)
+    shown.add_note(f"in the sampler's process:\n{trace}")
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -114,7 +114,7 @@ class Sample:
         return "".join(form[key].format(self.values[key]) for key in KEYS if key in self.values)
 
 
-class Series:
+class SampleSeries:
     """The samples of one monitor, in order; safe to read while it grows."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """What is sampled, how often, and what opens the place where it goes."""
 
     pid: int

@@ -18,184 +18,32 @@ collected: a tracker tells of a run what it was given, and no more.
 
 from __future__ import annotations
 
-import importlib
+import logging
 import os
-import re
-import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from fedquilt.common import checks, optional
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, IrregularFileError, StorageError
-from fedquilt.common.storage import check_own_tree, write_file
-from fedquilt.observe.mlflow import MlflowTracker, load_mlflow
-from fedquilt.observe.tracking import Tracker, Trackers, scalars_of, step_of, withholds_time
+from fedquilt.common.observer import Observer, Observers, as_observer
+from fedquilt.common.storage import check_own_tree
+from fedquilt.observe.tracker_kinds import (
+    MlflowTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    load_mlflow,
+    load_tensorboard,
+    load_wandb,
+    step_of,
+    wandb_mode,
+)
 
-__all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
-
-TENSORBOARD_FOLDER = "tensorboard"
-
-
-class TensorBoardTracker:
-    """Writes scalars with torch's SummaryWriter.
-
-    The event file begins with the first round, because only then is known where the
-    run goes on: TensorBoard drops what an earlier event file holds from that step on
-    (`purge_step`), so the rounds that a resumed run repeats appear once.
-
-    A round that withholds its seconds is stamped with the time of opening.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._module = _tensorboard()
-        self._folder = folder / TENSORBOARD_FOLDER
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._opened = time.time()
-        self._writer: Any = None
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Write one round, and flush it: a killed run keeps its rounds."""
-        step = step_of(line)
-        clock = self._opened if withholds_time(line) else None
-        if self._writer is None:
-            self._writer = self._module.SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in scalars_of(line).items():
-            self._writer.add_scalar(name, value, global_step=step, walltime=clock)
-        self._writer.flush()
-
-    def close(self, *, failed: bool = False) -> None:
-        """Close the event file; TensorBoard has no place for how a run ended."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        try:
-            writer.close()
-        except Exception:
-            # SummaryWriter gives up at its first error, before it has waited for its thread.
-            writer.file_writer.close()
-            raise
-
-
-WANDB_FOLDER = "wandb"
-ID_FILE = "run-id.txt"
-MODES = ("offline", "online", "disabled", "shared", "dryrun", "run")
-# "dryrun" is an older name of "offline".
-SENDS_NOTHING = ("offline", "dryrun", "disabled")
-
-_NOTHING_ELSE = {
-    "silent": True,
-    "console": "off",
-    "disable_git": True,
-    "disable_code": True,
-    "save_code": False,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
-}
-
-
-class WandbTracker:
-    """Logs to a run of its own, whose id stays in the folder for the run to be resumed.
-
-    wandb stamps every row with the seconds since the start, and that cannot be turned
-    off.  Rounds that withhold their seconds are therefore kept until the tracker is
-    closed, and get almost the same stamp.
-
-    wandb gathers offline rows in memory and writes them in blocks and at the end.
-    A run that is killed, rather than interrupted, loses the latest ones here.
-    """
-
-    def __init__(
-        self, folder: Path, *, project: str, run_name: str, config: Mapping[str, Any]
-    ) -> None:
-        mode = wandb_mode()
-        self._kept: list[tuple[int, dict[str, int | float]]] = []
-        with _quiet(mode):
-            wandb = _wandb()
-            id_file = folder / WANDB_FOLDER / ID_FILE
-            run_id, resumed = _run_id(id_file)
-            try:
-                self._run = wandb.init(
-                    mode=mode,
-                    dir=str(folder),
-                    project=project,
-                    name=run_name,
-                    config=dict(config),
-                    id=run_id,
-                    resume="allow" if resumed else None,
-                    reinit="create_new",  # leaves a run of the caller's alone
-                    settings=wandb.Settings(**_NOTHING_ELSE),
-                )
-            except Exception as error:
-                if not resumed:
-                    id_file.unlink(missing_ok=True)
-                raise InvalidValueError(
-                    f"trackers='wandb' cannot start with WANDB_MODE={mode!r}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Send one round to wandb's own process, which writes it down."""
-        row = step_of(line), scalars_of(line)
-        if self._kept or withholds_time(line):
-            self._kept.append(row)
-        else:
-            self._send(*row)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Send what was kept and end the run; again does nothing."""
-        run, kept = self._run, self._kept
-        if run is None:
-            return
-        try:
-            for row in kept:
-                self._send(*row)
-        finally:
-            self._run, self._kept = None, []
-            run.finish(exit_code=int(failed))
-
-    def _send(self, step: int, values: dict[str, int | float]) -> None:
-        # Without `commit` a row waits until the next one comes.
-        self._run.log(values, step=step, commit=True)
-
-
-def wandb_mode() -> str:
-    """Return what WANDB_MODE asks for, "offline" when it is unset or empty."""
-    return checks.choice("WANDB_MODE", os.environ.get("WANDB_MODE") or "offline", MODES)
-
-
-def _run_id(file: Path) -> tuple[str, bool]:
-    """Return the run id of a folder and whether it was there before."""
-    if file.exists():
-        written = file.read_text(encoding="utf-8", errors="replace").strip()
-        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", written):
-            return written, True
-    run_id = uuid.uuid4().hex[:12]
-    write_file(file, f"{run_id}\n".encode(), parents=True)
-    return run_id, False
-
-
-@contextmanager
-def _quiet(mode: str) -> Iterator[None]:
-    """Start wandb without words, and offline without reports of its errors to its makers.
-
-    wandb reads these variables only while it starts; what the user has set stays.
-    """
-    wanted = {"WANDB_SILENT": "true"}
-    if mode in SENDS_NOTHING:
-        wanted["WANDB_ERROR_REPORTING"] = "false"
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
+__all__ = ["Tracked", "Tracker", "Trackers", "check_trackers", "open_trackers", "tracked"]
 
 NAMES = ("wandb", "tensorboard", "mlflow")
 NONE = "none"
@@ -252,22 +100,12 @@ def check_trackers(names: str) -> list[str]:
     wanted = list(dict.fromkeys(checks.choice("trackers", name, allowed) for name in given))
     if "wandb" in wanted:
         wandb_mode()
-        _wandb()
+        load_wandb()
     if "tensorboard" in wanted:
-        _tensorboard()
+        load_tensorboard()
     if "mlflow" in wanted:
         load_mlflow()
     return wanted
-
-
-def _wandb() -> Any:
-    return optional.load("wandb", "trackers='wandb'")
-
-
-def _tensorboard() -> Any:
-    """Return torch's module with SummaryWriter, which needs the package tensorboard."""
-    optional.load("tensorboard", "trackers='tensorboard'")
-    return importlib.import_module("torch.utils.tensorboard")
 
 
 def _open(
@@ -288,3 +126,137 @@ def _open(
         raise StorageError(
             f"tracker {name} cannot write to {str(folder)!r}: {error.strerror or error}"
         ) from error
+
+
+logger = logging.getLogger("fedquilt.trackers")
+
+
+class Trackers:
+    """Hands every round to each tracker; one that fails is left behind with a warning.
+
+    Only the process that opened the trackers writes to them: in a forked worker, `log`
+    and `close` do nothing, so that nothing is written twice or waited for.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._live = dict(trackers)
+        self._pid = os.getpid()
+        # Reentrant: a signal handler may close what the same thread is writing to.
+        self._lock = threading.RLock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trackers that still work."""
+        return tuple(self._live)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Hand one round to every tracker.
+
+        Raises
+        ------
+        InvalidValueError
+            If the line has no whole number >= 0 as its "round".
+        """
+        step_of(line)
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            for name, tracker in list(self._live.items()):
+                try:
+                    tracker.log(line)
+                except Exception as error:
+                    self._leave_behind(name, error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close every tracker, also when closing one fails; again does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock, ExitStack() as closing:
+            while self._live:
+                closing.callback(_close, *self._live.popitem(), failed)
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def _leave_behind(self, name: str, error: Exception) -> None:
+        _warn(name, error)
+        tracker = self._live.pop(name, None)
+        if tracker is not None:
+            with suppress(Exception):
+                tracker.close(failed=True)
+
+
+def _close(name: str, tracker: Tracker, failed: bool) -> None:
+    try:
+        tracker.close(failed=failed)
+    except Exception as error:
+        _warn(name, error)
+
+
+def _warn(name: str, error: Exception) -> None:
+    logger.warning(
+        "tracker %s stopped and the run goes on without it: %s: %s",
+        name,
+        type(error).__name__,
+        error,
+    )
+
+
+class Tracked(Observer):
+    """Hands every round to the trackers that were named; a context manager that closes them.
+
+    It is given public lines only (`Observer`), so trackers log what anybody may see.
+    """
+
+    def __init__(self, names: str) -> None:
+        check_trackers(names)
+        self._names = names
+        self._trackers: Trackers | None = None
+
+    def opened(self, config: Any, folder: Path) -> None:
+        """Open the trackers in the run's folder."""
+        project, name = tracker_names(config)
+        self._trackers = open_trackers(
+            self._names, folder, project=project, run_name=name, config=config.as_dict()
+        )
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Log a round."""
+        if self._trackers is not None:
+            self._trackers.log(line)
+
+    def __enter__(self) -> Tracked:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._trackers is not None:
+            self._trackers.close(failed=kind is not None)
+
+
+@contextmanager
+def tracked(
+    names: str, observer: Callable[[Any, dict[str, Any]], None] | None
+) -> Iterator[Callable[[Any, dict[str, Any]], None] | None]:
+    """Yield an observer that also logs to the named trackers; the observer itself for "none"."""
+    if names == "none":
+        yield observer
+        return
+    with Tracked(names) as logging:
+        yield Observers(as_observer(observer), logging)
+
+
+def tracker_names(config: Any) -> tuple[str, str]:
+    """Return project and run name, as the FedNum reference writes them for a condensation."""
+    if config.method != "condense":
+        return f"fedquilt_{config.dataset}", f"{config.mode}_seed{config.seed}"
+    people = f"client{config.num_clients}_{config.dirichlet_alpha:g}_{config.partition}"
+    rounds = f"cr{config.num_rounds}_join_ratio{config.clients_per_round:g}"
+    return f"{config.mode}_{config.dataset}_{people}", f"{config.model}_{rounds}"

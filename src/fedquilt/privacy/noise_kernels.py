@@ -1,4 +1,4 @@
-"""The GPU kernel of `device_noise`: ChaCha20 (RFC 8439) and the numbers made of it."""
+"""The GPU kernel of `noise.DeviceNoise`: ChaCha20 (RFC 8439) and the numbers made of it."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.spread import grouped, spread
+from fedquilt.report.runs import series_of
 from fedquilt.report.series import ROUND, run_label
 from fedquilt.report.style import (
     BLUE,
@@ -24,7 +25,6 @@ from fedquilt.report.style import (
     save_figure,
     whole_rounds,
 )
-from fedquilt.report.together import entry_of_result, lay_together
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,7 +162,7 @@ def _plot_several(
         for result, metrics in zip(results, measured, strict=True)
     ]
     names = list(dict.fromkeys(name for found in groups for name in found))
-    series = lay_together([entry_of_result(result, str(i)) for i, result in enumerate(results)])
+    series = series_of(results)
     labels = {
         member: as_drawn(f"{one.label}, seed {entry.seed}")
         for one in series

@@ -1,27 +1,40 @@
-"""Runs side by side: a table and a figure."""
+"""Runs side by side: the table, as text, JSON, CSV, Markdown and LaTeX, and a figure."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.config.modes import MODE_TABLE
-from fedquilt.report.series import ROUND, Array, aligned, as_number, column, run_label
+from fedquilt.common.storage import write_file
+from fedquilt.report.runs import (
+    RunSeries,
+    differences,
+    entries_of,
+    group_by_config,
+    levels,
+    series_of,
+)
+from fedquilt.report.series import ROUND, Array
 from fedquilt.report.style import (
-    COLORS,
     GREY,
-    PALETTE,
+    Look,
     accuracy_limits,
+    draw_band,
     drawing,
     figure_path,
     figure_settings,
     in_words,
+    looks_of,
     padded,
     panel_title,
     save_figure,
@@ -32,54 +45,39 @@ from fedquilt.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NO_GUARANTEE = "no guarantee (ε = ∞)"
-
 Run = Mapping[str, Any]
+FIGURES = ("comparison", "training", "seeds", "paper")
 
 
 def comparison_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Summarise the runs by mode; every value can be written as JSON.
+    """Summarise the runs by configuration; every value can be written as JSON.
 
     Returns
     -------
     list of dict
-        One entry per mode with `mode`; `accuracy_mean` and `accuracy_std` of the
-        final accuracies (the sample deviation, divisor n - 1, None for one seed);
-        `epsilon_max`, the worst client's epsilon in the worst seed, "inf" when
-        any seed has no guarantee; `delta`, the largest of the seeds; `seeds`;
-        `accuracies`, one per seed, None where a run has no finite one (these are
-        not in the mean); `claim`, in words.
+        One entry per configuration with `mode`, and what tells it from others of the mode;
+        `metric`, what the runs are judged by; `mean` and `std` of it at the end (the sample
+        deviation, divisor n - 1, None for one seed) and its `values`, one per seed, None where
+        a run has no finite one (these are not in the mean); the same three under
+        `accuracy_mean`, `accuracy_std` and `accuracies` where the metric is the accuracy;
+        `epsilon_max`, the worst client's epsilon in the worst seed, "inf" when any seed has no
+        guarantee; `delta`, the largest of the seeds; `seeds`; `claim`, in words.
     """
-    return [_summary(mode, members) for mode, members in runs_by_mode(runs).items()]
+    return [_summary(one) for one in _compared(runs)]
 
 
-def runs_by_mode(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Group runs of one data set by mode and method, least private mode first."""
+def _compared(runs: Sequence[Run]) -> list[RunSeries]:
+    """Lay runs of one data set together, least private mode first."""
     if not runs:
         raise InvalidValueError("runs=[] must hold at least one run")
-    groups: dict[str, list[Run]] = {}
     for index, run in enumerate(runs):
         _check_run(index, run)
-        groups.setdefault(_label(run), []).append(run)
     datasets = sorted({str(run["metadata"].get("dataset")) for run in runs})
     if len(datasets) > 1:
         raise InvalidValueError(
             f"runs of different data sets cannot be compared: {', '.join(datasets)}"
         )
-    order = [mode for mode in MODE_TABLE if any(_mode(label) == mode for label in groups)]
-    known = [label for mode in order for label in groups if _mode(label) == mode]
-    return {label: groups[label] for label in [*known, *(g for g in groups if g not in known)]}
-
-
-def _label(run: Run) -> str:
-    """Return the mode of a run, with its method where clients do not train whole models."""
-    settings = run["metadata"].get("hyperparameters")
-    method = settings.get("method") if isinstance(settings, Mapping) else None
-    return run_label({"mode": run["mode"], "method": method})
-
-
-def _mode(label: str) -> str:
-    return label.partition(",")[0]
+    return series_of(runs)
 
 
 def _check_run(index: int, run: object) -> None:
@@ -92,86 +90,41 @@ def _check_run(index: int, run: object) -> None:
             raise RunFolderError(f"runs[{index}] must hold a dictionary {key!r}")
 
 
-def final_accuracy(run: Run) -> float:
-    """Return the accuracy at the end of a run, NaN when there is none."""
-    stated = as_number(run["metadata"].get("final_accuracy"))
-    if math.isfinite(stated):
-        return stated
-    recorded = column(run["history"], "test_accuracy")
-    return float(recorded[-1]) if recorded.size else math.nan
-
-
-def _summary(mode: str, runs: Sequence[Run]) -> dict[str, Any]:
-    accuracies = np.asarray([final_accuracy(run) for run in runs])
-    finite = accuracies[np.isfinite(accuracies)]
-    epsilon, delta = _worst_epsilon(runs), _worst_delta(runs)
+def _summary(one: RunSeries) -> dict[str, Any]:
+    unbounded = one.epsilon is None or one.delta is None or not math.isfinite(one.epsilon)
+    finals = [entry.final for entry in one.entries]
+    measured = {"mean": one.spread.mean, "std": one.spread.sd, "values": finals}
+    is_accuracy = one.metric == "test_accuracy"
     return {
-        "mode": mode,
-        "accuracy_mean": float(finite.mean()) if finite.size else None,
-        "accuracy_std": float(finite.std(ddof=1)) if finite.size > 1 else None,
-        "epsilon_max": epsilon if math.isfinite(epsilon) else "inf",
-        "delta": delta,
-        "seeds": [run["metadata"].get("seed") for run in runs],
-        "accuracies": [float(value) if np.isfinite(value) else None for value in accuracies],
-        "claim": _claim(epsilon, delta, runs),
+        "mode": one.label,
+        "metric": one.metric.removeprefix("test_"),
+        **measured,
+        "accuracy_mean": measured["mean"] if is_accuracy else None,
+        "accuracy_std": measured["std"] if is_accuracy else None,
+        "accuracies": finals if is_accuracy else [None for _ in finals],
+        "epsilon_max": "inf" if unbounded else one.epsilon,
+        "delta": one.delta,
+        "seeds": [entry.seed for entry in one.entries],
+        "claim": one.claim.removesuffix(", zero-out"),
     }
 
 
-def _statement(run: Run) -> Mapping[str, Any]:
-    statement = run.get("statement")
-    return statement if isinstance(statement, Mapping) else {}
-
-
-def _worst_epsilon(runs: Sequence[Run]) -> float:
-    """Return the largest epsilon of the seeds; what states none has none."""
-    values = [as_number(_statement(run).get("epsilon_max")) for run in runs]
-    return max((value if value >= 0 else math.inf) for value in values)
-
-
-def _worst_delta(runs: Sequence[Run]) -> float | None:
-    values = [as_number(_statement(run).get("delta")) for run in runs]
-    finite = [value for value in values if math.isfinite(value)]
-    return max(finite) if finite else None
-
-
-def _claim(epsilon: float, delta: float | None, runs: Sequence[Run]) -> str:
-    """Say what a mode may claim; without a delta there is no claim."""
-    if not math.isfinite(epsilon) or delta is None:
-        return NO_GUARANTEE
-    units = {str(_statement(run).get("unit") or "client") for run in runs}
-    claim = f"ε ≤ {epsilon_text(epsilon)} for every {' or '.join(sorted(units))}, δ = {delta:g}"
-    others = {str(_statement(run).get("adjacency")) for run in runs} - {"zero-out", "None"}
-    return ", ".join([claim, *sorted(others)])
-
-
-def epsilon_text(epsilon: float | str) -> str:
-    """Return an epsilon of a record, a number or "inf", as `format_bound` shows it."""
-    return format_bound(as_number(epsilon))
-
-
-def accuracy_text(row: Mapping[str, Any]) -> str:
+def metric_text(row: Mapping[str, Any]) -> str:
     """Return "mean ± std", and in words what is missing."""
-    if row["accuracy_mean"] is None:
+    if row["mean"] is None:
         return "none finite"
-    spread = "" if row["accuracy_std"] is None else f" ± {row['accuracy_std']:.4f}"
-    lost = sum(value is None for value in row.get("accuracies", ()))
-    return f"{row['accuracy_mean']:.4f}{spread}" + (f" ({lost} not finite)" if lost else "")
+    spread = "" if row["std"] is None else f" ± {row['std']:.4f}"
+    lost = sum(value is None for value in row.get("values", ()))
+    return f"{row['mean']:.4f}{spread}" + (f" ({lost} not finite)" if lost else "")
 
 
 def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `comparison_table` as text, 80 columns wide or less."""
     from tabulate import tabulate
 
-    body = [
-        (
-            row["mode"],
-            accuracy_text(row),
-            str(len(row["seeds"])),
-            row["claim"],
-        )
-        for row in rows
-    ]
-    headings = ["mode", "accuracy ± std", "seeds", "what it may claim"]
+    metrics = " or ".join(dict.fromkeys(row["metric"] for row in rows))
+    body = [(row["mode"], metric_text(row), str(len(row["seeds"])), row["claim"]) for row in rows]
+    headings = ["mode", f"{metrics} ± std", "seeds", "what it may claim"]
     padded_heads = [f"{heading}  " for heading in headings]  # as tabulate lays them out
     columns = list(zip(padded_heads, *body, strict=True))[:-1]
     used = sum(max(map(len, cells)) + 2 for cells in columns)
@@ -183,6 +136,177 @@ def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
         colalign=("left", "left", "right", "left"),
         maxcolwidths=[None, None, None, max(20, _SCREEN - used)],
     )
+
+
+_COLUMNS = {
+    "level": "promise",
+    "label": "what ran",
+    "mean": "",  # the name of the metric
+    "std": "sd",
+    "interval": "95 % interval of the mean",
+    "seeds": "seeds",
+    "epsilon_max": "worst client's ε",
+    "claim": "what it may claim",
+}
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "ε": r"$\varepsilon$",
+    "δ": r"$\delta$",
+    "≤": r"$\le$",
+    "∞": r"$\infty$",
+    "±": r"$\pm$",
+}
+
+
+def comparison_rows(series: Sequence[RunSeries]) -> list[dict[str, Any]]:
+    """Return one row a series, those that promise the same next to one another.
+
+    Every value can be written as JSON: `epsilon_max` is "inf" where there is no bound.
+    """
+    rows = []
+    for level in levels(series):
+        for index in level.series:
+            one = series[index]
+            rows.append(
+                {
+                    "level": level.heading,
+                    "label": one.label,
+                    **_summary(one),
+                    "mode": one.mode,
+                    "interval": None
+                    if one.spread.low is None
+                    else [one.spread.low, one.spread.high],
+                    "adjacency": one.adjacency,
+                    "claim": one.claim,
+                    "runs": [entry.name for entry in one.entries],
+                }
+            )
+    return rows
+
+
+def comparison_pairs(series: Sequence[RunSeries]) -> list[dict[str, Any]]:
+    """Return the differences of series that share seeds."""
+    return [
+        {
+            "label": f"{series[first].label} minus {series[second].label}",
+            "mean": found.spread.mean,
+            "interval": [found.spread.low, found.spread.high],
+            "p": found.p,
+            "seeds": list(found.seeds),
+        }
+        for first, second, found in differences(series)
+    ]
+
+
+def write_tables(results: Mapping[str, Run], folder: Path) -> dict[str, str]:
+    """Write comparison.json, .csv, .md and .tex; return their paths by format."""
+    series = group_by_config(entries_of(results))
+    rows = comparison_rows(series)
+    record = {"schema_version": 1, "rows": rows, "pairs": comparison_pairs(series)}
+    texts = {
+        "json": json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+        "csv": as_csv(rows),
+        "md": as_markdown(rows),
+        "tex": as_latex(rows),
+    }
+    paths = {}
+    for ending, text in texts.items():
+        path = folder / f"comparison.{ending}"
+        write_file(path, text.encode(), parents=True)
+        paths[ending] = str(path)
+    return paths
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row in words."""
+    interval = row["interval"]
+    bounded = row["epsilon_max"] != "inf"
+    return {
+        "level": row["level"],
+        "label": row["label"],
+        "mean": _four(row["mean"]),
+        "std": _four(row["std"]),
+        "interval": "-" if interval is None else f"{_four(interval[0])} to {_four(interval[1])}",
+        "seeds": str(len(row["seeds"])),
+        "epsilon_max": format_bound(row["epsilon_max"]) if bounded else "∞",
+        "claim": row["claim"],
+    }
+
+
+def _four(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _titles(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the headings of the columns."""
+    metrics = " or ".join(dict.fromkeys(str(row["metric"]) for row in rows))
+    return {**_COLUMNS, "mean": metrics}
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table for a terminal."""
+    from tabulate import tabulate
+
+    body = [[_cells(row)[name] for name in _COLUMNS if name != "level"] for row in rows]
+    titles = [title for name, title in _titles(rows).items() if name != "level"]
+    return tabulate(body, headers=titles, disable_numparse=True)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the numbers, unrounded; lists are joined by blanks."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    names = list(rows[0])
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow([_csv_cell(row[name]) for name in names])
+    return stream.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table for a page; a bar in a name stays inside its cell."""
+    lines = [_markdown(_titles(rows).values()), _markdown("---" for _ in _COLUMNS)]
+    for row in rows:
+        cells = _cells(row)
+        lines.append(_markdown(cells[name].replace("|", "\\|") for name in _COLUMNS))
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def as_latex(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a tabular for a paper (it needs no package)."""
+    columns = [name for name in _COLUMNS if name not in ("level", "claim")]
+    lines = [r"\begin{tabular}{lrrrrr}", r"\hline"]
+    lines += [_latex_line(_titles(rows)[name] for name in columns), r"\hline"]
+    level = None
+    for row in rows:
+        if row["level"] != level:
+            level = row["level"]
+            heading = rf"\multicolumn{{{len(columns)}}}{{l}}{{\emph{{{_latex(level)}}}}} \\"
+            lines.append(heading)
+        cells = _cells(row)
+        lines.append(_latex_line(cells[name] for name in columns))
+    return "\n".join([*lines, r"\hline", r"\end{tabular}"]) + "\n"
+
+
+def _latex_line(cells: Any) -> str:
+    return " & ".join(_latex(cell) for cell in cells) + r" \\"
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
 _LABEL_INCHES = 0.2
@@ -208,75 +332,70 @@ def plot_comparison(
     seeds of a mode share, and a band from the lowest to the highest seed.
     Right, the final accuracy of every seed, and what the mode may claim.
     """
-    groups = runs_by_mode(runs)
-    rows = comparison_table(runs)
+    series = _compared(runs)
+    rows = [_summary(one) for one in series]
+    looks = looks_of(series)
     settings = figure_settings(config, (13.0, max(4.0, 1.6 + 0.95 * len(rows))))
-    dataset = str(runs[0]["metadata"].get("dataset"))
+    dataset = series[0].entries[0].dataset
     path = figure_path(save_path, f"{dataset}_comparison", settings)
     with drawing(settings) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
         figure.suptitle(title or f"Modes compared: {dataset.upper()}")
-        _draw_curves(left, groups)
-        _draw_finals(right, rows)
+        _draw_curves(left, series, looks)
+        _draw_finals(right, rows, series[0].metric_name.lower(), looks)
         return save_figure(figure, path, settings)
 
 
-def _color(mode: str) -> str:
-    if mode in MODE_TABLE:
-        return COLORS[MODE_TABLE[mode].color]
-    if ":" in mode:  # another policy, or another epsilon: colours that no mode of `run` has
-        return COLORS["vermilion" if mode.startswith("certified") else "sky"]
-    return PALETTE[sum(map(ord, mode)) % len(PALETTE)]
-
-
-def _draw_curves(axes: Axes, groups: Mapping[str, Sequence[Run]]) -> None:
-    title = "Test accuracy by round"
-    ends: list[tuple[str, float, float]] = []
+def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look]) -> None:
+    name = f"Test {series[0].metric_name.lower()}"
+    title = f"{name} by round"
+    ends: list[tuple[str, float, float, str]] = []
     everything: list[Array] = []
     label = ROUND
     reached: list[Array] = []
-    for mode, runs in groups.items():
-        positions, values, label = aligned([run["history"] for run in runs], "test_accuracy")
+    for one, (color, dash) in zip(series, looks, strict=True):
+        positions, values, label = one.curve()
         mean = values.mean(axis=0) if values.size else np.zeros(0)
         shown = np.isfinite(mean)
         if not shown.any():
             continue
         marker = "o" if shown.sum() <= 5 else ""
-        axes.plot(positions, mean, color=_color(mode), linewidth=2, marker=marker, markersize=4)
-        low, high = values.min(axis=0), values.max(axis=0)
-        axes.fill_between(positions, low, high, color=_color(mode), alpha=0.2, linewidth=0)
+        axes.plot(positions, mean, color=color, ls=dash, linewidth=2, marker=marker, markersize=4)
+        draw_band(axes, positions, values, color)
         last = np.flatnonzero(shown)[-1]
-        ends.append((mode, float(positions[last]), float(mean[last])))
+        ends.append((one.label, float(positions[last]), float(mean[last]), color))
         everything.append(values.ravel())
         reached.append(positions)
     if not ends:
         panel_title(axes, title)
         in_words(axes, "no evaluation that all seeds of a mode share")
         return
-    accuracy_limits(axes, np.concatenate(everything))
-    axes.set_ylabel("Test accuracy")
+    if series[0].metric == "test_accuracy":
+        accuracy_limits(axes, np.concatenate(everything))
+    axes.set_ylabel(name)
     whole_rounds(axes, np.concatenate(reached), label)
     _label_ends(axes, ends)
-    absent = [mode for mode in groups if mode not in {mode for mode, _, _ in ends}]
+    drawn = {end[0] for end in ends}
+    absent = [one.label for one in series if one.label not in drawn]
     notes = ["line: mean over the seeds; band: lowest to highest seed"]
     notes += [f"nothing finite to draw for {', '.join(absent)}"] if absent else []
     panel_title(axes, title, notes)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float]]) -> None:
+def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Name every line to the right of the axes, joined to its end by a dotted rule."""
     bottom, top = axes.get_ylim()
-    heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y in ends])
+    heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y, _ in ends])
     gap = _LABEL_INCHES / (axes.get_position().height * axes.figure.get_figheight())  # type: ignore[union-attr]
-    for (mode, x, y), height in zip(ends, spread_apart(heights, gap), strict=True):
+    for (label, x, y, color), height in zip(ends, spread_apart(heights, gap), strict=True):
         axes.annotate(
-            mode,
+            label,
             xy=(x, y),
             xytext=(1.03, height),
             textcoords="axes fraction",
             va="center",
             annotation_clip=False,
-            arrowprops=_LEADER | {"color": _color(mode)},
+            arrowprops=_LEADER | {"color": color},
         )
 
 
@@ -302,29 +421,31 @@ def spread_apart(heights: Array, gap: float) -> Array:
     return result
 
 
-def _draw_finals(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_finals(
+    axes: Axes, rows: Sequence[Mapping[str, Any]], metric: str, looks: Sequence[Look]
+) -> None:
     """Draw one band per mode: its name, result and claim, and under them its seeds."""
-    points = [value for row in rows for value in row["accuracies"] if value is not None]
-    axes.set_xlim(*(padded(np.asarray(points)) if points else (0.0, 1.0)))
+    points = [value for row in rows for value in row["values"] if value is not None]
+    if metric == "accuracy":
+        axes.set_xlim(*(padded(np.asarray(points)) if points else (0.0, 1.0)))
     axes.set_ylim(len(rows), 0)
     axes.set_yticks([])
-    axes.set_xlabel("Test accuracy at the end of the run")
+    axes.set_xlabel(f"Test {metric} at the end of the run")
     for index, row in enumerate(rows):
-        _draw_mode(axes, index, row)
-    panel_title(axes, "Final accuracy and claim", ["dots: one seed each; bar: their mean"])
+        _draw_mode(axes, index, row, looks[index][0])
+    panel_title(axes, f"Final {metric} and claim", ["dots: one seed each; bar: their mean"])
 
 
-def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any]) -> None:
-    color = _color(row["mode"])
+def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], color: str) -> None:
     across = axes.get_yaxis_transform()
     text: dict[str, Any] = {"transform": across, "va": "center"}
     seeds = "1 seed" if len(row["seeds"]) == 1 else f"{len(row['seeds'])} seeds"
     axes.text(0.015, top + 0.18, row["mode"], fontweight="bold", **text)
-    axes.text(0.985, top + 0.18, f"{accuracy_text(row)}, {seeds}", ha="right", **text)
+    axes.text(0.985, top + 0.18, f"{metric_text(row)}, {seeds}", ha="right", **text)
     axes.text(0.015, top + 0.42, row["claim"], fontsize=9.5, alpha=0.85, **text)
-    values = [value for value in row["accuracies"] if value is not None]
+    values = [value for value in row["values"] if value is not None]
     axes.plot(values, [top + 0.72] * len(values), "o", color=color, markersize=7, alpha=0.7)
-    if row["accuracy_mean"] is not None:
-        axes.vlines(row["accuracy_mean"], top + 0.58, top + 0.86, linewidth=1.5, color=text_color())
+    if row["mean"] is not None:
+        axes.vlines(row["mean"], top + 0.58, top + 0.86, linewidth=1.5, color=text_color())
     if top:
         axes.axhline(top, color=GREY, linewidth=0.6, alpha=0.5)

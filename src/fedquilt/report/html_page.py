@@ -11,20 +11,18 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from fedquilt.common.spread import spread
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.clients import client_groups
-from fedquilt.report.together import (
-    RunSeries,
-    differences,
-    entry_of_view,
-    lay_together,
-    levels,
-)
+from fedquilt.report.runs import RunSeries, differences, entry_of_view, group_by_config, levels
+from fedquilt.report.series import shorts
 
 SCRIPTS = (
     *("dom.js", "chart.js", "roster.js", "clients.js", "sections.js"),
@@ -93,7 +91,7 @@ def embedded(data: Mapping[str, Any]) -> str:
 def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
     """Add the series, the levels of equal promise and the paired differences to a page's data."""
     entries = [entry_of_view(run) for run in view["runs"]]
-    series = lay_together(entries)
+    series = group_by_config(entries)
     runs = [dict(run) for run in view["runs"]]
     for place, one in enumerate(series):
         for index in one.members:
@@ -143,7 +141,23 @@ def _plain(one: RunSeries) -> dict[str, Any]:
         "high": _five(one.spread.high),
         "epsilon": "inf" if epsilon == float("inf") else epsilon,
         "claim": one.claim,
-        "curve": one.curve,
+        "metric": one.metric_name,
+        "curve": _curve(one),
+    }
+
+
+def _curve(one: RunSeries) -> dict[str, list[Any]]:
+    """Return mean, lowest and highest of the metric and the mean loss, where all seeds have it."""
+    rounds, values, _ = one.curve()
+    at, losses, _ = one.curve("test_loss")
+    loss = dict(zip(at.tolist(), losses.T.tolist(), strict=True))
+    columns = values.T.tolist()
+    return {
+        "rounds": shorts(rounds.tolist()),
+        "mean": shorts(float(np.mean(seeds)) for seeds in columns),
+        "low": shorts(float(np.min(seeds)) for seeds in columns),
+        "high": shorts(float(np.max(seeds)) for seeds in columns),
+        "loss": shorts(float(np.mean(loss.get(number, math.nan))) for number in rounds.tolist()),
     }
 
 

@@ -20,7 +20,6 @@ from fedquilt.report.series import (
     per_evaluation,
     target_accuracy,
 )
-from fedquilt.report.spend import spend_by_round
 from fedquilt.report.style import (
     BLUE,
     GREEN,
@@ -40,6 +39,7 @@ from fedquilt.report.style import (
     text_color,
     whole_rounds,
 )
+from fedquilt.report.training_figure import spend_by_round
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

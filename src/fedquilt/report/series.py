@@ -70,11 +70,12 @@ def is_absent(history: Mapping[str, Any], key: str) -> bool:
 
 
 def headline(history: Mapping[str, Any]) -> str:
-    """Return the key of what a run is judged by: accuracy, or its first other metric."""
+    """Return the key of what a run is judged by: accuracy, its first other metric, or the loss."""
     others = [key for key in history if key.startswith("test_") and not is_absent(history, key)]
-    others = [key for key in others if key not in ("test_accuracy", "test_loss")]
-    has_accuracy = not is_absent(history, "test_accuracy")
-    return "test_accuracy" if has_accuracy or not others else others[0]
+    measured = [key for key in others if key not in ("test_accuracy", "test_loss")]
+    if "test_accuracy" in others or not others:
+        return "test_accuracy"
+    return measured[0] if measured else "test_loss"
 
 
 def in_title(key: str) -> str:
@@ -171,3 +172,42 @@ def target_accuracy(dataset_name: str, config: Mapping[str, Any] | None) -> floa
     if math.isfinite(own):
         return own
     return TARGET_ACCURACY.get(str(dataset_name).lower())
+
+
+_DIGITS = 5  # that a screen can show
+
+
+def short(value: Any, digits: int = _DIGITS) -> Any:
+    """Return a number with so many digits; None for what is no finite number.
+
+    >>> short(0.123456789), short(3), short(float("nan")), short(None)
+    (0.12346, 3, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return (
+        int(number) if number.is_integer() and abs(number) < 1e15 else float(f"{number:.{digits}g}")
+    )
+
+
+def shorts(values: Iterable[Any], digits: int = _DIGITS) -> list[Any]:
+    """Return every number with so many digits."""
+    return [short(value, digits) for value in values]
+
+
+def upward(value: float, digits: int = _DIGITS) -> float | str:
+    """Return a bound with so many digits, never below what it is; "inf" when there is none.
+
+    >>> upward(2.000001), upward(float("inf"))
+    (2.0001, 'inf')
+    """
+    if not math.isfinite(value):
+        return "inf"
+    rounded = float(f"{value:.{digits}g}")
+    if rounded < value * (1 - 1e-12):
+        exponent = math.floor(math.log10(abs(value)))
+        rounded = float(f"{rounded + 10.0 ** (exponent - digits + 1):.{digits}g}")
+    return int(rounded) if rounded.is_integer() else rounded

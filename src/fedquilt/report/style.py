@@ -24,6 +24,8 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable
 from fedquilt.common.storage import write_file
 from fedquilt.config.documents import OUTPUT_CONFIG
+from fedquilt.config.modes import MODE_TABLE
+from fedquilt.report.runs import RunSeries
 from fedquilt.report.series import Array, Series
 
 if TYPE_CHECKING:
@@ -287,3 +289,35 @@ def logarithmic(axes: Axes) -> None:
     elif high / low < 30:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+Look = tuple[str, str]
+"""A colour and a dash."""
+_DASHES = ("-", "--", ":", "-.")
+
+
+def looks_of(series: Sequence[RunSeries]) -> list[Look]:
+    """Return colour and dash of each series: the colour of its mode where it is alone there."""
+    modes = [one.mode for one in series]
+    alone = len(set(modes)) == len(modes) and all(mode in MODE_TABLE for mode in modes)
+    colors = [COLORS[MODE_TABLE[mode].color] for mode in modes] if alone else PALETTE
+    return [(colors[i % len(colors)], _DASHES[i % len(_DASHES)]) for i in range(len(series))]
+
+
+def name_series(figure: Figure, series: Sequence[RunSeries]) -> None:
+    """Name series below the panels."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=color, ls=dash, label=as_drawn(one.named))
+        for (color, dash), one in zip(looks_of(series), series, strict=True)
+    ]
+    columns = min(len(handles), 3)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def draw_band(axes: Axes, positions: Array, values: Array, color: str) -> None:
+    """Draw a band from the lowest to the highest row of values, where there are several."""
+    if len(values) > 1:
+        low, high = values.min(axis=0), values.max(axis=0)
+        axes.fill_between(positions, low, high, color=color, alpha=0.2, linewidth=0)

@@ -1,19 +1,27 @@
-"""The figure of one run: accuracy, loss, what privacy cost and the clip bound, by round."""
+"""The figure of one run, or of several: accuracy, loss, what privacy cost, clip bound, by round.
+
+Of several runs, seeds of one another make one line with a band from the lowest to the highest.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedquilt.common.bounds import format_bound
+from fedquilt.report.runs import series_of
 from fedquilt.report.series import (
     ROUND,
     Array,
     Series,
+    aligned,
     as_number,
+    column,
     entries,
     headline,
     in_title,
@@ -25,7 +33,6 @@ from fedquilt.report.series import (
     running_sum,
     target_accuracy,
 )
-from fedquilt.report.spend import draw_spend, spend_by_round
 from fedquilt.report.style import (
     BLUE,
     GREEN,
@@ -33,14 +40,18 @@ from fedquilt.report.style import (
     NOMINAL,
     PURPLE,
     VERMILION,
+    Look,
     accuracy_limits,
     as_drawn,
+    draw_band,
     drawing,
     figure_path,
     figure_settings,
     in_words,
     line,
     logarithmic,
+    looks_of,
+    name_series,
     panel_title,
     reference,
     save_figure,
@@ -49,9 +60,16 @@ from fedquilt.report.style import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
+
+
+Result = Mapping[str, Any]
+Curves = tuple[Array, Array]
+"""Rounds, and a row of values for each seed."""
+Drawn = Sequence[tuple[Look, Sequence[Result]]]
+"""Colour and dash of each series, and its seeds."""
+_BAND = "line: mean of the seeds; band: lowest to highest seed"
+QUANTILES = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
 
 
 def plot_training_history(
@@ -68,7 +86,7 @@ def plot_training_history(
     history : mapping or sequence of mappings
         What the run recorded; lists may be missing or hold None and NaN.  Or several whole
         results (`RunResult.result`), laid over one another: seeds of one setting are a line
-        with a band (`plot_training_of_runs`).
+        with a band.
     dataset_name, seed
         Named in the title; the data set also decides the target line.  Several results say
         both themselves.
@@ -90,9 +108,7 @@ def plot_training_history(
         When the file cannot be written.
     """
     if not isinstance(history, Mapping):
-        from fedquilt.report.training_of_runs import plot_training_of_runs
-
-        return plot_training_of_runs(history, save_path, config)
+        return _plot_several(history, save_path, config)
     settings = figure_settings(config)
     path = figure_path(save_path, f"{dataset_name}_seed{seed}_training", settings)
     with drawing(settings) as figure:
@@ -272,3 +288,176 @@ def _draw_clip(
 
 def _why_empty(series: Series, nothing: str) -> str:
     return "no finite value was recorded" if series.values.size else nothing
+
+
+def spend_by_round(history: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the quantiles of the clients' epsilons after each round; empty without a bound."""
+    recorded = entries(history, "epsilon_spent")
+    if not any(isinstance(found, Mapping) for found in recorded):
+        return {}
+    rows = [found if isinstance(found, Mapping) else {} for found in recorded]
+    return {name: np.asarray([as_number(row.get(name)) for row in rows]) for name in QUANTILES}
+
+
+def draw_spend(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Draw median and worst client, the range of all, the run's budget, and who sat out."""
+    spent = spend_by_round(history)
+    rounds = np.arange(1.0, spent["worst"].size + 1)
+    axes.fill_between(rounds, spent["lowest"], spent["worst"], color=GREEN, alpha=0.12, linewidth=0)
+    axes.fill_between(
+        rounds,
+        spent["lower_quartile"],
+        spent["upper_quartile"],
+        color=GREEN,
+        alpha=0.25,
+        linewidth=0,
+    )
+    marker = "o" if rounds.size == 1 else ""
+    axes.plot(rounds, spent["median"], color=GREEN, linewidth=2, marker=marker, label="median")
+    axes.plot(
+        rounds, spent["worst"], color=BLUE, linewidth=1.6, marker=marker, label="worst client"
+    )
+    notes = ["upper line: worst client; lower: median; bands: middle half, all"]
+    budget = as_number(config.get("epsilon"))
+    top = float(np.nanmax(spent["worst"]))
+    if math.isfinite(budget):
+        reference(axes, budget)
+        notes.append(f"dashed: budget of the run, epsilon {format_bound(budget)}")
+        top = max(top, budget)
+    out = sat_out(history)
+    if out:
+        notes.append(f"sat out the last round, with nothing left: {out}")
+    axes.set_ylim(0, 1.08 * top if top > 0 else 1.0)
+    axes.set_ylabel("epsilon spent in this run")
+    whole_rounds(axes, rounds, ROUND)
+    panel_title(axes, "Privacy Spent by Each Client", notes)
+
+
+def sat_out(history: Mapping[str, Any]) -> int:
+    """Return how many clients could not pay the last round."""
+    counts = [as_number(value) for value in entries(history, "without_allowance")]
+    return int(counts[-1]) if counts and math.isfinite(counts[-1]) else 0
+
+
+def _plot_several(
+    results: Sequence[Result],
+    save_path: str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Draw the four panels of `plot_training_history` for several runs; return the path.
+
+    `results` are whole results, as result.json holds them: a history alone does not say which
+    runs are seeds of one another.
+    """
+    series = series_of(results)
+    own = [
+        (look, [results[member] for member in one.members])
+        for look, one in zip(looks_of(series), series, strict=True)
+    ]
+    settings = figure_settings(config)
+    path = figure_path(save_path, "training_of_runs", settings)
+    with drawing(settings) as figure:
+        ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
+        datasets = sorted({one.entries[0].dataset.upper() for one in series})
+        figure.suptitle(as_drawn(f"Training: {', '.join(datasets)}, {len(results)} runs"))
+        name = f"Test {series[0].metric_name}" if series else "Test Accuracy"
+        metric = series[0].metric if series else "test_accuracy"
+        _draw_lines(top_left, own, _evaluated(metric), name.capitalize())
+        _draw_losses(top_right, own)
+        _draw_spends(bottom_left, own)
+        if _draw_lines(bottom_right, own, _by_round("clip_values"), "Clip bound"):
+            bottom_right.set_ylim(bottom=0)
+        name_series(figure, series)
+        return save_figure(figure, path, settings)
+
+
+def _evaluated(key: str) -> Callable[[Sequence[Result]], Curves]:
+    def read(runs: Sequence[Result]) -> Curves:
+        positions, values, _ = aligned([run["history"] for run in runs], key)
+        return positions, values
+
+    return read
+
+
+def _by_round(key: str) -> Callable[[Sequence[Result]], Curves]:
+    return lambda runs: _together([column(run["history"], key) for run in runs])
+
+
+def _together(columns: Sequence[Array]) -> Curves:
+    """Return columns by round, as far as the shortest goes."""
+    length = min(values.size for values in columns)
+    return np.arange(1.0, length + 1), np.asarray([values[:length] for values in columns])
+
+
+def _draw_lines(
+    axes: Axes,
+    own: Drawn,
+    read: Callable[[Sequence[Result]], Curves],
+    label: str,
+    title: str | None = None,
+    notes: Sequence[str] = (),
+) -> bool:
+    """Draw one line a series with its band; say so where there is none."""
+    reached = [np.zeros(0)]
+    for look, runs in own:
+        positions, values = read(runs)
+        if np.isfinite(values).any():
+            _line(axes, positions, values, look)
+            reached.append(positions)
+    if len(reached) == 1:
+        panel_title(axes, label)
+        in_words(axes, "nothing of it in these runs")
+        return False
+    axes.set_ylabel(label)
+    whole_rounds(axes, np.concatenate(reached), ROUND)
+    seeds = [_BAND] if any(len(runs) > 1 for _, runs in own) else []
+    panel_title(axes, title or f"{label} by round", [*seeds, *notes])
+    return True
+
+
+def _line(axes: Axes, positions: Array, values: Array, look: Look) -> None:
+    color, dash = look
+    marker = "o" if positions.size <= 5 else ""
+    axes.plot(positions, values.mean(axis=0), color=color, ls=dash, marker=marker, markersize=4)
+    draw_band(axes, positions, values, color)
+
+
+def _draw_losses(axes: Axes, own: Drawn) -> None:
+    def positive(runs: Sequence[Result]) -> Curves:
+        positions, values = _evaluated("test_loss")(runs)
+        return positions, np.where(values > 0, values, np.nan)
+
+    if _draw_lines(axes, own, positive, "Test loss"):
+        logarithmic(axes)
+        axes.set_ylabel("Test loss (log scale)")
+
+
+def _draw_spends(axes: Axes, own: Drawn) -> None:
+    """Draw the worst client's spend, or, where no run bounds anything, who took part."""
+
+    def worst(runs: Sequence[Result]) -> Curves:
+        spent = [spend_by_round(run["history"]).get("worst", np.zeros(0)) for run in runs]
+        return _together(spent)
+
+    def cohorts(runs: Sequence[Result]) -> Curves:
+        listed = [entries(run["history"], "client_participation") for run in runs]
+        return _together([np.asarray([len(c or ()) for c in sizes], float) for sizes in listed])
+
+    bounded = [run for _, runs in own for run in runs if spend_by_round(run["history"])]
+    if not bounded:
+        _draw_lines(axes, own, cohorts, "Clients in a round")
+        axes.set_ylim(bottom=0)
+        return
+    budgets = {as_number(_settings(run).get("epsilon")) for run in bounded}
+    known = sorted(budget for budget in budgets if math.isfinite(budget))
+    shown = ", ".join(format_bound(budget) for budget in known)
+    notes = [f"dashed: budget of a run, epsilon {shown}"] if known else []
+    _draw_lines(axes, own, worst, "Epsilon spent", "Privacy spent by the worst client", notes)
+    for budget in known:
+        reference(axes, budget)
+    axes.set_ylim(bottom=0)
+
+
+def _settings(run: Result) -> Mapping[str, Any]:
+    found = run["metadata"].get("hyperparameters")
+    return found if isinstance(found, Mapping) else {}

@@ -24,8 +24,7 @@ from fedquilt.data import (
     read_split_file,
     split_clients,
 )
-from fedquilt.data.holdings import Holdings
-from fedquilt.data.identity import shared_sample
+from fedquilt.data.holdings import Holdings, shared_sample
 from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
@@ -150,6 +149,11 @@ def named_clients(
 ) -> tuple[Sequence[Any], Iterable[str] | None]:
     """Return index lists and ids, where `clients` may be a mapping from one to the other."""
     if not isinstance(clients, Mapping):
+        if not hasattr(clients, "__len__") or not hasattr(clients, "__getitem__"):
+            raise InvalidValueError(
+                f"clients={clients!r:.60} must be a list of index lists, one a client, or a "
+                "mapping from names to them; fedquilt.data.split_clients deals samples to clients"
+            )
         return clients, client_ids
     if client_ids is not None:
         raise InvalidValueError(

@@ -21,7 +21,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.spread import spread
 from fedquilt.config import RunConfig
-from fedquilt.data.identity import shared_sample
+from fedquilt.data.holdings import shared_sample
 from fedquilt.privacy.evaluation import release_mean
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount

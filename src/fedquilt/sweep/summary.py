@@ -18,7 +18,7 @@ import numpy as np
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
-from fedquilt.report.statistics import Paired, Spread, paired, spread
+from fedquilt.report.runs import Paired, Spread, paired, spread
 from fedquilt.sweep.plan import Plan
 from fedquilt.sweep.table import DONE, FAILED, REFUSED
 

@@ -32,7 +32,7 @@ from fedquilt.condense.method import (
 from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet, shrink
+from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import Trainer
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
@@ -218,7 +218,7 @@ def first_images_of(
         held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
         if len(held):
             chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
-            images.copy_(shrink(held[torch.from_numpy(chosen).to(device)], tiles))
+            images.copy_(shrink_to_tiles(held[torch.from_numpy(chosen).to(device)], tiles))
             sent += 4 * len(chosen) * sample[0].numel()
     return first, sent
 

@@ -17,12 +17,15 @@ function claimSection(data) {
     rest.length ? el("details", {}, el("summary", {}, `The statements of ${rest.length} further seeds`), el("div", { class: "claims" }, rest.map(one))) : null];
 }
 
+// What runs are judged by, inside a sentence.
+const metricOf = (data) => [...new Set(data.series.map((s) => s.metric.replace(/^[A-Z](?=[a-z])/, (c) => c.toLowerCase())))].join(" or ");
+
 function comparisonSection(data) {
-  const columns = [{ name: "what ran" }, { name: "accuracy, mean", kind: "number" }, { name: "sd", kind: "number" },
+  const columns = [{ name: "what ran" }, { name: `${metricOf(data)}, mean`, kind: "number" }, { name: "sd", kind: "number" },
     { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }, { name: "what it may claim", kind: "wrap" }];
   const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
     s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon), s.claim])]);
-  return [el("p", { class: "note" }, "Rows under one heading promise every client the same: only those may be compared by accuracy alone."), table(columns, rows, "Runs compared"),
+  return [el("p", { class: "note" }, `Rows under one heading promise every client the same: only those may be compared by ${metricOf(data)} alone.`), table(columns, rows, "Runs compared"),
     data.pairs && data.pairs.length ? el("details", { class: "paper" }, el("summary", {}, "Differences on the same seeds"), table(
       [{ name: "difference" }, { name: "mean", kind: "number" }, { name: "95 % interval", kind: "number" }, { name: "p", kind: "number" }, { name: "seeds", kind: "number" }],
       data.pairs.map((p) => [p.label, number(p.mean), known(p.low) ? `${number(p.low)} to ${number(p.high)}` : "-", number(p.p, 2), String(p.seeds)]), "Paired differences")) : null];
@@ -32,7 +35,7 @@ function accuracySection(data) {
   const curves = (values, low, high) => data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve[values], low: s.runs.length > 1 ? s.curve[low] : null, high: s.runs.length > 1 ? s.curve[high] : null }));
   const target = data.runs.map((r) => r.target).find(known);
   return el("div", { class: "charts" },
-    lineChart({ title: "Test accuracy by round", note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
+    lineChart({ title: `Test ${metricOf(data)} by round`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
       references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: true }),
     data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds; logarithmic.", log: true, series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
 }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedquilt.common.bounds import format_bound
+from fedquilt.common.errors import RunFolderError
 from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
+from fedquilt.privacy.statement import ADJACENCIES, Statement
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import published, split_private
-from fedquilt.report.views.claim import claim_view
-from fedquilt.report.views.compact import encode_roster, short, shorts
+from fedquilt.report.series import headline, short, shorts
 from fedquilt.report.views.spend import spend_view
 
 _COLUMNS = {
@@ -30,6 +35,8 @@ _COLUMNS = {
     "clipped": "clipped_fraction",
     "seconds": "seconds",
 }
+_MEASURED = "test_"
+_UNFINISHED = "No statement yet"
 _PLACES = ("output_dir", "data_dir", "ledger")
 """Options that say where things lie on somebody's machine."""
 
@@ -66,7 +73,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
         "claim": claim_view(result, len(lines), config.num_rounds, private=private),
-        "accuracy": _accuracy(lines),
+        "evaluation": _evaluation(lines),
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),
         "noise_ratio": _noise_ratio(folder, lines),
@@ -89,11 +96,13 @@ def read_lines(folder: RunFolder, *, private: bool) -> list[dict[str, Any]]:
     """Return the rounds so far: what is on the public list, whatever the mode claims.
 
     A mode without a claim writes raw measurements into the same file; they are no less
-    raw for that, and shown only with `private`.
+    raw for that, and shown only with `private`.  What an evaluation on test data measured is
+    public whatever the metric is called; where it is not, it is not in this file.
     """
     lines = folder.peek_rounds()
     if not private:
-        return [split_private(line)[0] for line in lines]
+        measured = [[key for key in line if key.startswith(_MEASURED)] for line in lines]
+        return [split_private(*pair)[0] for pair in zip(lines, measured, strict=True)]
     raw = {line["round"]: line for line in folder.peek_rounds("private.jsonl")}
     return [{**line, **raw.get(line["round"], {})} for line in lines]
 
@@ -108,11 +117,15 @@ def _num_clients(
     return max(seen, config.num_clients or 1)
 
 
-def _accuracy(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    looked = [line for line in lines if "test_accuracy" in line]
+def _evaluation(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the run is judged by, and the test loss, at the rounds of its evaluations."""
+    looked = [line for line in lines if any(key.startswith(_MEASURED) for key in line)]
+    keys = dict.fromkeys(key for line in looked for key in line if key.startswith(_MEASURED))
+    metric = headline({key: [line.get(key) for line in looked] for key in keys})
     return {
+        "metric": metric.removeprefix(_MEASURED),
         "rounds": [line["round"] + 1 for line in looked],
-        "values": shorts(line["test_accuracy"] for line in looked),
+        "values": shorts(line.get(metric) for line in looked),
         "loss": shorts(line.get("test_loss") for line in looked),
     }
 
@@ -211,3 +224,94 @@ def _ledger(result: Mapping[str, Any] | None, private: bool) -> dict[str, Any] |
     if not isinstance(record, Mapping):
         return None
     return {key: value for key, value in record.items() if private or key != "ledger"}
+
+
+def encode_roster(cohort: Sequence[int], num_clients: int) -> str | list[int]:
+    """Return who was there: a list, or one bit a client in base64 where that is shorter."""
+    members = sorted(int(client) for client in cohort)
+    digits = len(str(max(1, num_clients - 1))) + 1
+    if len(members) * digits <= 4 * math.ceil(num_clients / 24):
+        return members
+    bits = np.zeros(num_clients, dtype=np.uint8)
+    bits[[client for client in members if 0 <= client < num_clients]] = 1
+    return base64.b64encode(np.packbits(bits).tobytes()).decode("ascii")
+
+
+def claim_view(
+    result: Mapping[str, Any] | None, rounds: int, planned: int, *, private: bool = False
+) -> dict[str, Any]:
+    """Return headline, explanation, facts and notes of the statement of a run.
+
+    Where the ledger lies on somebody's machine is said with `private` only.
+    """
+    if result is None:
+        return {
+            "bounded": False,
+            "finished": False,
+            "headline": _UNFINISHED,
+            "explained": f"{rounds} of {planned} rounds are over. What may be claimed is said when "
+            "the run ends; until then the ledger's charges are what is known.",
+            "facts": [],
+            "notes": [],
+            "epsilon_max": None,
+            "delta": None,
+        }
+    try:
+        statement = Statement.from_json(dict(result["statement"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"the statement of a run lacks or spoils {error}") from error
+    record = statement.as_json()
+    hidden = None if private else (result.get("ledger") or {}).get("ledger")
+    return {
+        "bounded": statement.is_bounded,
+        "finished": True,
+        "headline": _headline(statement),
+        "explained": _explained(statement),
+        "facts": _facts(statement),
+        "notes": [_without_place(note, hidden) for note in statement.notes],
+        "epsilon_max": record["epsilon_max"],
+        "delta": record["delta"],
+        "adjacency": record["adjacency"],
+        "text": _without_place(statement.as_text(), hidden),
+    }
+
+
+def _without_place(text: str, path: str | None) -> str:
+    """Return a text in which a file has its name only."""
+    return text if path is None else text.replace(path, Path(path).name)
+
+
+def _headline(statement: Statement) -> str:
+    if not statement.is_bounded:
+        return "No guarantee: ε = ∞"
+    epsilon, delta = format_bound(statement.epsilon_max), format_bound(statement.delta, 6)
+    return f"Every {statement.unit}: ε ≤ {epsilon} at δ = {delta}"
+
+
+def _explained(statement: Statement) -> str:
+    if not statement.is_bounded:
+        return (
+            "Nothing that depends on the clients' data may be published under a privacy claim: "
+            "not the model, and not what this page shows of it."
+        )
+    meaning = ADJACENCIES.get(statement.adjacency, statement.adjacency)
+    return (
+        "Whoever sees everything this run has released, and knows all about everybody else, can "
+        f"tell two worlds of one {statement.unit} apart ({meaning}) no better than this bound "
+        f"says. It holds for all rounds together, also for the {statement.unit} that joined most."
+    )
+
+
+def _facts(statement: Statement) -> list[list[str]]:
+    median = format_bound(statement.epsilon_median)
+    compared = ADJACENCIES.get(statement.adjacency, "")
+    bounded = [
+        [f"Median {statement.unit}", f"ε ≤ {median}"],
+        ["Adjacency", f"{statement.adjacency}: {compared}"],
+    ]
+    return [
+        *(bounded if statement.is_bounded else []),
+        ["Covered", ", ".join(statement.covered) or "nothing"],
+        ["Not covered", ", ".join(statement.uncovered) or "nothing"],
+        ["Noise from", statement.noise_source],
+    ]

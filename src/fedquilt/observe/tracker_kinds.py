@@ -1,0 +1,334 @@
+"""The experiment trackers: TensorBoard, Weights & Biases and MLflow, and what they share."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedquilt.common import checks, optional
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.storage import write_file
+
+ID_FILE = "run-id.txt"
+"""In the folder of a tracker: which of its runs this is, for a resumed run to go on with."""
+# The names a published system gives to what we measure under our own.
+KEYS = {"test_accuracy": "evaluate_acc", "train_loss": "epoch_avg_loss", "seconds": "time"}
+
+
+class Tracker(Protocol):
+    """Takes the rounds of a run, in order, and is closed once at the end."""
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Take one round."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left and stop; `failed` says that the run did not end well."""
+
+
+def step_of(line: Mapping[str, Any]) -> int:
+    """Return how many rounds are over after this one: rounds count from 0, steps from 1."""
+    return checks.integer("round", line.get("round"), at_least=0) + 1
+
+
+def scalars_of(line: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return the numbers of a round under the trackers' names.
+
+    Dictionaries are flattened with "/"; lists, texts and None are left out, and so is
+    the round itself, which is the step.  Truth values are 0 and 1.
+    """
+    renamed = {KEYS.get(key, key): value for key, value in line.items() if key != "round"}
+    return dict(_flatten("", renamed))
+
+
+def withholds_time(line: Mapping[str, Any]) -> bool:
+    """Tell whether a round keeps its duration to itself.
+
+    How long clients take tells how much they hold, so a run with a privacy claim does
+    not publish its seconds.  The clock times that trackers add would give them away.
+    """
+    return line.get("seconds") is None
+
+
+def _flatten(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, int | float]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(f"{name}/", value)
+        elif isinstance(value, int):
+            yield name, int(value)
+        elif isinstance(value, Real):
+            yield name, float(value)
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables meanwhile; what the user has set stays."""
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Writes scalars with torch's SummaryWriter.
+
+    The event file begins with the first round, because only then is known where the
+    run goes on: TensorBoard drops what an earlier event file holds from that step on
+    (`purge_step`), so the rounds that a resumed run repeats appear once.
+
+    A round that withholds its seconds is stamped with the time of opening.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._module = load_tensorboard()
+        self._folder = folder / TENSORBOARD_FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._opened = time.time()
+        self._writer: Any = None
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Write one round, and flush it: a killed run keeps its rounds."""
+        step = step_of(line)
+        clock = self._opened if withholds_time(line) else None
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(str(self._folder), purge_step=step)
+        for name, value in scalars_of(line).items():
+            self._writer.add_scalar(name, value, global_step=step, walltime=clock)
+        self._writer.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the event file; TensorBoard has no place for how a run ended."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        except Exception:
+            # SummaryWriter gives up at its first error, before it has waited for its thread.
+            writer.file_writer.close()
+            raise
+
+
+WANDB_FOLDER = "wandb"
+MODES = ("offline", "online", "disabled", "shared", "dryrun", "run")
+# "dryrun" is an older name of "offline".
+SENDS_NOTHING = ("offline", "dryrun", "disabled")
+
+_NOTHING_ELSE = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
+
+
+class WandbTracker:
+    """Logs to a run of its own, whose id stays in the folder for the run to be resumed.
+
+    wandb stamps every row with the seconds since the start, and that cannot be turned
+    off.  Rounds that withhold their seconds are therefore kept until the tracker is
+    closed, and get almost the same stamp.
+
+    wandb gathers offline rows in memory and writes them in blocks and at the end.
+    A run that is killed, rather than interrupted, loses the latest ones here.
+    """
+
+    def __init__(
+        self, folder: Path, *, project: str, run_name: str, config: Mapping[str, Any]
+    ) -> None:
+        mode = wandb_mode()
+        self._kept: list[tuple[int, dict[str, int | float]]] = []
+        with _quiet(mode):
+            wandb = load_wandb()
+            id_file = folder / WANDB_FOLDER / ID_FILE
+            run_id, resumed = _run_id(id_file)
+            try:
+                self._run = wandb.init(
+                    mode=mode,
+                    dir=str(folder),
+                    project=project,
+                    name=run_name,
+                    config=dict(config),
+                    id=run_id,
+                    resume="allow" if resumed else None,
+                    reinit="create_new",  # leaves a run of the caller's alone
+                    settings=wandb.Settings(**_NOTHING_ELSE),
+                )
+            except Exception as error:
+                if not resumed:
+                    id_file.unlink(missing_ok=True)
+                raise InvalidValueError(
+                    f"trackers='wandb' cannot start with WANDB_MODE={mode!r}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Send one round to wandb's own process, which writes it down."""
+        row = step_of(line), scalars_of(line)
+        if self._kept or withholds_time(line):
+            self._kept.append(row)
+        else:
+            self._send(*row)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Send what was kept and end the run; again does nothing."""
+        run, kept = self._run, self._kept
+        if run is None:
+            return
+        try:
+            for row in kept:
+                self._send(*row)
+        finally:
+            self._run, self._kept = None, []
+            run.finish(exit_code=int(failed))
+
+    def _send(self, step: int, values: dict[str, int | float]) -> None:
+        # Without `commit` a row waits until the next one comes.
+        self._run.log(values, step=step, commit=True)
+
+
+def wandb_mode() -> str:
+    """Return what WANDB_MODE asks for, "offline" when it is unset or empty."""
+    return checks.choice("WANDB_MODE", os.environ.get("WANDB_MODE") or "offline", MODES)
+
+
+def _run_id(file: Path) -> tuple[str, bool]:
+    """Return the run id of a folder and whether it was there before."""
+    if file.exists():
+        written = file.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", written):
+            return written, True
+    run_id = uuid.uuid4().hex[:12]
+    write_file(file, f"{run_id}\n".encode(), parents=True)
+    return run_id, False
+
+
+def _quiet(mode: str) -> AbstractContextManager[None]:
+    """Start wandb without words, and offline without reports of its errors to its makers.
+
+    wandb reads these variables only while it starts.
+    """
+    wanted = {"WANDB_SILENT": "true"}
+    if mode in SENDS_NOTHING:
+        wanted["WANDB_ERROR_REPORTING"] = "false"
+    return _environment(wanted)
+
+
+def load_wandb() -> Any:
+    """Return the package."""
+    return optional.load("wandb", "trackers='wandb'")
+
+
+def load_tensorboard() -> Any:
+    """Return torch's module with SummaryWriter, which needs the package tensorboard."""
+    optional.load("tensorboard", "trackers='tensorboard'")
+    return importlib.import_module("torch.utils.tensorboard")
+
+
+MLFLOW_FOLDER = "mlflow"
+_LONGEST = 6000  # characters of a parameter that MLflow takes
+_MOST_AT_ONCE = 100
+# MLflow reports its use to its makers unless told otherwise, and calls files old-fashioned.
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
+
+
+class MlflowTracker:
+    """Logs to a run of its own in a file store, the folder `mlflow` of the run.
+
+    `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow` shows it.
+
+    A round that withholds its seconds is stamped with the time of opening.  A resumed run
+    goes on in the same MLflow run; a round that comes out as before is not logged twice.
+    """
+
+    def __init__(
+        self, folder: Path, *, project: str, run_name: str, config: Mapping[str, Any]
+    ) -> None:
+        place = folder / MLFLOW_FOLDER
+        place.mkdir(parents=True, exist_ok=True)
+        self._opened = int(1000 * time.time())
+        with _environment(_ENVIRONMENT):
+            load_mlflow()
+            import mlflow.entities as entities
+            from mlflow.tracking import MlflowClient
+
+            self._entities = entities
+            self._client = MlflowClient(tracking_uri=place.resolve().as_uri())
+            self._run_id = self._begin(place / ID_FILE, project, run_name, config)
+            self._known = self._logged()
+
+    def _begin(self, file: Path, project: str, run_name: str, config: Mapping[str, Any]) -> str:
+        """Return the run of this folder, made where there is none."""
+        written = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        if re.fullmatch(r"[0-9a-f]{32}", written):
+            self._client.update_run(written, status="RUNNING")
+            return written
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        made = self._client.create_run(
+            experiment, start_time=self._opened, run_name=run_name, tags={"mlflow.user": "fedquilt"}
+        )
+        run_id = str(made.info.run_id)
+        given = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in config.items()]
+        for start in range(0, len(given), _MOST_AT_ONCE):
+            self._client.log_batch(run_id, params=given[start : start + _MOST_AT_ONCE])
+        write_file(file, f"{run_id}\n".encode())
+        return run_id
+
+    def _logged(self) -> set[tuple[str, int, float]]:
+        """Return what an earlier process has logged."""
+        names = self._client.get_run(self._run_id).data.metrics
+        return {
+            (name, metric.step, metric.value)
+            for name in names
+            for metric in self._client.get_metric_history(self._run_id, name)
+        }
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Write one round."""
+        step, stamp = step_of(line), self._stamp(line)
+        metrics = [
+            self._entities.Metric(name, float(value), stamp, step)
+            for name, value in scalars_of(line).items()
+            if (name, step, float(value)) not in self._known
+        ]
+        with _environment(_ENVIRONMENT):
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def _stamp(self, line: Mapping[str, Any]) -> int:
+        return self._opened if withholds_time(line) else int(1000 * time.time())
+
+    def close(self, *, failed: bool = False) -> None:
+        """Say how the run ended; its end is stamped like its start where time is withheld."""
+        status = "FAILED" if failed else "FINISHED"
+        with _environment(_ENVIRONMENT):
+            self._client.set_terminated(self._run_id, status=status, end_time=self._opened)
+
+
+def load_mlflow() -> Any:
+    """Return the package, told to keep to itself."""
+    with _environment(_ENVIRONMENT):
+        return optional.load("mlflow", "trackers='mlflow'")
