@@ -25,8 +25,8 @@ from fedquilt.training import make_engine
 from fedquilt.training.engines import LocalEngine
 from fedquilt.training.engines.workers import ProcessEngine
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
-from fedquilt.training.trainers.autograd import client_seed, epoch_batches
+from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task, client_seed
+from fedquilt.training.trainers.autograd import epoch_batches
 from fedquilt.training.trainers.vmap import VmapTrainer, why_not_stacked
 from run_processes import environment
 

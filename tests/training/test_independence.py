@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import Engine, FlatModel, LocalSettings, Task, make_engine
 from fedquilt.training.draws import seeded_layers
-from fedquilt.training.trainers.autograd import client_seed
+from fedquilt.training.task import client_seed
 from fedquilt.training.trainers.stack import ProgramShapes
 
 HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)

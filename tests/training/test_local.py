@@ -12,13 +12,12 @@ from torch.nn import functional
 
 from fedquilt.models import MLP
 from fedquilt.training import make_engine
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.metrics import evaluate
-from fedquilt.training.task import LocalSettings, Task
+from fedquilt.training.task import LocalSettings, Task, client_seed
 from fedquilt.training.trainers.autograd import (
-    client_seed,
     epoch_batches,
-    seeded_layers,
     train_client,
 )
 

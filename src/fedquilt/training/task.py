@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
+from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.training.objective import CROSS_ENTROPY, Objective
 from fedquilt.training.optimizers import PLAIN, ClientOptimizer
@@ -48,6 +49,16 @@ class LocalSettings:
 
     For modes that protect clients: an error would say something about one's data.
     """
+
+
+def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
+    """Return the seed of everything random that a client does in a round."""
+    return torch_seed(settings.seed, "local", round_index, client)
+
+
+def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
+    """Return the order in which an epoch takes a client's samples."""
+    return torch.randperm(count, generator=shuffle)
 
 
 Loss = Callable[[nn.Module, Any, Any], torch.Tensor]

@@ -40,10 +40,8 @@ class Trainer(ABC):
     is_small: bool = False
     """Whether a round is so short that a second thread of torch only costs time."""
 
-    @property
-    def starts_early(self) -> bool:
-        """Whether `train` queues the work on a device and returns while it is done there."""
-        return False
+    starts_early: bool = False
+    """Whether `train` queues the work on a device and returns while it is done there."""
 
     @abstractmethod
     def train(

@@ -27,7 +27,6 @@ from torch.nn import functional
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.common.vectors import chunks
 from fedquilt.training.draws import ClientDraws, RandomCalls, bits_of, own_draws, seeded_layers
@@ -39,6 +38,8 @@ from fedquilt.training.task import (
     Loss,
     LossOf,
     Task,
+    client_seed,
+    epoch_order,
     public_inputs,
 )
 from fedquilt.training.trainers import Trainer, failed_update
@@ -50,16 +51,6 @@ WIDE = 1 << 20
 _TRIAL_STEPS = 3
 _OTHER_STEPS = (5, 7, 3, 2)
 _WIDEST = 64
-
-
-def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
-    """Return the seed of everything random that a client does in a round."""
-    return torch_seed(settings.seed, "local", round_index, client)
-
-
-def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
-    """Return the order in which an epoch takes a client's samples."""
-    return torch.randperm(count, generator=shuffle)
 
 
 def epoch_batches(

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.training.draws import draw_keys
-from fedquilt.training.task import LocalSettings, Task
-from fedquilt.training.trainers.autograd import client_seed
+from fedquilt.training.task import LocalSettings, Task, client_seed
 from fedquilt.training.trainers.stack import ModelStack
 
 # How many numbers are laid out at once: places of samples, draws of random layers.

@@ -24,9 +24,16 @@ from torch.nn import functional
 from fedquilt.training.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.hardware import one_thread
-from fedquilt.training.task import ClientUpdate, LocalSettings, Task, public_inputs
+from fedquilt.training.task import (
+    ClientUpdate,
+    LocalSettings,
+    Task,
+    client_seed,
+    epoch_order,
+    public_inputs,
+)
 from fedquilt.training.trainers import Trainer, failed_update
-from fedquilt.training.trainers.autograd import client_seed, epoch_order, train_client
+from fedquilt.training.trainers.autograd import train_client
 from fedquilt.training.trainers.manual_layers import (
     BatchBuffers,
     ManualProgram,
@@ -120,7 +127,9 @@ class ManualTrainer(Trainer):
             [t[:many] for t in tensors] if lanes else tensors for many in range(self.together + 1)
         ]
         self._sizes = [tensor.numel() for tensor in self._lanes[0]]
-        self._by_class = torch.arange(self.plan.classes)[:, None]
+        self._classes = self.plan.classes
+        self._by_class = torch.arange(self._classes)[:, None]
+        self._used_autograd = False
         with one_thread(self.is_small):
             self._try()
         # Of how many clients those that train together are best chosen.
@@ -149,9 +158,11 @@ class ManualTrainer(Trainer):
                 yield ClientUpdate(client, delta, len(samples), loss)
 
     def restore(self) -> None:
-        """Restore what training by autograd may have changed."""
-        self.flat.restore()
-        self.task.objective.begin()
+        """Restore what training by autograd has changed; steps by hand leave the model alone."""
+        if self._used_autograd:
+            self.flat.restore()
+            self.task.objective.begin()
+            self._used_autograd = False
 
     @torch.no_grad()
     def _train_jobs(
@@ -193,7 +204,7 @@ class ManualTrainer(Trainer):
         """
         group: list[int] = []
         for place in order:
-            numbers = (len(group) + 1) * len(members[place].labels) * self.plan.classes
+            numbers = (len(group) + 1) * len(members[place].labels) * self._classes
             if group and (len(group) == self.together or numbers > _LAID_OUT):
                 yield group
                 group = []
@@ -225,7 +236,7 @@ class ManualTrainer(Trainer):
 
     def _are_classes(self, labels: torch.Tensor) -> bool:
         least, largest = torch.aminmax(labels)
-        return int(least) >= 0 and int(largest) < self.plan.classes
+        return int(least) >= 0 and int(largest) < self._classes
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a vector as the flat model lays tensors out, in the tensors' shapes."""
@@ -325,6 +336,7 @@ class ManualTrainer(Trainer):
                 yield [mask[step] for mask in drawn]
 
     def _by_autograd(self, start: torch.Tensor, client: _Job, learning_rate: float) -> float:
+        self._used_autograd = True
         task, flat = self.task, self.flat
         task.objective.begin()
         with torch.enable_grad():
@@ -349,7 +361,7 @@ class ManualTrainer(Trainer):
         self._try_together(start, public_inputs(like, most + max(1, most // 2)))
 
     def _trial_labels(self, count: int) -> torch.Tensor:
-        labels = torch.arange(count) % self.plan.classes
+        labels = torch.arange(count) % self._classes
         return labels.to(self.task.targets.dtype)
 
     def _gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,7 @@ class GpuTrainer(Trainer):
     ) -> None:
         self.plan: Plan = plan_for("gpu", flat, task, settings)
         self.task, self.settings = task, settings
+        self.starts_early = task.device.type == "cuda"
         self._flat, self._width = flat, settings.batch_size
         mask = task.class_mask
         if mask is not None and self.plan.normalised and mask.value != -math.inf:
@@ -87,11 +88,6 @@ class GpuTrainer(Trainer):
         self._program: Program | None = None
         self._try(draws)
         self.group_size = min(self.group_size, settings.group_rows or self.group_size)
-
-    @property
-    def starts_early(self) -> bool:
-        """Whether `train` returns while the device works."""
-        return self.task.device.type == "cuda"
 
     def train(
         self,
