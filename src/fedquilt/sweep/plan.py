@@ -20,8 +20,10 @@ from fedquilt.common.schema import COUNT, NAME, Anything, ListOf, Object, check
 from fedquilt.common.storage import check_own_folder, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
-from fedquilt.config.files import check_company, method_defaults
-from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
+from fedquilt.config.files import method_defaults, require_two_clients
+from fedquilt.config.option import CLIENTS, SPLIT
+from fedquilt.config.run import old_names
+from fedquilt.config.uses import reject_unused
 from fedquilt.record.schema import check_schema, readable
 
 SCHEMA_VERSION = 1
@@ -124,7 +126,7 @@ class Plan:
         return cls(content["base"], axes, tuple(points))
 
 
-_AXES = {*option_fields(RunConfig), *option_fields(CondenseConfig)} - {*_OWN}
+_AXES = {*option_fields(CondenseConfig), *old_names(CondenseConfig)} - {*_OWN}
 _PLAN = Object({"base": Object({}), "axes": ListOf(NAME), "points": ListOf(ListOf(Anything()))})
 _PARTS = ("settings", "seed", "baselines")  # the last one of older versions, and ignored
 _POINT = Object({"settings": Object({}), "seed": COUNT}, {"baselines": ListOf(NAME)})
@@ -162,6 +164,7 @@ def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
     key, sign, rest = text.partition("=")
     key = key.strip().replace("-", "_")
     fields = option_fields(kind)
+    key = old_names(kind).get(key, key)
     checks.choice("key of the sweep", key, [name for name in fields if name not in _OWN])
     if not sign or not rest.strip():
         raise InvalidValueError(f"{text!r} must be key=value,value or key=low:high")
@@ -244,9 +247,9 @@ def make_plan(
     runs = []
     for settings in chosen:
         config = plain_config({**plain, **settings, "seed": seeds[0]})
-        check_company(config)
+        require_two_clients(config)
         runs.append({**config.as_dict(), CLIENTS: SPLIT})
-    refuse_idle({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
+    reject_unused({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
     return Plan(plain, tuple(keys), tuple(points))
 
 
