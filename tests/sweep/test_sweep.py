@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -259,19 +260,38 @@ def test_the_command(cli: Callable[..., Said], here: Path) -> None:
 
 def test_a_worker_without_a_point_ends_in_order() -> None:
     """What it has made elsewhere, sockets of worker processes, is removed at its end."""
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            "import atexit; atexit.register(print, 'in order'); "
-            "from fedquilt.sweep.worker import main; main()",
-        ],
-        env=environment(),
-        input="",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    with theirs:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                "import atexit; atexit.register(print, 'in order'); "
+                "from fedquilt.sweep.worker import main; main()",
+                str(theirs.fileno()),
+            ],
+            env=environment(),
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert ended.stdout == "in order\n"
+
+
+def test_what_a_worker_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is imported there may print, at its start and while a run goes on."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "print('{}', flush=True)\n"
+        "import torch\n"
+        "real = torch.set_num_threads\n"
+        "torch.set_num_threads = lambda n: (real(n), print('not JSON', flush=True))\n"
+    )
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    table = run_sweep(tmp_path / "s", planned("local_epochs=1,2", seeds=(0,)))
+    assert [row["state"] for row in table.rows()] == ["done", "done"]
 
 
 # What failed, what was refused, and why
