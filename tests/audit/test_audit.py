@@ -58,6 +58,7 @@ def test_the_bound_is_reached_so_the_check_is_not_empty(case: str) -> None:
     assert moved.declared > 0.5
 
 
+@pytest.mark.slow
 def test_other_seeds_find_nothing_either() -> None:
     findings = [f for seed in range(1, 5) for f in audit.replay(["adaptive clips"], seed)]
     assert all(f.ok for f in findings)

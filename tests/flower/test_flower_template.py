@@ -23,6 +23,7 @@ from fedquilt.flower.server import run_from
 from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.flower.template import CHOSEN, run_configuration, write_app
+from tiers import rest_is_slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"
 
@@ -169,7 +170,10 @@ def test_a_preset_stands_in_an_apps_configuration(
     assert kept["max_clip"] == 1.0
 
 
-@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"])
+METHODS = ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"]
+
+
+@pytest.mark.parametrize("method", rest_is_slow(METHODS, ["heterofl", "full"]))
 def test_heflwrs_mnist_example_runs(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
