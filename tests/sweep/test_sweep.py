@@ -29,7 +29,7 @@ from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.report.views.page import find_runs
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
-from fedquilt.sweep.plan import Axis, Plan, choose
+from fedquilt.sweep.plan import Plan, SweepAxis, choose
 from run_processes import environment
 from run_samples import TINY, contents, flags
 
@@ -97,7 +97,7 @@ def test_too_many_points_are_refused_before_one_is_made(
     def none_is_made(*_: object) -> None:
         raise AssertionError("a point is made")
 
-    monkeypatch.setattr(Axis, "draw", none_is_made)
+    monkeypatch.setattr(SweepAxis, "draw", none_is_made)
     monkeypatch.setattr("fedquilt.sweep.plan.itertools.product", none_is_made)
     keys = ("learning_rate", "clip_norm", "epsilon", "delta")
     values = ",".join(str(0.001 * (1 + i)) for i in range(1000))
