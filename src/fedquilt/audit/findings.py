@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from fedquilt.audit.cases import CASES, Case
 from fedquilt.audit.worlds import KnownNoise, World, known_noise, make_worlds, prescribed
 from fedquilt.common import checks
+from fedquilt.common.vectors import norm
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.clip import norm
 from fedquilt.privacy.poisson import AmplifiedCertified
 
 # What float64 rounding may add, relative to the numbers that were added and subtracted.
