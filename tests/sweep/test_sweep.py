@@ -425,7 +425,7 @@ def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path:
     outside = tmp_path / "before.sqlite"
     shutil.copy(ledger, outside)
     folder.mkdir()
-    planned("local_epochs=1,2", seeds=(0,), base={**own, "spend_everything": True}).write(folder)
+    planned("local_epochs=1,2", seeds=(0,), base={**own, "allow_unbounded": True}).write(folder)
     for word in (None, str(tmp_path / "other.sqlite")):
         with pytest.raises(InvalidValueError, match=r"ledger=.* must be .*clients\.sqlite"):
             run_sweep(folder, ledger=word)

@@ -22,6 +22,7 @@ from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
 from fedquilt.config.files import method_defaults, require_two_clients
 from fedquilt.config.option import CLIENTS, SPLIT
+from fedquilt.config.run import old_names
 from fedquilt.config.uses import reject_unused
 from fedquilt.record.schema import check_schema, readable
 
@@ -125,7 +126,7 @@ class Plan:
         return cls(content["base"], axes, tuple(points))
 
 
-_AXES = {*option_fields(RunConfig), *option_fields(CondenseConfig)} - {*_OWN}
+_AXES = {*option_fields(CondenseConfig), *old_names(CondenseConfig)} - {*_OWN}
 _PLAN = Object({"base": Object({}), "axes": ListOf(NAME), "points": ListOf(ListOf(Anything()))})
 _PARTS = ("settings", "seed", "baselines")  # the last one of older versions, and ignored
 _POINT = Object({"settings": Object({}), "seed": COUNT}, {"baselines": ListOf(NAME)})
@@ -163,6 +164,7 @@ def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> SweepAxis:
     key, sign, rest = text.partition("=")
     key = key.strip().replace("-", "_")
     fields = option_fields(kind)
+    key = old_names(kind).get(key, key)
     checks.choice("key of the sweep", key, [name for name in fields if name not in _OWN])
     if not sign or not rest.strip():
         raise InvalidValueError(f"{text!r} must be key=value,value or key=low:high")
