@@ -41,7 +41,7 @@ CONDENSED = {
     "mean_rounds": 1,
     "eval_every": 1,
     "ipc": 1,
-    "drawings": 40,
+    "synthetic_images": 40,
     "model_epochs": 2,
 }
 # Who is kept in each round: nobody, one, some, all.
@@ -75,7 +75,7 @@ class Watching(Observer):
     def working(self, what: str, share: float) -> None:
         self.seen.append(("working", what, share))
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         self.seen.append(("kept", path.name))
 
 
