@@ -95,9 +95,9 @@ class NodesFile(Observer):
         """Pass progress on."""
         self._inner.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass a file's name on."""
-        self._inner.kept(path)
+        self._inner.on_artifact(path)
 
 
 def without_data(problem: Problem) -> Problem:
@@ -106,7 +106,7 @@ def without_data(problem: Problem) -> Problem:
     Of a simulation `problem.data` stays: resumed with other data it is refused.
     """
     nobody = [np.zeros(0, dtype=np.int64)] * len(problem.task.clients)
-    task = dataclasses.replace(problem.task.public(), clients=nobody, elsewhere=True)
+    task = dataclasses.replace(problem.task.public(), clients=nobody, is_remote=True)
     return dataclasses.replace(problem, task=task)
 
 

@@ -24,6 +24,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
+from fedquilt.common.vectors import norm
 from fedquilt.config import (
     HYPERPARAMETERS,
     OUTPUT_CONFIG,
@@ -43,7 +44,7 @@ from fedquilt.population import (
     checked_ids,
     propensities,
 )
-from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
+from fedquilt.privacy.clip import FixedClipper, QuantileClipper
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement
@@ -52,7 +53,7 @@ from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
 from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate, FlatModel, evaluate
+from fedquilt.training import ClientUpdate, Engine, FlatModel, evaluate
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -433,7 +434,7 @@ class _OwnEvaluation:
         return self._problem.metadata()
 
 
-class _OwnTraining:
+class _OwnTraining(Engine):
     """An engine that asks a subclass's `local_training`."""
 
     def __init__(self, server: QuAPFLServer) -> None:

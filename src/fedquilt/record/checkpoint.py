@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from fedquilt.common import storage, untrusted
 from fedquilt.common.errors import RunFolderError
-from fedquilt.common.printable import printable
-from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.formatting import printable
+from fedquilt.common.storage import as_safetensors
 from fedquilt.common.untrusted import TensorFile, TensorSpec
 from fedquilt.record.schema import SCHEMA_VERSION, STATE_KEYS, check_schema, readable
 

@@ -80,7 +80,7 @@ class Slices(WholeModel):
         )
         self.client_widths = self.slicing.widths
         engine = cast(SlicedEngine, self.engine)
-        leaves_out = config.absent_classes == "leave_out" and not parts.task.elsewhere
+        leaves_out = config.absent_classes == "leave_out" and not parts.task.is_remote
         self._classes = engine.task.class_mask if leaves_out else None
         self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
         self._statistics = statistics_of(parts.flat.module)
@@ -182,8 +182,8 @@ class Slices(WholeModel):
         if len(self._computed) < _REMEMBERED:
             self._computed[cut] = found
 
-    def look(
-        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    def extra_metrics(
+        self, weights: torch.Tensor, round_index: int, measured: Mapping[str, float]
     ) -> dict[str, Any]:
         """Evaluate the small models of every tier on the test data.
 
@@ -191,7 +191,7 @@ class Slices(WholeModel):
         first clients' (`_LOOKED`).
         """
         tiers: dict[str, dict[str, float]] = {}
-        whole = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        whole = {k.removeprefix("test_"): v for k, v in measured.items() if k.startswith("test_")}
         for width in self.slicing.first_of_each_width():
             clients = np.flatnonzero([w == width for w in self.slicing.widths])[:_LOOKED]
             groups = self.slicing.groups(clients, round_index)
@@ -242,7 +242,7 @@ def _batches_for_statistics(parts: MethodParts) -> Batches:
         if MODE_TABLE[config.mode].noised:
             why = "sums over their inputs would leave clients without clip or noise"
             _refuse_clients(f"mode={config.mode!r}", why)
-        if task.elsewhere:
+        if task.is_remote:
             _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
         return batches_of_clients(task.inputs, task.clients)
     if parts.server_inputs is None:
