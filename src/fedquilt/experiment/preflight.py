@@ -20,7 +20,7 @@ from fedquilt.privacy.feasibility import Feasibility, plan
 from fedquilt.privacy.noise import BandedNoise, noise_source
 from fedquilt.privacy.policies import make_policy
 from fedquilt.setup.mechanism import make_allocator
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 
 # A private quantile takes so much of every join (`assemble_mechanism.make_certified`).
 _QUANTILE_SHARE = 1 / 16
@@ -32,7 +32,7 @@ GOES_ON = (
 """What follows the verdict that a run is hopeless."""
 
 
-def expectations(config: RunConfig, problem: Problem) -> list[str]:
+def expectations(config: RunConfig, problem: FederatedTask) -> list[str]:
     """Return the lines that a run says before its first round."""
     lines = [cohort_line(problem.selector)]
     condenses = config.method == "condense"  # its statistics are no updates of a model
@@ -42,7 +42,7 @@ def expectations(config: RunConfig, problem: Problem) -> list[str]:
     return lines
 
 
-def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
+def tell_owner_of_missing_values(config: RunConfig, problem: FederatedTask) -> None:
     """Say whose samples have NaN or infinity, before anything is spent, on a terminal alone.
 
     In modes with noise such a client is not refused, because an error would say something about
@@ -61,7 +61,7 @@ def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
         )
 
 
-def clients_with_missing_values(problem: Problem) -> list[str]:
+def clients_with_missing_values(problem: FederatedTask) -> list[str]:
     """Return the ids, or numbers, of clients that hold a sample which is not finite."""
     bad: torch.Tensor | None = None
     for leaf in trees.leaves((problem.task.inputs, problem.task.targets)):
@@ -86,7 +86,7 @@ def cohort_line(selector: CohortSelector) -> str:
     return f"on average {mean:.3g} of {count} clients join a round"
 
 
-def _noised(config: RunConfig, problem: Problem) -> int:
+def _noised(config: RunConfig, problem: FederatedTask) -> int:
     """Return how many parameters the noise of a mode falls on."""
     if not MODE_TABLE[config.mode].by_layer:
         return problem.flat.vector.numel()

@@ -17,7 +17,7 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
-from fedquilt.setup.task import Own, Problem
+from fedquilt.setup.task import FederatedTask, UserComponents
 from fedquilt.slices.method import LargestOnly, Slices, Smallest
 from fedquilt.training import choose_engine
 from fedquilt.training.trainers.autograd import SequentialEngine
@@ -27,7 +27,7 @@ _LOG = logging.getLogger("fedquilt")
 
 def build_federation(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     account: RunAccount | None = None,
     method: Method | None = None,
 ) -> Federation:
@@ -81,7 +81,7 @@ def doubts_of(config: RunConfig, method: Method) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def _tried_sum(config: RunConfig, problem: Problem, method: Method, declared: float) -> str:
+def _tried_sum(config: RunConfig, problem: FederatedTask, method: Method, declared: float) -> str:
     """Try a declared sensitivity, and say what is believed of it."""
     count = min(_TRIAL_CLIENTS, len(problem.task.clients))
     whole = method.new_sum().total.numel()
@@ -108,7 +108,7 @@ _BELIEVED: Mapping[str, str] = {
 _BOUNDED_BY_ALL = {"bound_vector", "sensitivity"}
 
 
-def beliefs_of(own: Own) -> tuple[str, ...]:
+def beliefs_of(own: UserComponents) -> tuple[str, ...]:
     """Say of each part that a user brings what is believed and not checked."""
     found = []
     for part, believed in _BELIEVED.items():
@@ -149,7 +149,7 @@ def _names_of(part: object) -> str:
     return str(getattr(part, "__name__", type(part).__name__))
 
 
-def build_method(config: RunConfig, problem: Problem) -> Method:
+def build_method(config: RunConfig, problem: FederatedTask) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
     if own.remote is not None:
@@ -185,7 +185,7 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
     return Slices(parts)
 
 
-def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Problem]:
+def settle_engine(config: RunConfig, problem: FederatedTask) -> tuple[RunConfig, FederatedTask]:
     """Return the configuration with the engine that `auto` is for this run, and its reason.
 
     Its folder then says which one, and whoever resumes it trains with the same.
@@ -209,7 +209,7 @@ def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Probl
     return config.replace(engine=choice.engine), problem
 
 
-def engine_of_before(config: RunConfig, problem: Problem) -> RunConfig:
+def engine_of_before(config: RunConfig, problem: FederatedTask) -> RunConfig:
     """Return the configuration of a resumed run with the engine that it began with.
 
     A folder that says `auto` was made before `auto` was settled at the start: on a CPU it was
@@ -219,7 +219,7 @@ def engine_of_before(config: RunConfig, problem: Problem) -> RunConfig:
     return config.replace(engine="sequential") if was_sequential else config
 
 
-def _is_open(config: RunConfig, problem: Problem) -> bool:
+def _is_open(config: RunConfig, problem: FederatedTask) -> bool:
     """Whether it is still to be decided which engine trains the clients of a run."""
     own = problem.own
     brought = own.method or own.engine or own.remote
@@ -228,7 +228,7 @@ def _is_open(config: RunConfig, problem: Problem) -> bool:
     return not (settled or brought or not trains or problem.task.elsewhere)
 
 
-def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> None:
+def _lend_updates(problem: FederatedTask, method: Method, mechanism: Mechanism) -> None:
     """Let updates lie in the working model's memory where the round is sure to keep none.
 
     Who keeps vectors says so: the mechanism (`needs_whole_cohort`) and the sum (`keeps_vectors`).
