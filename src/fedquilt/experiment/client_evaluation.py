@@ -28,7 +28,7 @@ from fedquilt.setup.clients import Parts
 from fedquilt.setup.task import FederatedTask
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
-from fedquilt.training.trainers.autograd import NEVER_SILENT
+from fedquilt.training.trainers import NEVER_SILENT
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.client_evaluation import make_client_evaluation
 from fedquilt.experiment.loop import Experiment, Watching
-from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_values
+from fedquilt.experiment.preflight import preflight_lines, tell_owner_of_missing_values
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
@@ -42,8 +42,8 @@ from fedquilt.setup.federation import (
     build_federation,
     build_method,
     doubts_of,
-    engine_of_before,
-    settle_engine,
+    engine_for_resume,
+    resolve_auto_engine,
 )
 from fedquilt.setup.task import FederatedTask
 
@@ -67,14 +67,14 @@ def start_run(
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
         if resumed:
-            config = engine_of_before(config, problem)
+            config = engine_for_resume(config, problem)
         else:
-            config, problem = settle_engine(config, problem)
+            config, problem = resolve_auto_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)
         if observer is not None:
-            watching.expects(config, expectations(config, problem))
+            watching.expects(config, preflight_lines(config, problem))
             tell_owner_of_missing_values(config, problem)
         federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())

@@ -34,7 +34,7 @@ from fedquilt.config import (
 )
 from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment.loop import Experiment, limit_notes
-from fedquilt.experiment.preflight import expectations
+from fedquilt.experiment.preflight import preflight_lines
 from fedquilt.observe.progress import Progress
 from fedquilt.population import (
     Availability,
@@ -53,7 +53,7 @@ from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
 from fedquilt.setup.task import FederatedTask
-from fedquilt.training import ClientUpdate, FlatModel, evaluate
+from fedquilt.training import ClientUpdate, Engine, FlatModel, evaluate
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -359,7 +359,7 @@ class QuAPFLServer:
             f"epsilon_base: {config.epsilon / config.num_rounds:.6f}"
         )
         problem = dataclasses.replace(self._problem, selector=self._selector)
-        return [words, *expectations(config, problem)]
+        return [words, *preflight_lines(config, problem)]
 
 
 class LocalUpdate(np.ndarray[Any, np.dtype[Any]]):
@@ -434,7 +434,7 @@ class _OwnEvaluation:
         return self._problem.metadata()
 
 
-class _OwnTraining:
+class _OwnTraining(Engine):
     """An engine that asks a subclass's `local_training`."""
 
     def __init__(self, server: QuAPFLServer) -> None:

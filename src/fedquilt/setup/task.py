@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.choices import NARROW_METHODS
@@ -49,6 +49,7 @@ from fedquilt.training import (
 from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
+from fedquilt.training.trainers import Trainer
 
 _LOG = logging.getLogger("fedquilt")
 
@@ -106,6 +107,7 @@ class FederatedTask:
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    trainer: Trainer | None = field(default=None, repr=False)
     withheld: tuple[str, ...] = ()
     left_out: frozenset[int] = field(default=frozenset(), repr=False)
     """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
@@ -205,11 +207,16 @@ def make_task(
     task, outputs, notes = _with_objective(config, task, flat.module, own)
     scores = _check_fit(config, task, placed.test, flat.module, outputs, given.train)
     task, left_out = _without_unfit(config, task, placed, flat.module, outputs)
+    wanted = config.metrics if own.metrics is None else own.metrics
+    metrics = make_metrics(wanted, task.objective, outputs, task.public().targets)
+    # A mistake in a metric must not cost a round; samples of clients are not tried.
+    by_clients = SHARED_PEOPLE in given.train.notes
+    if own.metrics is not None and placed.test is not None and not by_clients:
+        _try_metrics(flat.module, task.objective, metrics, placed.test)
     flat.restore()  # the trials above may have left something behind
     for note in given.train.notes:
         _LOG.warning("%s", note)
     index = torch.from_numpy(given.held_out)
-    wanted = config.metrics if own.metrics is None else own.metrics
     # Of samples that are dealt otherwise no client is the one who made them.
     by_people = config.partition == "writer" or config.dataset == "custom"
     return FederatedTask(
@@ -226,9 +233,9 @@ def make_task(
         input_shape=tuple(trees.leaves(given.train.inputs)[0].shape[1:]),
         front=placed.front,
         own=own,
-        metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
+        metrics=metrics,
         notes=(*given.train.notes, *notes),
-        withheld=_ON_TEST if SHARED_PEOPLE in given.train.notes and by_people else (),
+        withheld=_ON_TEST if by_clients and by_people else (),
         left_out=left_out,
         data=given.by_name,
     )
@@ -286,9 +293,29 @@ def _without_unfit(
     # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
     ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        return fit.without_spoilt(task, ranges, ignores=ignores)
+        return fit.drop_invalid_clients(task, ranges, ignores=ignores)
     fit.refuse_outside(*placed.train, ranges, task.objective, "training", ignores=ignores)
     return task, frozenset()
+
+
+def _try_metrics(
+    module: nn.Module,
+    objective: Objective,
+    metrics: Mapping[str, MakeMetric],
+    tests: tuple[Any, Any],
+) -> None:
+    """Measure the initial model on some test samples, so that a metric that fails fails here."""
+    some = [trees.take(part, slice(0, _TRIED_SAMPLES)) for part in tests]
+    for name, make in metrics.items():
+        try:
+            measure(module, objective, {name: make}, *some)
+        except FedquiltError:
+            raise
+        except Exception as error:
+            raise InvalidValueError(
+                f"metric {name!r} must return a number of (outputs, targets); on {len(some[1])} "
+                f"test samples it fails: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _refuse_unknown(config: RunConfig, own: UserComponents) -> None:
