@@ -21,8 +21,8 @@ from fedquilt.cli.run import (
     say,
     stands_alone,
 )
-from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.text_table import screen_width
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.condense import (
     ALIASES,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.run import JSON, say
-from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import RunFolderError
+from fedquilt.common.text_table import screen_width
 
 
 def statement(
