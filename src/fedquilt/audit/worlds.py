@@ -38,7 +38,7 @@ from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation, build_method
 from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate
+from fedquilt.training import ClientUpdate, Engine
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -51,7 +51,7 @@ class World:
     """A federation with or without one client's data, and its newest round."""
 
     federation: Federation
-    server: Witness
+    server: WatchedServer
     account: RunAccount
     victim: int | None
     seconds: float
@@ -103,7 +103,7 @@ class World:
         }
 
 
-class Witness:
+class WatchedServer:
     """A server's step that remembers the release it was given."""
 
     def __init__(self, server: ServerStep) -> None:
@@ -127,7 +127,7 @@ class Still(ServerOptimizer):
         return weights
 
 
-class Prescribed:
+class Prescribed(Engine):
     """An engine whose updates are known in advance; the victim has none."""
 
     def __init__(self, update: Callable[[int, int], torch.Tensor], victim: int | None) -> None:
@@ -214,7 +214,7 @@ def make_worlds(
         mechanism = _copied(pattern.mechanism, first, account)
         _give_noise(mechanism, noise)
         method = build_method(config, its_problem)
-        server = Witness(_server(case, method))
+        server = WatchedServer(_server(case, method))
         if case.norms:
             method.engine = Prescribed(prescribed(case, seed, method), victim)
         method.server = server

@@ -25,6 +25,7 @@ from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_va
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
+from fedquilt.privacy.run_account import open_witness
 from fedquilt.record.folder import RunFolder, run_stem
 from fedquilt.record.result import RunResult, load
 from fedquilt.setup.account import (
@@ -35,15 +36,14 @@ from fedquilt.setup.account import (
     is_bounded,
     needs_account,
     open_account,
-    open_witness,
 )
 from fedquilt.setup.client_evaluation import make_client_evaluation
 from fedquilt.setup.federation import (
     build_federation,
     build_method,
     doubts_of,
-    engine_of_before,
-    settle_engine,
+    engine_for_resume,
+    resolve_auto_engine,
 )
 from fedquilt.setup.task import Problem
 
@@ -67,9 +67,9 @@ def open_and_train(
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
         if resumed:
-            config = engine_of_before(config, problem)
+            config = engine_for_resume(config, problem)
         else:
-            config, problem = settle_engine(config, problem)
+            config, problem = resolve_auto_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)

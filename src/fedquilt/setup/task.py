@@ -17,7 +17,7 @@ from torch import nn
 from fedquilt.common import trees
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import Samples
@@ -50,6 +50,7 @@ from fedquilt.training import (
 from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
+from fedquilt.training.trainers import Trainer
 
 _LOG = logging.getLogger("fedquilt")
 
@@ -104,6 +105,7 @@ class Problem:
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    trainer: Trainer | None = field(default=None, repr=False)
     withheld: tuple[str, ...] = ()
     left_out: frozenset[int] = field(default=frozenset(), repr=False)
     """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
@@ -211,7 +213,7 @@ def make_problem(
     # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
     ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task, left_out = fit.without_spoilt(task, ranges, ignores=ignores)
+        task, left_out = fit.drop_invalid_clients(task, ranges, ignores=ignores)
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics
@@ -272,7 +274,8 @@ def _try_metrics(
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:
     """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
-    for name in ("method", "engine", "loss", "optimizer", "metrics"):
+    brings = [name for name, item in option_fields().items() if item.metadata["rule"].get("own")]
+    for name in brings:
         brought = getattr(own, name)
         if name == "engine" and brought is None:
             brought = own.remote
