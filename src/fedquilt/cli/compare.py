@@ -91,7 +91,7 @@ def _train(
     from fedquilt.common.storage import storage_errors
     from fedquilt.experiment.preflight import outlook
     from fedquilt.record.folder import make_fresh
-    from fedquilt.setup.build_task import build_problem
+    from fedquilt.setup.build_task import build_task
     from fedquilt.setup.federation import build_method
 
     arms = _arms(modes)
@@ -103,7 +103,7 @@ def _train(
     }
     noise = {}
     for name, base in bases.items():
-        config_of_arm, problem = build_problem(base)
+        config_of_arm, problem = build_task(base)
         build_method(config_of_arm, problem).close()  # a mistake in the last is found at once
         found = outlook(config_of_arm, problem)
         noise[name] = None if found is None else found.cell
