@@ -2,7 +2,8 @@
 
 The numbers of a row travel as they are, or as whole numbers of a few bits: rows are
 means over many samples, uncertain by a few per cent of a feature's spread, and a code of 8 bits is
-finer than that.  A row is cut into blocks of `ROW_BLOCK` numbers.  With the least number l of a block and s = (largest - l) / (2^b - 1), a number v travels as
+finer than that.  A row is cut into blocks of `ROW_BLOCK` numbers.  With the least number l
+of a block and s = (largest - l) / (2^b - 1), a number v travels as
 
     c = round((v - l) / s),    read as l + s c,    |l + s c - v| <= s / 2
 
