@@ -139,7 +139,7 @@ class Experiment:
 
         Returns why the run ended before its last round, None when it did not.
         """
-        with one_thread(self.federation.is_small):
+        with one_thread(self.method.engine.is_small):
             return self._run()
 
     def _run(self) -> str | None:
@@ -183,7 +183,7 @@ class Experiment:
         anything that follows from the release is reserved, kept or shown.
         """
         began, index = time.perf_counter(), self._rounds_run
-        if not self.federation.starts_early:
+        if not self.method.engine.starts_early:
             record = self.run_round(index)
             return self._finish(record, time.perf_counter() - began)
         next_round = begin_round(self.federation, index)
@@ -207,7 +207,7 @@ class Experiment:
         somebody's own uses the release: it may show it, so the charge has to be on disk before.
         """
         is_ours = type(self.method.server) is ServerOptimizer
-        return self.federation.starts_early and is_ours and not self._evaluates(index + 1)
+        return self.method.engine.starts_early and is_ours and not self._evaluates(index + 1)
 
     def _finish_pending(self) -> str | None:
         """Settle, keep and show the round before, if that was deferred; the next one may train."""
