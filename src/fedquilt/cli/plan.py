@@ -11,6 +11,7 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.run import CONFIG, JSON, PRESET, say
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.text_table import wrapped
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
 
@@ -43,12 +44,12 @@ def plan(
             "others add no noise that could be planned"
         )
     # Only now: a configuration that is refused is refused at once.
-    from fedquilt.experiment.preflight import cohort_line, noise_outlook
+    from fedquilt.experiment.preflight import cohort_line, noise_feasibility
     from fedquilt.privacy import feasibility as planning
     from fedquilt.setup.task import build_selector
 
     selector = build_selector(asked, _num_clients(asked))
-    made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
+    made = noise_feasibility(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
         from fedquilt.report.plan import plan_figure
 
@@ -57,7 +58,7 @@ def plan(
         print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made)}))
         return
     print(planning.plan_table(made))
-    print(f"\n{cohort_line(selector)}\n{_advice(made)}")
+    print(wrapped(f"\n{cohort_line(selector)}\n{_advice(made)}", indent="     "))
     if figure is not None:
         say(f"\nfigure: {figure}")
 

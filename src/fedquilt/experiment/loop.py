@@ -21,6 +21,7 @@ from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
 from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
+from fedquilt.experiment.client_evaluation import ClientEvaluation
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
@@ -38,7 +39,6 @@ from fedquilt.record.result import (
 )
 from fedquilt.round import RoundRecord, begin_round, finish_round, run_round
 from fedquilt.setup.account import account_notes, check_account_of
-from fedquilt.setup.client_evaluation import ClientEvaluation
 from fedquilt.training import FlatModel
 from fedquilt.training.hardware import on_side_stream, one_thread, record_event
 
@@ -139,7 +139,7 @@ class Experiment:
 
         Returns why the run ended before its last round, None when it did not.
         """
-        with one_thread(self.federation.is_small):
+        with one_thread(self.method.engine.is_small):
             return self._run()
 
     def _run(self) -> str | None:
@@ -183,7 +183,7 @@ class Experiment:
         anything that follows from the release is reserved, kept or shown.
         """
         began, index = time.perf_counter(), self._rounds_run
-        if not self.federation.starts_early:
+        if not self.method.engine.starts_early:
             record = self.run_round(index)
             return self._finish(record, time.perf_counter() - began)
         next_round = begin_round(self.federation, index)
@@ -207,7 +207,7 @@ class Experiment:
         somebody's own uses the release: it may show it, so the charge has to be on disk before.
         """
         is_ours = type(self.method.server) is ServerOptimizer
-        return self.federation.starts_early and is_ours and not self._evaluates(index + 1)
+        return self.method.engine.starts_early and is_ours and not self._evaluates(index + 1)
 
     def _finish_pending(self) -> str | None:
         """Settle, keep and show the round before, if that was deferred; the next one may train."""

@@ -273,6 +273,11 @@ class CheckpointFiles:
                 raise RunFolderError(f"{path} {wrong}")
             yield opened
 
+    def rounds(self) -> int:
+        """Return how many rounds the checkpoint comes after, 0 when there is none."""
+        with self._opened_checkpoint("np") as opened:
+            return 0 if opened is None else int(opened.metadata["rounds"])
+
     def head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
         with self._opened_checkpoint("np") as opened:
