@@ -101,7 +101,7 @@ class Feasibility:
         return f"noise over the run: {size} a typical update, {self.verdict}{first}"
 
 
-def plan(
+def plan_privacy(
     population: int,
     rounds: int,
     epsilon: float,
