@@ -19,10 +19,11 @@ from fedquilt.training.task import (
     LocalSettings,
     Loss,
     LossOf,
+    StepLoss,
     Task,
     public_inputs,
 )
-from fedquilt.training.trainers.autograd import evaluate
+from fedquilt.training.trainers.autograd import SequentialEngine, evaluate
 
 __all__ = [
     "Choice",
@@ -36,6 +37,7 @@ __all__ = [
     "LossOf",
     "MakeMetric",
     "Objective",
+    "StepLoss",
     "Task",
     "auto_loss",
     "choose_engine",
@@ -65,8 +67,6 @@ def make_engine(
     A loss of its own for each client can only be trained by the sequential engine.
     A `FlatModel` lends its memory to the sequential engine; the others copy its module.
     """
-    from fedquilt.training.trainers.autograd import SequentialEngine
-
     module = model.module if isinstance(model, FlatModel) else model
 
     if loss_of is not None:
@@ -74,7 +74,7 @@ def make_engine(
             raise InvalidValueError(
                 f"engine={name!r} must be 'auto' or 'sequential' where clients have their own loss"
             )
-        return SequentialEngine(model, task, settings, loss_of)
+        return _one_by_one(model, task, settings, loss_of)
     if name == "auto":
         if task.device.type == "cpu":
             from fedquilt.training.engines.local import HandEngine
@@ -85,9 +85,9 @@ def make_engine(
 
             if BatchedEngine.supports(module, task, settings):
                 return BatchedEngine(module, task, settings)
-        return SequentialEngine(model, task, settings)
+        return _one_by_one(model, task, settings)
     if name == "sequential":
-        return SequentialEngine(model, task, settings)
+        return _one_by_one(model, task, settings)
     if name == "batched":
         from fedquilt.training.trainers.vmap import BatchedEngine
 
@@ -102,3 +102,17 @@ def make_engine(
         )
     # Whoever comes here has named none of these.
     raise InvalidValueError(f"engine={name!r} must be one of {', '.join(map(repr, ENGINES))}")
+
+
+def _one_by_one(
+    model: nn.Module | FlatModel,
+    task: Task,
+    settings: LocalSettings,
+    loss_of: LossOf | None = None,
+) -> Engine:
+    """Return the engine of one client after the other; on a GPU their steps are captured."""
+    if task.device.type == "cuda":
+        from fedquilt.training.trainers.captured import CapturedEngine
+
+        return CapturedEngine(model, task, settings, loss_of)
+    return SequentialEngine(model, task, settings, loss_of)

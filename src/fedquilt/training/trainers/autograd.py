@@ -31,6 +31,7 @@ from fedquilt.training.task import (
     LocalSettings,
     Loss,
     LossOf,
+    StepLoss,
     Task,
     public_inputs,
 )
@@ -91,7 +92,7 @@ def train_client(
     flat.write(start)
     flat.module.train()
     parameters = flat.parameters
-    anchors = _views(flat, start) if settings.fedprox_mu else None
+    anchors = parameter_views(flat, start) if settings.fedprox_mu else None
     device = trees.device_of(inputs)
     loss_sum = torch.zeros((), device=device)
     seen = 0
@@ -100,7 +101,7 @@ def train_client(
     in_backward = plain and flat.vector.numel() > LARGE
     stepped = flat.stepped if in_backward else ()
     with seeded_layers(device, seed), own_draws(draws), stepping(stepped, learning_rate):
-        for step, batch in enumerate(_batches(index, settings, seed, flat)):
+        for step, batch in enumerate(local_batches(index, settings, seed, flat)):
             if draws is not None:
                 draws.begin(bits_of(seed, step))
             samples = trees.take(inputs, batch)
@@ -141,7 +142,7 @@ def step_in_backward(
             hook.remove()
 
 
-def _batches(
+def local_batches(
     index: torch.Tensor, settings: LocalSettings, seed: int, flat: FlatModel
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of all epochs; none for a client without samples."""
@@ -270,7 +271,7 @@ def _is_alike(one: torch.Tensor | bytes, other: torch.Tensor | bytes) -> bool:
     return one == other
 
 
-def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
+def parameter_views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters' places in a vector of the same layout."""
     return [vector[s.start : s.stop].view(s.shape) for s in flat.segments if not s.is_buffer]
 
@@ -329,6 +330,9 @@ class SequentialEngine:
         self.lends_updates = False
         """Whether an update lies in the working model's memory, until the next client trains."""
         self._loss_of = loss_of or self._default_loss
+        mask = None if loss_of is not None else task.class_mask
+        self._hidden = None if mask is None else mask.hidden[0].clone()
+        """The classes that the running client's loss leaves alone, always in one place."""
         public = task.public()
         if isinstance(model, FlatModel):
             self._flat = model.twin()
@@ -358,18 +362,9 @@ class SequentialEngine:
         """Train one client and return its update."""
         index = self.task.index(client)
         try:
-            loss = train_client(
-                self._flat,
-                start,
-                self.task.inputs,
-                self.task.targets,
-                index,
-                learning_rate,
-                self.settings,
-                client_seed(self.settings, round_index, client),
-                self._loss_of(client, round_index),
-                self._draws,
-            )
+            seed = client_seed(self.settings, round_index, client)
+            client_loss = self._loss_of(client, round_index)
+            loss = self._train(start, index, learning_rate, seed, client_loss)
         except Exception as error:
             if not self.settings.silent or isinstance(error, NEVER_SILENT):
                 raise
@@ -378,19 +373,38 @@ class SequentialEngine:
         delta = trained.sub_(start) if self.lends_updates else trained - start
         return ClientUpdate(client, delta, len(index), loss)
 
+    def _train(
+        self,
+        start: torch.Tensor,
+        index: torch.Tensor,
+        learning_rate: float,
+        seed: int,
+        loss: Loss,
+    ) -> float:
+        """Train the working model on some samples and return the mean loss."""
+        inputs, targets = self.task.inputs, self.task.targets
+        return train_client(
+            *(self._flat, start, inputs, targets, index, learning_rate),
+            *(self.settings, seed, loss, self._draws),
+        )
+
     def _default_loss(self, client: int, round_index: int) -> Loss:
         """Return the objective, with the client's hidden classes where there are any."""
         mask = self.task.class_mask
-        if mask is None:
+        if mask is None or self._hidden is None:
             self.task.objective.begin()
             return self.task.objective
-        hidden, ignored = mask.hidden[client], self.task.objective.ignore_index
+        self._hidden.copy_(mask.hidden[client])
+        return StepLoss(self._masked_loss, lambda: None)
 
-        def masked(module: nn.Module, inputs: Tree, targets: Tree) -> torch.Tensor:
-            outputs = mask.apply(outputs_of(trees.call_with(module, inputs)), hidden)
-            return functional.cross_entropy(outputs, targets, ignore_index=ignored)  # type: ignore[arg-type]
-
-        return masked
+    def _masked_loss(
+        self, module: nn.Module, inputs: Tree, targets: torch.Tensor, decision: None
+    ) -> torch.Tensor:
+        mask, ignored = self.task.class_mask, self.task.objective.ignore_index
+        assert mask is not None
+        assert self._hidden is not None
+        outputs = mask.apply(outputs_of(trees.call_with(module, inputs)), self._hidden)
+        return functional.cross_entropy(outputs, targets, ignore_index=ignored)
 
     def close(self) -> None:
         """Restore what training has changed outside the model, such as attributes of its class."""
