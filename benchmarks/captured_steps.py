@@ -12,6 +12,7 @@ to.  `--together` runs the captured part in several processes at once.
 from __future__ import annotations
 
 import argparse
+import logging
 import subprocess
 import sys
 import time
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--together", default="")
     parser.add_argument("--alone", action="store_true")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if arguments.alone:
         print(alone(arguments.steps), flush=True)
         return

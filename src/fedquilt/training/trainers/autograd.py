@@ -229,7 +229,8 @@ def refuse_hidden_state(
         index = torch.arange(count, device=public.device)
         targets = trees.mapped(public.targets, lambda t: t[:1].expand(count, *t.shape[1:]))
         loss = loss_of(0, 0)
-        train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
+        with repeatable():
+            train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
         return flat.read()
 
     # Sums of a GPU may come in another order each time; state that moves shows more.
@@ -253,6 +254,16 @@ def refuse_hidden_state(
             "not: its forward pass, the loss or the optimizer may change something that cannot be "
             f"put back ({what}). Keep such state in tensors, numbers or lists of the module"
         )
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Let convolutions on a GPU add up in the same order each time, within."""
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 def _fingerprint(vector: torch.Tensor) -> bytes:

@@ -12,6 +12,7 @@ A replay does what was captured, on the same memory, and runs no Python.  So
 - a model that draws random numbers, or changes anything else than tensors that travel, is not
   captured.
 The last batch of an epoch, where it is smaller, takes the same step without a graph.
+Convolutions add up in a fixed order, so that the same samples give the same bits again.
 
 Whether steps are captured is decided before the first client, from the settings, the model and a
 trial on public samples against autograd.
@@ -33,7 +34,6 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.trees import Tree
-from fedquilt.training.draws import RandomCalls
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import Objective
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
@@ -51,6 +51,7 @@ from fedquilt.training.trainers.autograd import (
     SequentialEngine,
     local_batches,
     parameter_views,
+    repeatable,
     seeded_layers,
     train_client,
 )
@@ -204,16 +205,23 @@ def _moved_by_a_step(flat: FlatModel, task: Task) -> list[str]:
     buffers = [flat.module.get_buffer(name) for name in flat.buffer_names]
     state = ModuleState(flat.module, [*flat.parameters, *buffers])
     before = flat.read().clone()
-    calls = RandomCalls()
     with seeded_layers(public.device, 0):
-        generators = repr((random.getstate(), np.random.get_state()))
-        with calls:
-            loss = public.objective(flat.module, public.inputs, public.targets)
-            torch.autograd.grad(loss, flat.parameters, allow_unused=True)
-        same = generators == repr((random.getstate(), np.random.get_state()))
+        generators = _generator_states(public.device)
+        loss = public.objective(flat.module, public.inputs, public.targets)
+        torch.autograd.grad(loss, flat.parameters, allow_unused=True)
+        drew = _generator_states(public.device) != generators
     moved = [*state.moved(), *public.objective.moved()]
     flat.write(before)
-    return [*moved, *([] if same and not calls.count else ["random generators"])]
+    return [*moved, *(["random generators"] if drew else [])]
+
+
+def _generator_states(device: torch.device) -> tuple[str | bytes, ...]:
+    """Return where the generators stand that a layer may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    numbers = repr((random.getstate(), np.random.get_state()))
+    return (numbers, *(state.numpy().tobytes() for state in states))
 
 
 class CudaRecorder:
@@ -294,7 +302,7 @@ class CapturedTraining:
         steps = settings.epochs * math.ceil(len(index) / self._size)
         self._rule.begin(learning_rate, steps)
         seen = 0
-        with seeded_layers(start.device, seed):
+        with seeded_layers(start.device, seed), repeatable():
             for batch in local_batches(index, settings, seed, self._flat):
                 self._rule.next_step()
                 samples, wanted = trees.take(inputs, batch), trees.take(targets, batch)
