@@ -18,6 +18,7 @@ from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observer
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.record.result import RunResult
 
@@ -285,4 +286,82 @@ def plain_run(**own: Any) -> RunResult:
         "availability": "always",
         "engine": "sequential",
     }
-    return fedquilt.run(Plain(), data, data, parts, **settings, **QUIET, **own)  # type: ignore[arg-type]
+    settings = {**settings, **QUIET, **own}
+    return fedquilt.run(Plain(), data, data, parts, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("brought", [False, True], ids=["the package's", "a user's"])
+def test_a_sum_that_keeps_vectors_sees_each_clients_own(
+    brought: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that lie in one memory must not be lent to a median, whosever method it serves."""
+    sums: list[Median] = []
+
+    def new_sum(self: WholeModel) -> Any:
+        sums.append(Kept(self._size))
+        return sums[-1]
+
+    class Kept(Median):
+        def add(self, vector: torch.Tensor, weight: float = 1.0, place: object = None) -> None:
+            self.vectors.append(vector)  # as it lies: no copy
+
+    method = type("Own", (WholeModel,), {"new_sum": new_sum}) if brought else "full"
+    if not brought:
+        monkeypatch.setattr(WholeModel, "new_sum", new_sum)
+    plain_run(mode="fedavg", method=method)
+    (used,) = [total for total in sums if total.vectors]
+    assert len(used.vectors) == 6
+    assert len({tuple(vector.tolist()) for vector in used.vectors}) == 6
+    assert len({vector.data_ptr() for vector in used.vectors}) == 6
+
+
+@pytest.mark.parametrize("method", ["full", type("Own", (WholeModel,), {})])
+def test_a_sum_that_keeps_none_is_lent_the_working_memory(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    add = RunningMean.add
+
+    def noting(self: Any, vector: torch.Tensor, *given: Any) -> None:
+        seen.add(vector.data_ptr())
+        add(self, vector, *given)
+
+    monkeypatch.setattr(RunningMean, "add", noting)
+    plain_run(mode="fedavg", method=method)
+    assert len(seen) == 1
+
+
+def test_a_subclass_of_a_sum_declares_for_itself() -> None:
+    class Silent(RunningMean):
+        pass
+
+    class Saying(RunningMean):
+        sensitivity, keeps_vectors, adds_scaled = 2.0, False, True
+
+    told = [(c.sensitivity, c.keeps_vectors, c.adds_scaled) for c in (RunningMean, Silent, Saying)]
+    assert told == [(1.0, False, True), (None, True, False), (2.0, False, True)]
+
+
+def test_methods_by_their_old_names_are_read_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="look is called extra_metrics now"):
+
+        class Old(WholeModel):
+            def look(self, weights: Any, round_index: int, looked: Any) -> dict[str, Any]:
+                return {**super().look(weights, round_index, looked), "seen": round_index}
+
+            def keep(self, files: Any, rounds: int | None = None) -> None:
+                kept.append(rounds)
+
+    kept: list[int | None] = []
+    done = plain_run(mode="fedavg", method=Old)
+    assert done.result["history"]["test_loss"]
+    parts = Old.__new__(Old)
+    assert parts.extra_metrics(torch.zeros(1), 3, {}) == {"seen": 3}
+    with pytest.warns(DeprecationWarning, match="kept is called on_artifact now"):
+
+        class Watcher(Observer):
+            def kept(self, path: Path) -> None:
+                kept.append(7)
+
+    Watcher().on_artifact(Path("x"))
+    assert kept[-1] == 7

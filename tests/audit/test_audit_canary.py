@@ -76,6 +76,7 @@ def test_what_is_refused() -> None:
         audit.one_run([1.0], canaries=1)
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     app = typer.Typer()
     app.command()(command)
@@ -92,6 +93,7 @@ def test_the_command() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_the_command_line_s_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--canary", "--trials", "20"]) == 0
     assert "two hypotheses" in capsys.readouterr().out

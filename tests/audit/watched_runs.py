@@ -33,18 +33,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.audit import comparisons
-from fedquilt.audit.worlds import Witness, World, known_entropy
+from fedquilt.audit.findings import declared_clip, released_fraction, released_sum
+from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment import loop as training_loop
+from fedquilt.federation import Federation
 from fedquilt.privacy import evaluation
 from fedquilt.privacy.evaluation import NoisedMean
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import RunResult
-from fedquilt.round import Federation, RoundRecord
+from fedquilt.round import RoundRecord
 from fedquilt.setup import client_evaluation as client_evaluation
 
 VOLATILE = {
@@ -80,7 +81,7 @@ class Recorder(Observer):
         """Note progress within a round."""
         self.events.append(["working", what, share])
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Note where images were written."""
         self.events.append(["kept", str(path)])
 
@@ -275,6 +276,8 @@ def watched_run(
     with (
         known_entropy(seed),
         patch.object(training_loop, "run_round", watch.run_round),
+        patch.object(training_loop, "begin_round", lambda federation, index: index),
+        patch.object(training_loop, "finish_round", watch.finish_round),
         patch.object(client_evaluation, "release_mean", watch.release_mean),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
@@ -318,20 +321,12 @@ class _Watch:
         self,
         federation: Federation,
         round_index: int,
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        settles_later: bool = False,
     ) -> RoundRecord:
-        """Run a round, note it, and take over what the base world has released.
-
-        One thing after the other: it is settled at once, so nothing is left for later.
-        """
-        if meanwhile is not None:
-            meanwhile()
+        """Run a round, note it, and take over what the base world has released."""
         if self._world is None:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")
-            server = Witness(federation.method.server)
+            server = WatchedServer(federation.method.server)
             federation.method.server = server
             self._world = World(federation, server, federation.account, None, 1.0)
         self._world.run(round_index)
@@ -342,6 +337,15 @@ class _Watch:
             federation.mechanism.load_state(before.mechanism)
             federation.method.server.load_state(before.server, federation.weights.device)
         return self._world.record
+
+    def finish_round(self, federation: Federation, round_index: int) -> RoundRecord:
+        """Run a round whose beginning was put off: one thing after the other.
+
+        It is settled at once, so nothing is left for later.
+        """
+        if federation.account is not None:
+            federation.account.defers = False
+        return self.run_round(federation, round_index)
 
     def release_mean(
         self,
@@ -373,10 +377,10 @@ def _note(world: World) -> WatchedRound:
     federation, cohort = world.federation, world.record.cohort
     declared = np.zeros(len(world.charges))
     for client in cohort:
-        declared[client] = comparisons.declared_clip(world, client)
-    fraction, fraction_declared = comparisons.released_fraction(world)
+        declared[client] = declared_clip(world, client)
+    fraction, fraction_declared = released_fraction(world)
     return WatchedRound(
-        released=comparisons.released_sum(world),
+        released=released_sum(world),
         declared=declared,
         fraction=fraction,
         fraction_declared=fraction_declared,

@@ -15,9 +15,11 @@ import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.choices import METHODS
-from fedquilt.config.uses import CLIENTS, USES
+from fedquilt.config.option import CLIENTS
+from fedquilt.config.uses import USES
 from fedquilt.experiment.api import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
+from tiers import rest_is_slow
 
 Cli = Callable[..., Any]
 KEYS = [
@@ -209,15 +211,23 @@ def test_later_sources_win(cli: Cli, here: Path, configured: list[RunConfig]) ->
 SAMPLES: dict[str, Any] = {"str": "x", "int": 3, "float": 0.25, "int | float": 7, "bool": True}
 
 
-@pytest.mark.parametrize("name", list(option_fields()))
+# Left out: what is for clients of one's own, from Python.
+OPTIONS = [name for name in option_fields() if name != "allow_overlap"]
+
+
 def test_every_field_is_an_option_and_a_key_of_the_file(
-    cli: Cli, here: Path, configured: list[RunConfig], name: str
+    cli: Cli, here: Path, configured: list[RunConfig]
 ) -> None:
+    assert len(OPTIONS) > 70
+    for name in OPTIONS:
+        configured.clear()
+        is_an_option_and_a_key(name, cli, here, configured)
+
+
+def is_an_option_and_a_key(name: str, cli: Cli, here: Path, configured: list[RunConfig]) -> None:
     item = option_fields()[name]
     kind = str(item.type).removesuffix(" | None")
     value = item.metadata["rule"].get("choices", (SAMPLES[kind],))[-1]
-    if name == "allow_overlap":
-        pytest.skip("it is for clients of one's own, from Python")
     value = {"max_clip": 3.5, "clip_cap": 3.5, "optimizer": "adam", "engine": "processes"}.get(
         name, value
     )
@@ -233,9 +243,9 @@ def test_every_field_is_an_option_and_a_key_of_the_file(
     (here / "file.toml").write_text("".join(lines))
     cli("run", "--config", "file.toml")
     expected = build_config({**settings, **changes})
-    assert [getattr(config, name) for config in configured] == [value, value]
+    assert [getattr(config, name) for config in configured] == [value, value], name
     if not changes:
-        assert configured == [expected, expected]
+        assert configured == [expected, expected], name
 
 
 def partners(name: str) -> dict[str, Any]:
@@ -269,9 +279,13 @@ def test_one_key_in_the_written_file_for_every_set_option(cli: Cli, here: Path) 
     assert set(written) - {"schema_version"} <= set(option_fields())
 
 
+SLICED = [method for method in METHODS if method != "full"]
+EVERY = [(method, mode) for method in SLICED for mode in (None, "certified")]
+DIAGONAL = [(method, (None, "certified")[place % 2]) for place, method in enumerate(SLICED)]
+
+
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("mode", [None, "certified"])
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+@pytest.mark.parametrize(("method", "mode"), rest_is_slow(EVERY, DIAGONAL, names=2))
 def test_every_method_on_slices_runs(cli: Cli, here: Path, method: str, mode: str | None) -> None:
     model = "exits" if method == "depthfl" else "digits"
     options = flags(method=method, tiers="1,1/2,1/4,1/8", mode=mode, model=model, noise_seed=None)

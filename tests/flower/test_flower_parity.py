@@ -14,6 +14,7 @@ from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import build_problem
 from fedquilt.training.engines.local import HandEngine
+from tiers import rest_is_slow
 
 BASE: dict[str, Any] = {
     "num_clients": 8,
@@ -63,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "noise_seed": 3,
         "mean_rounds": 1,
         "model_epochs": 2,
-        "drawings": 20,
+        "synthetic_images": 20,
     },
 }
 # Images are matched to tables that agree; a few steps of it stay near.
@@ -83,7 +84,12 @@ def distance(one: RunResult, other: RunResult) -> float:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"condensation", "condensation, global", "depthfl"}
+
+
+@pytest.mark.parametrize(
+    "case", rest_is_slow([*CASES], [case for case in CASES if case not in LONG])
+)
 def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     here, there = both(case, "flower")
     assert there.result["cohorts"] == here.result["cohorts"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -28,7 +29,7 @@ from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.report.views.page import find_runs
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
-from fedquilt.sweep.plan import Axis, Plan, choose
+from fedquilt.sweep.plan import Plan, SweepAxis, choose
 from run_processes import environment
 from run_samples import TINY, contents, flags
 
@@ -96,7 +97,7 @@ def test_too_many_points_are_refused_before_one_is_made(
     def none_is_made(*_: object) -> None:
         raise AssertionError("a point is made")
 
-    monkeypatch.setattr(Axis, "draw", none_is_made)
+    monkeypatch.setattr(SweepAxis, "draw", none_is_made)
     monkeypatch.setattr("fedquilt.sweep.plan.itertools.product", none_is_made)
     keys = ("learning_rate", "clip_norm", "epsilon", "delta")
     values = ",".join(str(0.001 * (1 + i)) for i in range(1000))
@@ -145,6 +146,7 @@ def test_runs_on_a_ledger_are_charged_and_refused_like_any_other(tmp_path: Path)
     assert run_sweep(tmp_path / "s").rows() == rows
 
 
+@pytest.mark.slow
 def test_without_a_ledger_all_looks_together_are_told(tmp_path: Path) -> None:
     own = {"mode": "certified", "noise_seed": None, "epsilon": 2.0}
     plan = planned("clip_norm=0.1,0.2", seeds=(0,), base=own)
@@ -206,6 +208,7 @@ def test_two_processes_do_not_share_a_sweep(tmp_path: Path) -> None:
         run_sweep(place, planned("local_epochs=1,2"))
 
 
+@pytest.mark.slow
 def test_a_sweep_over_modes_takes_what_one_of_them_uses(
     cli: Callable[..., Said], here: Path
 ) -> None:
@@ -220,6 +223,7 @@ def test_a_sweep_over_modes_takes_what_one_of_them_uses(
     assert (refused.code, "max_clip=3.0 must be left out" in refused.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_an_option_may_be_for_one_value_of_another(cli: Callable[..., Said], here: Path) -> None:
     options = [*flags(mode="certified", num_rounds=2), "--seeds", "0", "--folder", "s", "--json"]
     said = cli("sweep", *options, "--max-joins", 2, "--over", "policy=worst_case,cap")
@@ -259,19 +263,38 @@ def test_the_command(cli: Callable[..., Said], here: Path) -> None:
 
 def test_a_worker_without_a_point_ends_in_order() -> None:
     """What it has made elsewhere, sockets of worker processes, is removed at its end."""
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            "import atexit; atexit.register(print, 'in order'); "
-            "from fedquilt.sweep.worker import main; main()",
-        ],
-        env=environment(),
-        input="",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    with theirs:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                "import atexit; atexit.register(print, 'in order'); "
+                "from fedquilt.sweep.worker import main; main()",
+                str(theirs.fileno()),
+            ],
+            env=environment(),
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert ended.stdout == "in order\n"
+
+
+def test_what_a_worker_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is imported there may print, at its start and while a run goes on."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "print('{}', flush=True)\n"
+        "import torch\n"
+        "real = torch.set_num_threads\n"
+        "torch.set_num_threads = lambda n: (real(n), print('not JSON', flush=True))\n"
+    )
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    table = run_sweep(tmp_path / "s", planned("local_epochs=1,2", seeds=(0,)))
+    assert [row["state"] for row in table.rows()] == ["done", "done"]
 
 
 # What failed, what was refused, and why
@@ -288,6 +311,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 SECRET = {"mode": "certified", "noise_seed": None, "epsilon": 2.0, "clients_per_round": 10}
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_stops_has_failed_counts_and_runs_again(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
@@ -318,6 +342,7 @@ def test_what_a_full_disk_stops_has_failed_counts_and_runs_again(
     ]
 
 
+@pytest.mark.slow
 def test_a_table_of_before_that_calls_a_begun_run_refused_is_mended(tmp_path: Path) -> None:
     plan = planned("local_epochs=1,2", seeds=(0,))
     table = run_sweep(tmp_path / "s", plan)
@@ -327,6 +352,7 @@ def test_a_table_of_before_that_calls_a_begun_run_refused_is_mended(tmp_path: Pa
     assert [row["state"] for row in run_sweep(tmp_path / "s").rows()] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_a_sweep_says_why_runs_were_refused_and_ends_with_1_when_all_were(
     cli: Callable[..., Said], here: Path
 ) -> None:
@@ -380,6 +406,7 @@ def test_a_sweep_does_not_follow_links(received: Path, tmp_path: Path, name: str
     refused_without_a_trace(received, outside, r"must be a (regular file|folder of its own)")
 
 
+@pytest.mark.slow
 def test_a_journal_beside_the_table_is_not_played(received: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -389,6 +416,7 @@ def test_a_journal_beside_the_table_is_not_played(received: Path, tmp_path: Path
     assert not (received / "sweep.sqlite-journal").exists()
 
 
+@pytest.mark.slow
 def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path: Path) -> None:
     ledger, folder = tmp_path / "clients.sqlite", tmp_path / "received"
     own = {"mode": "fedavg", "ledger": str(ledger), "population": "p", "num_rounds": 1}
@@ -397,7 +425,7 @@ def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path:
     outside = tmp_path / "before.sqlite"
     shutil.copy(ledger, outside)
     folder.mkdir()
-    planned("local_epochs=1,2", seeds=(0,), base={**own, "spend_everything": True}).write(folder)
+    planned("local_epochs=1,2", seeds=(0,), base={**own, "allow_unbounded": True}).write(folder)
     for word in (None, str(tmp_path / "other.sqlite")):
         with pytest.raises(InvalidValueError, match=r"ledger=.* must be .*clients\.sqlite"):
             run_sweep(folder, ledger=word)

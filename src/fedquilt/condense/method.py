@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,7 +138,7 @@ class Condensation(Method):
         """
         return self.images.train_if_stale(weights) if self._trains_late else (weights, {})
 
-    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+    def save_artifacts(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""
         # On the way all images are kept: those of one round must fit those of another.
         stored = self.images.grown() if rounds is None else self.images.synthetic
@@ -230,30 +231,74 @@ def _make_grouped(
         max_samples=config.max_samples,
         seed=config.seed,
     )
-    first, first_bytes = first_images(config, task, classes, model)
+    return assemble_condensation(
+        config,
+        trainer,
+        engine,
+        first_images(config, task, classes, model),
+        notes=statistics_notes(min(config.min_group, config.avg_num), config.init_method),
+        num_classes=num_classes,
+        trains_in=_trains_in(config),
+        too_small=too_small,
+    )
+
+
+class TablesOfMeans(StatisticsSource, Protocol):
+    """An engine whose clients send tables of means over groups."""
+
+    round_models: RoundModels
+
+
+def assemble_condensation(
+    config: CondenseConfig,
+    trainer: Trainer,
+    engine: TablesOfMeans,
+    first: tuple[SyntheticSet, int],
+    *,
+    notes: Sequence[str],
+    num_classes: int,
+    trains_in: Callable[[int], bool] = lambda round_index: True,
+    trains_late: bool = True,
+    too_small: Sequence[int] | None = None,
+) -> Condensation:
+    """Put FedNum together: clients that send tables, a server that matches images to them.
+
+    Parameters
+    ----------
+    first
+        The images to begin with, and the bytes that clients sent for them.
+    trains_in
+        Whether the model is trained in a round.
+    trains_late
+        Whether training that was left out is made up for at an evaluation; otherwise a round in
+        which nobody sent anything leaves the model alone.
+    too_small
+        The classes that no client holds enough samples of, where that is known.
+    """
+    (synthetic, first_bytes), round_models = first, engine.round_models
     server = CondensingServer(
         trainer,
-        first,
+        synthetic,
         round_models,
-        matching_of(config, task.inputs[0].numel(), round_models.num_features),
-        traffic=lambda: (engine.bytes_up, engine.bytes_down),
+        matching_of(config, synthetic.images[0].numel(), round_models.num_features),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
-        trains_in=_trains_in(config),
+        source=engine,
+        trains_in=trains_in,
+        skips_empty=not trains_late,
         restarts=config.feature_model in POOLS,
         pool=pool_of(config),
         first_bytes=first_bytes,
         seed=config.seed,
     )
-    device = task.inputs.device
-    notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
     return Condensation(
         config,
         engine,
         server,
-        lambda: Concatenation(device),
+        partial(Concatenation, synthetic.images.device),
         notes,
-        channels=task.inputs.shape[1],
+        channels=synthetic.images.shape[1],
         num_classes=num_classes,
+        trains_late=trains_late,
         too_small=too_small,
     )
 
@@ -283,7 +328,7 @@ def _make_bounded(
             "and no images follow from it"
         )
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
-    front = make_feature_model(config.front, shape, num_classes).front.to(device)
+    front = make_feature_model(config.feature_extractor, shape, num_classes).front.to(device)
     released = Released.nothing(num_classes, count_features(front), device)
     # Updates are scaled to the clip, so the step is in units of it.
     step = config.head_step / config.clip_norm
@@ -299,14 +344,15 @@ def _make_bounded(
         front,
         mean=mean,
         std=std,
-        drawings=config.drawings,
+        drawings=config.synthetic_images,
         growing=GrowingSettings(),
         seed=config.seed,
     )
     notes = (
         "clients send one bounded vector a round, over all classes; the synthetic images and "
         "the model are computed from the noised sums alone",
-        f"features come from a public front ({config.front}) and images begin as public drawings",
+        f"features come from a public front ({config.feature_extractor}) and images begin as "
+        "public drawings",
         *_choice_notes(config),
     )
     size = released.means_total.numel()
@@ -314,7 +360,7 @@ def _make_bounded(
         config,
         engine,
         server,
-        lambda: RunningMean(size, device),
+        partial(RunningMean, size, device),
         notes,
         channels=shape[0],
         num_classes=num_classes,
@@ -324,7 +370,7 @@ def _make_bounded(
 def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
     """Say on which data the front and the defaults of a condensation were chosen."""
     chosen = {
-        "the front's settings": CHOSEN_ON[config.front],
+        "the front's settings": CHOSEN_ON[config.feature_extractor],
         "the condensation's default settings": CHOSEN_ON["condensation"],
     }
     notes = (choice_note(what, where, config.dataset) for what, where in chosen.items())

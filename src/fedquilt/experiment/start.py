@@ -21,12 +21,13 @@ from fedquilt.common.errors import (
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.loop import Experiment, Watching
-from fedquilt.experiment.preflight import expectations
+from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_values
+from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
+from fedquilt.privacy.run_account import open_witness
 from fedquilt.record.folder import RunFolder, run_stem
 from fedquilt.record.result import RunResult, load
-from fedquilt.round import Federation
 from fedquilt.setup.account import (
     check_account_not_lost,
     check_identity,
@@ -35,7 +36,6 @@ from fedquilt.setup.account import (
     is_bounded,
     needs_account,
     open_account,
-    open_witness,
 )
 from fedquilt.setup.client_evaluation import make_client_evaluation
 from fedquilt.setup.federation import (
@@ -75,6 +75,7 @@ def open_and_train(
         stack.callback(method.close)
         if observer is not None:
             watching.expects(config, expectations(config, problem))
+            tell_owner_of_missing_values(config, problem)
         federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())
         clients = make_client_evaluation(

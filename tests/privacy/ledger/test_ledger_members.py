@@ -23,8 +23,8 @@ from fedquilt.privacy.ledger import (
     LedgerError,
     Population,
     csv_rows,
-    files,
     roster_name,
+    store,
 )
 from fedquilt.privacy.ledger import (
     balances as account,
@@ -82,7 +82,7 @@ def test_only_the_named_clients_must_be_able_to_pay(ledger: Ledger) -> None:
     with pytest.raises(BudgetExceededError, match=r"1 of 2 clients .* \(client 'a' has"):
         clinics.start_run("short", epsilon=5.0, client_ids=["newer", "a"])
     assert "newer" not in clinics.ids(), "a refusal changes nothing"
-    late = clinics.start_run("late", epsilon=5.0, on_short="sit_out", client_ids=["newer", "a"])
+    late = clinics.start_run("late", epsilon=5.0, if_exhausted="sit_out", client_ids=["newer", "a"])
     assert (late.remaining()[late.places] > 0).tolist() == [True, False]
 
 
@@ -135,7 +135,7 @@ def test_processes_join_at_once(path: Path, ledger: Ledger) -> None:
 
 def test_snapshots_of_a_growing_population(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
-    monkeypatch.setattr(files, "MARK_FROM", 1)
+    monkeypatch.setattr(store, "MARK_FROM", 1)
     ids: list[str] = []
     for number in range(6):
         ids.insert(0, f"client {number}")
