@@ -18,8 +18,8 @@ from fedquilt.training.trainers.autograd import (
     client_seed,
     epoch_batches,
     evaluate,
-    seeded_layers,
     refuse_hidden_state,
+    seeded_layers,
     train_client,
 )
 
