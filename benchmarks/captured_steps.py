@@ -24,10 +24,11 @@ from torch import nn
 
 from fedquilt.models import make_model
 from fedquilt.slices.slicer import Slicer
-from fedquilt.training import Engine, FlatModel, LocalSettings, Task
+from fedquilt.training import FlatModel, LocalSettings, Task
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.trainers.autograd import SequentialEngine
-from fedquilt.training.trainers.captured import CapturedEngine, CapturedTraining, CudaRecorder
+from fedquilt.training.trainers import Trainer
+from fedquilt.training.trainers.autograd import AutogradTrainer
+from fedquilt.training.trainers.captured import CapturedTrainer, CapturedTraining, CudaRecorder
 
 BATCH = 64
 WIDTHS = ("1", "3/4", "1/2", "1/4")
@@ -68,7 +69,7 @@ def problems(steps: int, widths: list[str]) -> dict[str, tuple[nn.Module, Task]]
     return found
 
 
-def timed(engine: Engine, start: torch.Tensor, steps: int) -> tuple[float, torch.Tensor]:
+def timed(engine: Trainer, start: torch.Tensor, steps: int) -> tuple[float, torch.Tensor]:
     """Return the milliseconds of a step and the update; the first pass warms up."""
     seconds = []
     for _ in range(2):
@@ -90,13 +91,13 @@ def row(name: str, model: nn.Module, task: Task, steps: int) -> str:
     how = LocalSettings(1, BATCH, 0.0, 0, optimizer=ClientOptimizer("adam"))
     start = FlatModel(model, task.inputs[:2]).read().clone()
     begin = time.perf_counter()
-    plain = SequentialEngine(model, task, how)
+    plain = AutogradTrainer(model, task, how)
     built = time.perf_counter() - begin
     eager, wanted = timed(plain, start, steps)
     nudged = start * (1 + 2.0**-11 * torch.randn_like(start))
     _, noise = timed(plain, nudged, steps)
     begin = time.perf_counter()
-    engine = CapturedEngine(model, task, how)
+    engine = CapturedTrainer(model, task, how)
     tried = time.perf_counter() - begin - built
     if engine.captured is None:
         return f"{name:22s} {eager:7.2f}  not captured"
@@ -104,7 +105,7 @@ def row(name: str, model: nn.Module, task: Task, steps: int) -> str:
     captured, found = timed(engine, start, steps)
     again = apart(timed(engine, start, steps)[1], found)
     engine.captured = CapturedTraining(
-        engine._flat, task, how, CudaRecorder(task.device), channels_last=not last
+        engine.flat, task, how, CudaRecorder(task.device), channels_last=not last
     )
     other, _ = timed(engine, start, steps)
     return (
@@ -131,7 +132,7 @@ def alone(steps: int) -> str:
     for name, (model, task) in problems(steps, ["1", "1/4"]).items():
         how = LocalSettings(1, BATCH, 0.0, 0, optimizer=ClientOptimizer("adam"))
         start = FlatModel(model, task.inputs[:2]).read().clone()
-        engine = CapturedEngine(model, task, how)
+        engine = CapturedTrainer(model, task, how)
         for _ in range(4):
             milliseconds, _ = timed(engine, start, steps)
         found.append(f"{name} {milliseconds:.2f} ms")

@@ -18,8 +18,9 @@ from fedquilt.slices.engine import loss_of_slice
 from fedquilt.slices.slicing import Slicing
 from fedquilt.training import ClassMask, FlatModel, LocalSettings, StepLoss, Task
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.trainers.autograd import SequentialEngine
-from fedquilt.training.trainers.captured import CapturedEngine
+from fedquilt.training.trainers import Trainer
+from fedquilt.training.trainers.autograd import AutogradTrainer
+from fedquilt.training.trainers.captured import CapturedTrainer
 
 SIZES = (19, 8, 5, 16, 0)
 RULES = [
@@ -100,7 +101,7 @@ def settings(rule: ClientOptimizer = RULES[3], **others: Any) -> LocalSettings:
     return replace(LocalSettings(2, 8, 0.0, 3, optimizer=rule), **others)
 
 
-def updates(engine: SequentialEngine, model: nn.Module, cohort: Any = (0, 1, 2, 3, 4)) -> Any:
+def updates(engine: Trainer, model: nn.Module, cohort: Any = (0, 1, 2, 3, 4)) -> Any:
     start = FlatModel(model, engine.task.public().inputs).read().clone()
     found = []
     for round_index, rate in enumerate((0.1, 0.01)):
@@ -121,19 +122,19 @@ def test_captured_steps_are_those_of_autograd(rule: ClientOptimizer, mu: float) 
     """Rates change from round to round, Adam's correction from step to step, batches are short."""
     model, task, local = network(), make_task(), settings(rule, fedprox_mu=mu)
     recorder = Recorder()
-    engine = CapturedEngine(model, task, local, recorder=recorder)
+    engine = CapturedTrainer(model, task, local, recorder=recorder)
     assert engine.captured is not None
     before = recorder.replays
-    assert_alike(updates(engine, model), updates(SequentialEngine(model, task, local), model))
+    assert_alike(updates(engine, model), updates(AutogradTrainer(model, task, local), model))
     full = 2 * sum(size // 8 for size in SIZES)
     assert (recorder.captures, recorder.replays - before) == (1, 2 * full)
 
 
 def test_an_update_does_not_depend_on_who_trained_before() -> None:
     model, task, local = network(), make_task(), settings()
-    engine = CapturedEngine(model, task, local, recorder=Recorder())
+    engine = CapturedTrainer(model, task, local, recorder=Recorder())
     together = updates(engine, model)
-    alone = updates(CapturedEngine(model, task, local, recorder=Recorder()), model, [3])
+    alone = updates(CapturedTrainer(model, task, local, recorder=Recorder()), model, [3])
     for place, round_index in ((3, 0), (8, 1)):
         assert torch.equal(together[place][0], alone[round_index][0])
 
@@ -143,9 +144,9 @@ def test_hidden_classes_are_each_clients_own() -> None:
     hidden[0, 1] = hidden[1, 2] = hidden[3, 0] = True
     model = network()
     task = replace(make_task(), class_mask=ClassMask(hidden, 0.0))
-    engine = CapturedEngine(model, task, settings(), recorder=Recorder())
+    engine = CapturedTrainer(model, task, settings(), recorder=Recorder())
     assert engine.captured is not None
-    assert_alike(updates(engine, model), updates(SequentialEngine(model, task, settings()), model))
+    assert_alike(updates(engine, model), updates(AutogradTrainer(model, task, settings()), model))
 
 
 def test_a_loss_that_decides_is_captured_once_a_decision() -> None:
@@ -158,11 +159,11 @@ def test_a_loss_that_decides_is_captured_once_a_decision() -> None:
         return loss_of_slice(slicing, slicing.model)(0, 10 * round_index + client)  # type: ignore[misc]
 
     recorder = Recorder()
-    engine = CapturedEngine(model, task, settings(), loss_of, recorder)
+    engine = CapturedTrainer(model, task, settings(), loss_of, recorder)
     assert engine.captured is not None
     ours = updates(engine, model)
     assert recorder.captures == 2
-    assert_alike(ours, updates(SequentialEngine(model, task, settings(), loss_of), model))
+    assert_alike(ours, updates(AutogradTrainer(model, task, settings(), loss_of), model))
 
 
 class _Counts(nn.Module):
@@ -213,11 +214,11 @@ def test_what_a_replay_would_not_do_again_trains_by_autograd(
     model, others, reason = UNCAPTURED[name]
     task, local = make_task(), settings(**others)
     with caplog.at_level(logging.INFO):
-        engine = CapturedEngine(model, task, local, recorder=Recorder())
+        engine = CapturedTrainer(model, task, local, recorder=Recorder())
     assert engine.captured is None
     assert reason in caplog.text
     ours = updates(engine, model)
-    theirs = updates(SequentialEngine(model, task, local), model)
+    theirs = updates(AutogradTrainer(model, task, local), model)
     for (delta, _), (wanted, _) in zip(ours, theirs, strict=True):
         assert torch.equal(delta, wanted)
 
@@ -227,7 +228,7 @@ def test_an_unknown_loss_trains_by_autograd(caplog: pytest.LogCaptureFixture) ->
         return lambda module, inputs, targets: module(inputs).sum() * (client + 1)
 
     with caplog.at_level(logging.INFO):
-        engine = CapturedEngine(network(), make_task(), settings(), loss_of, Recorder())
+        engine = CapturedTrainer(network(), make_task(), settings(), loss_of, Recorder())
     assert engine.captured is None
     assert "something else in every step" in caplog.text
 
@@ -243,7 +244,7 @@ def test_steps_that_compute_something_else_are_not_used(caplog: pytest.LogCaptur
         return replay
 
     with caplog.at_level(logging.INFO):
-        engine = CapturedEngine(network(), make_task(), settings(), recorder=wrong)
+        engine = CapturedTrainer(network(), make_task(), settings(), recorder=wrong)
     assert engine.captured is None
     assert "away from autograd's" in caplog.text
 
@@ -253,7 +254,7 @@ def test_a_recorder_that_fails_is_a_reason(caplog: pytest.LogCaptureFixture) -> 
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     with caplog.at_level(logging.INFO):
-        engine = CapturedEngine(network(), make_task(), settings(), recorder=fails)
+        engine = CapturedTrainer(network(), make_task(), settings(), recorder=fails)
     assert engine.captured is None
     assert "not permitted when stream is capturing" in caplog.text
     assert "and more" not in caplog.text
@@ -261,9 +262,9 @@ def test_a_recorder_that_fails_is_a_reason(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_model_that_needs_channels_first_gets_them() -> None:
     model, task = _Views(), make_task()
-    engine = CapturedEngine(model, task, settings(), recorder=Recorder())
+    engine = CapturedTrainer(model, task, settings(), recorder=Recorder())
     assert engine.captured is not None
-    assert_alike(updates(engine, model), updates(SequentialEngine(model, task, settings()), model))
+    assert_alike(updates(engine, model), updates(AutogradTrainer(model, task, settings()), model))
 
 
 def test_a_step_loss_decides_before_every_step() -> None:

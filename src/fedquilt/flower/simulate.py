@@ -52,7 +52,7 @@ class OneForAll:
     """All nodes of this process work with one method, whose task has everybody's samples."""
 
     def __init__(self, config: RunConfig, problem: Problem) -> None:
-        task = dataclasses.replace(problem.task, elsewhere=True)
+        task = dataclasses.replace(problem.task, is_remote=True)
         local = dataclasses.replace(problem, task=task)
         self._node = Node(config, local)
 

@@ -27,7 +27,7 @@ from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
-from fedquilt.training.trainers.autograd import NEVER_SILENT
+from fedquilt.training.trainers import NEVER_SILENT
 
 Parts = Sequence[NDArray[np.int64]]
 

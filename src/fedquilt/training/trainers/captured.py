@@ -34,6 +34,7 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.trees import Tree
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import Objective
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
@@ -46,13 +47,12 @@ from fedquilt.training.task import (
     Task,
     public_inputs,
 )
+from fedquilt.training.trainers import NEVER_SILENT
 from fedquilt.training.trainers.autograd import (
-    NEVER_SILENT,
-    SequentialEngine,
+    AutogradTrainer,
     local_batches,
     parameter_views,
     repeatable,
-    seeded_layers,
     train_client,
 )
 from fedquilt.training.trainers.trial import FLOAT32, TF32, disagreement
@@ -79,11 +79,10 @@ class CannotCaptureError(Exception):
     """The steps of a model cannot be captured; the message says why."""
 
 
-class CapturedEngine(SequentialEngine):
-    """Train clients one by one on a GPU, by captured steps where the model allows it.
+class CapturedTrainer(AutogradTrainer):
+    """Trains one client after the other by captured steps, by autograd where they cannot be."""
 
-    Updates agree with those of `SequentialEngine` up to rounding.
-    """
+    name = "captured"
 
     def __init__(
         self,
@@ -97,18 +96,18 @@ class CapturedEngine(SequentialEngine):
         self.captured: CapturedTraining | None = None
         recorder = recorder or CudaRecorder(task.device)
         try:
-            refuse_uncapturable(self._flat, task, settings, self._draws is not None)
+            refuse_uncapturable(self.flat, task, settings, self.draws is not None)
             self.captured = self._tried(recorder)
         except CannotCaptureError as error:
             _log.info("clients train without a CUDA graph: %s", error)
         finally:
-            self._put_back()
+            self.restore()
 
     def _tried(self, recorder: Recorder) -> CapturedTraining:
         """Return the captured steps, by the first layout of images that computes what it should."""
         pictures = any(t.dim() == 4 and t.is_floating_point() for t in self._input_leaves)
         for channels_last in (True, False) if pictures else (False,):
-            made = CapturedTraining(self._flat, self.task, self.settings, recorder, channels_last)
+            made = CapturedTraining(self.flat, self.task, self.settings, recorder, channels_last)
             obstacle = self._disagreement(made)
             if obstacle is None:
                 _log.info("clients train by CUDA graphs, channels last: %s", channels_last)
@@ -124,7 +123,7 @@ class CapturedEngine(SequentialEngine):
 
         Whatever the attempt raises is an answer too: many operations cannot be captured.
         """
-        flat, public, size = self._flat, self.task.public(), self.settings.batch_size
+        flat, public, size = self.flat, self.task.public(), self.settings.batch_size
         how = dataclasses.replace(self.settings, epochs=_TRIAL_EPOCHS)
         targets = self.task.public_targets(size)
         index = torch.arange(size, device=public.device)
