@@ -133,7 +133,7 @@ def _run(
 
 def _with_ray(config: RunConfig, run: Any) -> RunResult:
     """Run beside Flower's simulation, whose nodes are Ray's actors."""
-    optional.load("ray", "engine='flower-ray'")
+    optional.require("ray", "engine='flower-ray'")
     count = config.num_clients or len(build_problem(config)[1].task.clients)
     results: list[RunResult] = []
     server = ServerApp()

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.report.runs import Paired, Spread, paired, spread
 from fedquilt.sweep.plan import Plan

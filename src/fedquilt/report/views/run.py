@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import RunFolderError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
 from fedquilt.privacy.statement import ADJACENCIES, Statement
 from fedquilt.record.folder import RunFolder
