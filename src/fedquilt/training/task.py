@@ -150,7 +150,7 @@ class Task:
         whole = plain and not self.targets.is_floating_point()
         return whole and self.objective.name in ("cross_entropy", "nll")
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where the samples lie."""
         return trees.device_of(self.inputs)
