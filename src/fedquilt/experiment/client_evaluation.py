@@ -8,6 +8,7 @@ leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +20,12 @@ from numpy.typing import NDArray
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.spread import LOWER_IS_BETTER, client_spread
+from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
 from fedquilt.federation import Federation
 from fedquilt.privacy.evaluation import release_mean
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.record.folder import finite
 from fedquilt.record.schema import OF_CLIENTS
 from fedquilt.setup.clients import Parts
 from fedquilt.setup.task import FederatedTask
@@ -175,8 +176,7 @@ class ClientEvaluation:
         if not len(index):
             return row
         inputs, targets = trees.take(self.task.inputs, index), trees.take(self.task.targets, index)
-        found = measure(flat.module, self.task.objective, self.metrics, inputs, targets)
-        return row | finite(found)
+        return row | self._measured(flat, self.metrics, inputs, targets)
 
     def _others(self, flat: FlatModel, client: int) -> dict[str, Any]:
         """Return the run's metrics beside accuracy, where targets are one class a sample.
@@ -190,8 +190,15 @@ class ClientEvaluation:
         if not len(index):
             return dict.fromkeys(others)
         inputs, targets = trees.take(self.task.inputs, index), trees.take(self.task.targets, index)
-        found = measure(flat.module, self.task.objective, others, inputs, targets)
-        return finite({name: found[name] for name in others})
+        found = self._measured(flat, others, inputs, targets)
+        return {name: found[name] for name in others}
+
+    def _measured(
+        self, flat: FlatModel, metrics: Mapping[str, MakeMetric], inputs: Tree, targets: Tree
+    ) -> dict[str, float | None]:
+        """Return metrics and loss, None for what is no number."""
+        found = measure(flat.module, self.task.objective, metrics, inputs, targets)
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def make_client_evaluation(
