@@ -265,7 +265,7 @@ class Method(ABC):
     ) -> dict[str, Any]:
         """Return what else the released model shows on test data, beside what was `measured`.
 
-        Of a bounded run only what `record.ROUND_PUBLIC` names is published.
+        Of a bounded run only what `record.schema.ROUND_KEYS` declares public is published.
         """
         return {}
 

@@ -26,7 +26,7 @@ from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
-from fedquilt.record.checkpoint_state import check_state, expected_state
+from fedquilt.record.checkpoint import check_state, expected_state
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import (
     RunResult,
@@ -382,7 +382,8 @@ class Experiment:
         folder, federation, flat = self.folder, self.federation, self.subject.flat
         assert folder is not None
         like = federation.state() | self._kept_state
-        saved = folder.load_checkpoint(partial(expected_state, like, federation, folder.path))
+        size = federation.weights.numel()
+        saved = folder.load_checkpoint(partial(expected_state, like, size, folder.path))
         if saved is None:
             self.lines = folder.read_rounds(0)
             folder.drop_images(0)

@@ -5,7 +5,7 @@
 | config.toml | the whole configuration | once, at the start |
 | rounds.jsonl | one JSON line a round | after every round |
 | checkpoint.safetensors | model and state after some round | replaced, about once a second |
-| checkpoint-base-*.safetensors | long arrays of that state (`common/changes.py`) | now and then |
+| checkpoint-base-*.safetensors | long arrays of that state | now and then |
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
