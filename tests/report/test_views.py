@@ -19,7 +19,7 @@ import fedquilt
 from command_line import Said
 from fedquilt.common.errors import FedquiltError
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.record.result import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
+from fedquilt.record.schema import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view
