@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NEAR_END = 0.9
+NOT_ADDED = "epsilons do not add up to the allowance; the squares of their mu (mu²) do"
+"""Said below what is allowed, spent and left, of which a reader would make a sum."""
 # What is left of 80 columns beside the numbers.
 _ID_WIDTH = 24
 
@@ -38,7 +40,8 @@ def ledger_tables(
 ) -> str:
     """Return a table of the populations and, for each, its dearest clients.
 
-    `summaries` and `rows` are what a population's `summary` and `rows` give.
+    `summaries` and `rows` are what a population's `summary` and `rows` give.  Rounds, which
+    count from 0 in the ledger, count from 1 here, as in all that people are shown.
     """
     if not summaries:
         return "no population yet"
@@ -63,13 +66,13 @@ def _summary(s: Any) -> str:
         "used up": s.exhausted,
         "all can still pay": format_left(s.largest_run_epsilon),
     }
-    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+    return "\n".join([*(f"{name:<18} {value}" for name, value in facts.items()), NOT_ADDED])
 
 
 def client_facts(population: str, row: Any) -> str:
     """Return what one client has given away and may still give, a line a fact."""
     delta, allowance = format_bound(row.delta, 6), format_bound(row.epsilon_allowance, 6)
-    last = "-" if row.last_round is None else f"round {row.last_round} of {row.last_run}"
+    last = "-" if row.last_round is None else f"round {row.last_round + 1} of {row.last_run}"
     facts = {
         "client": printable(row.client if row.client_id is None else row.client_id),
         "population": printable(population),
@@ -78,7 +81,7 @@ def client_facts(population: str, row: Any) -> str:
         "can still pay": f"epsilon {format_left(row.epsilon_left)} of a lifetime {allowance}",
         "last release": printable(last),
     }
-    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+    return "\n".join([*(f"{name:<18} {value}" for name, value in facts.items()), NOT_ADDED])
 
 
 def _clients(rows: Sequence[Any], most: int) -> str:
@@ -93,7 +96,7 @@ def _clients(rows: Sequence[Any], most: int) -> str:
             row.joins,
             _spent(row.epsilon_spent),
             format_left(row.epsilon_left),
-            "-" if row.last_round is None else f"[{runs[row.last_run]}] {row.last_round}",
+            "-" if row.last_round is None else f"[{runs[row.last_run]}] {row.last_round + 1}",
         )
         for row in dearest
     ]
