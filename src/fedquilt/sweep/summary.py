@@ -13,12 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from fedquilt.common.bounds import format_bound
-from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.report.runs import Paired, Spread, paired, spread
+from fedquilt.report.views.claim import composed_epsilon
 from fedquilt.sweep.plan import Plan
 from fedquilt.sweep.table import DONE, FAILED, REFUSED
 
@@ -114,29 +111,13 @@ def _looks(rows: Sequence[Mapping[str, Any]], plan: Plan) -> Looks:
     charged = sum(bool(row["charged"]) for row in looked)
     refused = sum(row["state"] == REFUSED for row in rows)
     coin = any({**plan.base, **point.settings}.get("amplification") for point in plan.points)
-    epsilon, delta = _together(looked, amplified=coin)
+    epsilon, delta = composed_epsilon(
+        [row["claimed_epsilon"] for row in looked],
+        [row["claimed_delta"] for row in looked],
+        amplified=coin,
+    )
     text = _in_words(runs, unfinished, charged, epsilon, delta)
     return Looks(runs, unfinished, charged, refused, epsilon, delta, text)
-
-
-def _together(
-    looked: Sequence[Mapping[str, Any]], *, amplified: bool
-) -> tuple[float, float | None]:
-    """Return what a client that was in every run may have given away.
-
-    Squared GDP units add up over runs (`privacy.ledger.units`).  Where a run claims nothing
-    there is no bound, nor where the runs' deltas differ, nor under a secret coin, whose
-    releases are not described by one unit.
-    """
-    deltas = {row["claimed_delta"] for row in looked}
-    if not looked or len(deltas) != 1 or amplified:
-        return math.inf, None
-    delta = float(deltas.pop())
-    try:
-        total = sum(allowance_mu2(float(row["claimed_epsilon"]), delta) for row in looked)
-    except (InvalidValueError, OverflowError, ValueError):
-        return math.inf, delta
-    return float(epsilon_spent(np.asarray([total]), delta)[0]), delta
 
 
 def _in_words(runs: int, unfinished: int, charged: int, epsilon: float, delta: float | None) -> str:

@@ -16,11 +16,13 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import RunConfig
 from fedquilt.data import DATASETS
 from fedquilt.record.folder import RunFolder
+from fedquilt.report.views.claim import together_view
 from fedquilt.report.views.class_accuracy import class_accuracy_view
 from fedquilt.report.views.run import run_view
 from fedquilt.setup.build_task import build_problem
 
 SCHEMA_VERSION = 1
+_SWEEP = "sweep.json"
 MOST_FRAMES = 24
 _MOST_A_CLASS = 10
 _GAP = 1
@@ -61,14 +63,26 @@ def page_view(
     look
         Test the models of finished runs once more: accuracy by class and by tier.
     """
-    runs = [_one(path, private, look) for path in find_runs(paths)]
-    return {**empty_view(private=private), "runs": runs}
+    folders = find_runs(paths)
+    runs = [_one(path, private, look) for path in folders]
+    together = together_view(runs, sweeps_of(folders))
+    return {**empty_view(private=private), "runs": runs, "together": together}
+
+
+def sweeps_of(folders: Sequence[Path]) -> dict[str, list[int]]:
+    """Return which of the run folders are points of a sweep, by the sweep's name."""
+    found: dict[Path, list[int]] = {}
+    for index, folder in enumerate(folders):
+        parents = folder.resolve().parents
+        if len(parents) > 2 and parents[1].name == "points" and (parents[2] / _SWEEP).exists():
+            found.setdefault(parents[2], []).append(index)
+    return {place.name: members for place, members in found.items()}
 
 
 def empty_view(*, private: bool = False) -> dict[str, Any]:
     """Return a page on which nothing is drawn yet."""
     made: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "fedquilt": __version__}
-    return {**made, "private": private, "runs": []}
+    return {**made, "private": private, "runs": [], "together": []}
 
 
 def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
-from fedquilt.common.errors import RunFolderError
 from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
-from fedquilt.privacy.statement import ADJACENCIES, Statement
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import published, split_private
 from fedquilt.report.series import headline, short, shorts
+from fedquilt.report.views.claim import claim_view
 from fedquilt.report.views.spend import spend_view
 
 _COLUMNS = {
@@ -36,7 +34,6 @@ _COLUMNS = {
     "seconds": "seconds",
 }
 _MEASURED = "test_"
-_UNFINISHED = "No statement yet"
 _PLACES = ("output_dir", "data_dir", "ledger")
 """Options that say where things lie on somebody's machine."""
 
@@ -72,7 +69,9 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "planned": config.num_rounds,
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
-        "claim": claim_view(result, len(lines), config.num_rounds, private=private),
+        "claim": claim_view(
+            result, len(lines), config, None if spend is None else spend.get("total"), private
+        ),
         "evaluation": _evaluation(lines),
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),
@@ -235,83 +234,3 @@ def encode_roster(cohort: Sequence[int], num_clients: int) -> str | list[int]:
     bits = np.zeros(num_clients, dtype=np.uint8)
     bits[[client for client in members if 0 <= client < num_clients]] = 1
     return base64.b64encode(np.packbits(bits).tobytes()).decode("ascii")
-
-
-def claim_view(
-    result: Mapping[str, Any] | None, rounds: int, planned: int, *, private: bool = False
-) -> dict[str, Any]:
-    """Return headline, explanation, facts and notes of the statement of a run.
-
-    Where the ledger lies on somebody's machine is said with `private` only.
-    """
-    if result is None:
-        return {
-            "bounded": False,
-            "finished": False,
-            "headline": _UNFINISHED,
-            "explained": f"{rounds} of {planned} rounds are over. What may be claimed is said when "
-            "the run ends; until then the ledger's charges are what is known.",
-            "facts": [],
-            "notes": [],
-            "epsilon_max": None,
-            "delta": None,
-        }
-    try:
-        statement = Statement.from_json(dict(result["statement"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunFolderError(f"the statement of a run lacks or spoils {error}") from error
-    record = statement.as_json()
-    hidden = None if private else (result.get("ledger") or {}).get("ledger")
-    return {
-        "bounded": statement.is_bounded,
-        "finished": True,
-        "headline": _headline(statement),
-        "explained": _explained(statement),
-        "facts": _facts(statement),
-        "notes": [_without_place(note, hidden) for note in statement.notes],
-        "epsilon_max": record["epsilon_max"],
-        "delta": record["delta"],
-        "adjacency": record["adjacency"],
-        "text": _without_place(statement.as_text(), hidden),
-    }
-
-
-def _without_place(text: str, path: str | None) -> str:
-    """Return a text in which a file has its name only."""
-    return text if path is None else text.replace(path, Path(path).name)
-
-
-def _headline(statement: Statement) -> str:
-    if not statement.is_bounded:
-        return "No guarantee: ε = ∞"
-    epsilon, delta = format_bound(statement.epsilon_max), format_bound(statement.delta, 6)
-    return f"Every {statement.unit}: ε ≤ {epsilon} at δ = {delta}"
-
-
-def _explained(statement: Statement) -> str:
-    if not statement.is_bounded:
-        return (
-            "Nothing that depends on the clients' data may be published under a privacy claim: "
-            "not the model, and not what this page shows of it."
-        )
-    meaning = ADJACENCIES.get(statement.adjacency, statement.adjacency)
-    return (
-        "Whoever sees everything this run has released, and knows all about everybody else, can "
-        f"tell two worlds of one {statement.unit} apart ({meaning}) no better than this bound "
-        f"says. It holds for all rounds together, also for the {statement.unit} that joined most."
-    )
-
-
-def _facts(statement: Statement) -> list[list[str]]:
-    median = format_bound(statement.epsilon_median)
-    compared = ADJACENCIES.get(statement.adjacency, "")
-    bounded = [
-        [f"Median {statement.unit}", f"ε ≤ {median}"],
-        ["Adjacency", f"{statement.adjacency}: {compared}"],
-    ]
-    return [
-        *(bounded if statement.is_bounded else []),
-        ["Covered", ", ".join(statement.covered) or "nothing"],
-        ["Not covered", ", ".join(statement.uncovered) or "nothing"],
-        ["Noise from", statement.noise_source],
-    ]

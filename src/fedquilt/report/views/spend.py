@@ -91,8 +91,20 @@ def _spend(
         "lifetime": lifetime,
         "ids": _ids(population, places) if private else None,
         "curve": _curve(epsilon if lifetime is None else info.epsilon, info.delta),
+        "total": _total(population, places),
         "settled": len({one.round_index for one in charges}),
     }
+
+
+def _total(population: Population, places: Places | None) -> dict[str, Any]:
+    """Return the worst client's epsilon over all runs of the ledger, and how many released.
+
+    Where the run's clients cannot be told from others, it is the worst of the population.
+    """
+    epsilons = population.epsilons()
+    own = epsilons if places is None else epsilons[places]
+    charged = {one.run for one in population.charges()}
+    return {"epsilon": upward(float(own.max(initial=0.0))), "runs": len(charged)}
 
 
 def _named(population: Population, run_id: str) -> RunInfo | None:
