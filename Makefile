@@ -1,5 +1,6 @@
 # make demo   sets up .venv and compares the modes on the embedded digits
 # make test   sets up .venv and runs the tests, JOBS at a time (JOBS=0: in one process)
+# make test-all   the same with those marked slow: kernels in an interpreter, random kills, sweeps
 # make docs   sets up .venv and builds the documentation as a site, links checked, in site/
 # make test-deploy   starts a federation on loopback, with TLS and keys, and tests it
 PYTHON ?= python3
@@ -12,7 +13,7 @@ MODES ?= fedavg,fixed_dp,fixed_dp:54,quap_fl,quap_fl_client,certified:worst_case
 # Small models train faster on one thread than on many.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-deploy check docs install clean
+.PHONY: demo test test-all test-deploy check docs install clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +26,9 @@ demo: install
 	$(BIN)/fedquilt compare --config demo.toml --modes $(MODES) $(DEMO)
 
 test: install
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not deploy and not slow" $(TESTS)
+
+test-all: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not deploy" $(TESTS)
 
 test-deploy: install

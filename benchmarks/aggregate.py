@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedquilt.models.convolutional import ResNet18
+from fedquilt.models import ResNet18
 from fedquilt.slices import (
     ModelSlice,
     Prefix,

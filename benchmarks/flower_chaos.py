@@ -31,7 +31,7 @@ import numpy as np
 
 import fedquilt
 from fedquilt.flower import keys
-from fedquilt.flower.federation import Federation
+from fedquilt.flower.federation import LocalFederation
 from fedquilt.flower.processes import began_at, free_ports, is_running
 from fedquilt.flower.simulate import OFFLINE
 from fedquilt.flower.template import FILES, write_app
@@ -86,7 +86,7 @@ def train(message, context):
 class Chaos:
     """A federation, and what is done to it after so many rounds."""
 
-    def __init__(self, federation: Federation, orders: Path) -> None:
+    def __init__(self, federation: LocalFederation, orders: Path) -> None:
         self.federation = federation
         self.orders = orders
         self.events: list[str] = []
@@ -253,7 +253,7 @@ def main() -> None:
         app = write_app(folder / "app", {"quiltapp/client_app.py": CLIENT, TASK: task})
         orders = folder / "orders"
         orders.mkdir()
-        federation = Federation(folder / "federation")
+        federation = LocalFederation(folder / "federation")
         told = {
             f"node{i}": f'partition-id={i} num-partitions={NODES} orders="{orders}/node{i}"'
             for i in range(NODES)
@@ -281,23 +281,23 @@ def main() -> None:
             print("had to kill:", federation.down() or "nothing")
 
 
-def _calm(federation: Federation, overrides: dict[str, Any]) -> Any:
+def _calm(federation: LocalFederation, overrides: dict[str, Any]) -> Any:
     """Run the same with nothing broken, with the nodes in this process: the tests of a
     deployment say that it makes the same model."""
     app = Path(federation.config()["app"])
     sys.path.insert(0, str(app))
     from quiltapp import task
 
-    from fedquilt.flower.apps import client_app
-    from fedquilt.flower.directory import PlaceDirectory
-    from fedquilt.flower.grid import InProcessGrid
+    from fedquilt.flower.client_registry import PlaceRegistry
+    from fedquilt.flower.node import client_app
     from fedquilt.flower.server import run_on_grid
     from fedquilt.flower.settings import split_settings
+    from fedquilt.flower.simulate import InProcessGrid
     from fedquilt.flower.template import run_configuration
 
     grid = InProcessGrid(client_app(task.make_model, task.client_data), NODES)
     options, settings = split_settings(run_configuration(**overrides))
-    places = PlaceDirectory(grid, NODES)
+    places = PlaceRegistry(grid, NODES)
     output = str(federation.folder / "calm")
     return run_on_grid(
         grid, places, task.make_model, task.test_data, options, settings, output_dir=output
@@ -305,7 +305,7 @@ def _calm(federation: Federation, overrides: dict[str, Any]) -> Any:
 
 
 def _measure(
-    federation: Federation, chaos: Chaos, given: argparse.Namespace, overrides: dict[str, Any]
+    federation: LocalFederation, chaos: Chaos, given: argparse.Namespace, overrides: dict[str, Any]
 ) -> bool:
     calm = _calm(federation, overrides)
     print(f"calm: accuracy {calm.final_accuracy:.4f}", flush=True)
@@ -355,7 +355,7 @@ def _check_events(chaos: Chaos, folder: Path) -> list[bool]:
     ]
 
 
-def _check_who_was_served(federation: Federation, chaos: Chaos) -> list[bool]:
+def _check_who_was_served(federation: LocalFederation, chaos: Chaos) -> list[bool]:
     """Check that the SuperLink knows nobody but the roster, and who reached what."""
     seen, known = federation.keys_seen(), federation.roster()
     listed = {value for prints in known.keys.values() for value in prints}

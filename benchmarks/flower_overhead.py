@@ -27,7 +27,7 @@ from tabulate import tabulate
 from fedquilt.common.errors import DataError
 from fedquilt.config import RunConfig, build_config
 from fedquilt.experiment.api import run_in_memory
-from fedquilt.flower.federation import Federation
+from fedquilt.flower.federation import LocalFederation
 from fedquilt.flower.simulate import simulate
 from fedquilt.flower.template import write_app
 
@@ -77,7 +77,7 @@ def in_one_process(options: dict[str, Any], rounds: int, repeats: int) -> dict[s
 def deployed(folder: Path, rounds: int, warm: bool) -> dict[str, Any]:
     """Return wall seconds and bytes of a round of the template's app on four nodes."""
     app = write_app(folder / "app", num_rounds=rounds, eval_every=rounds, flower_min_nodes=4)
-    federation = Federation(folder / "federation")
+    federation = LocalFederation(folder / "federation")
     federation.prepare(app, 4, warm=warm)
     try:
         federation.up(300)

@@ -501,11 +501,11 @@ def make_ledger(folder: Path) -> None:
 
 def make_federation(folder: Path) -> None:
     """Make the folder of a federation that was up, of two nodes and a seat, and its app."""
-    from fedquilt.flower.federation import Federation
+    from fedquilt.flower.federation import LocalFederation
     from fedquilt.flower.template import write_app
 
-    federation = Federation(folder)
-    federation.prepare(write_app(folder.with_name("app")), 2, seats=1)
+    federation = LocalFederation(folder)
+    federation.prepare(write_app(folder.with_name("app")), 2, reserved_slots=1)
     jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
     status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
     (folder / "status.json").write_text(json.dumps(status))
@@ -690,7 +690,7 @@ def read_widths(name: str) -> Action:
     """Return the reader of a table of devices."""
 
     def read(case: Path) -> object:
-        from fedquilt.slices.tiers import client_widths
+        from fedquilt.slices.selection import client_widths
 
         random_ = np.random.default_rng(0)
         return client_widths(str(case / name), 3, random_, lambda width: (float(width), 1.0))

@@ -49,11 +49,12 @@ import torch
 from fedquilt.config import RunConfig
 from fedquilt.experiment import api as experiment
 from fedquilt.experiment import start as opening
+from fedquilt.federation import Federation
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
+from fedquilt.privacy.mechanism import RoundPlan
 from fedquilt.record.folder import RunFolder
-from fedquilt.round import Federation
 
 ALLOWANCE, DELTA, CLIENTS = 6.0, 1e-5, 12
 RUNS_PER_LEDGER = 6
@@ -116,31 +117,35 @@ def _note_releases(log: Path) -> None:
 
     def build_noting(*given: Any, **named: Any) -> Federation:
         federation = build(*given, **named)
-        step = federation.method.server.step
+        step, open_round = federation.method.server.step, federation.mechanism.open_round
+        plans: list[RoundPlan] = []
+
+        def note_plan(plan: RoundPlan) -> None:
+            plans[:] = [plan]
+            open_round(plan)
 
         def note_and_step(weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-            line = json.dumps({"pid": os.getpid(), "cost": given_away(federation)}) + "\n"
+            line = json.dumps({"pid": os.getpid(), "cost": given_away(federation, plans[0])}) + "\n"
             target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             os.write(target, line.encode())
             os.close(target)
             return step(weights, update)
 
         federation.method.server.step = note_and_step  # type: ignore[method-assign]
+        federation.mechanism.open_round = note_plan  # type: ignore[method-assign]
         return federation
 
     opening.build_federation = build_noting
 
 
-def given_away(federation: Federation) -> dict[int, float]:
+def given_away(federation: Federation, plan: RoundPlan) -> dict[int, float]:
     """Return k (c_i / s)^2, plus the quantile's bit, of everybody in the round."""
     mechanism = federation.mechanism
     assert isinstance(mechanism, Certified)
-    assert mechanism._facts is not None
     bit = 0.0 if mechanism.quantile is None else 0.25 / mechanism.quantile.bit_noise_std**2
     factor = float(np.sum(mechanism.noise.coefficients**2))
     return {
-        int(client): factor * (mechanism._clips[int(client)] / mechanism._noise_std) ** 2 + bit
-        for client in mechanism._facts.clients
+        client: factor * (clip / plan.noise_std) ** 2 + bit for client, clip in plan.clips.items()
     }
 
 

@@ -42,7 +42,7 @@ from fedquilt.condense.embeds import frozen_copy
 from fedquilt.condense.matching import Matcher, MatchingSettings, View
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 from fedquilt.training.hardware import freed_memory_kept
 
 CLASSES, MOMENTUM, REAL_IMAGES = 10, 0.5, 32

@@ -33,7 +33,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.data import ImageDataset, load_dataset, split_clients
-from fedquilt.models.convolutional import ResNet18
+from fedquilt.models import ResNet18
 
 ARMS = ("smallest", "heterofl", "fedrolex", "dropout", "fjord", "mfl", "depthfl", "largest")
 CIFAR_ARMS = ("smallest", "heterofl", "fedrolex", "largest")

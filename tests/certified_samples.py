@@ -18,9 +18,10 @@ from torch import nn
 
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, plain_config
+from fedquilt.federation import Federation
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
-from fedquilt.round import Federation
+from fedquilt.privacy.mechanism import RoundPlan
 from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation
@@ -93,7 +94,27 @@ def make_federation(
     """Return the federation of a configuration on the ledger at `path`."""
     federation = build_federation(config, problem, open_account(config, problem, path, run_id))
     federation.method.engine = Sending(update)
+    note_plans(federation)
     return federation
+
+
+def note_plans(federation: Federation) -> None:
+    """Let `plan_of` know the plan of the round in progress, as it was opened."""
+    mechanism = federation.mechanism
+    open_round = mechanism.open_round
+
+    def noting(plan: RoundPlan) -> None:
+        vars(mechanism)["noted_plan"] = plan
+        open_round(plan)
+
+    mechanism.open_round = noting  # type: ignore[method-assign]
+
+
+def plan_of(federation: Federation) -> RoundPlan:
+    """Return the plan of the newest round."""
+    plan = vars(federation.mechanism)["noted_plan"]
+    assert isinstance(plan, RoundPlan)
+    return plan
 
 
 def joining(federation: Federation, cohorts: Callable[[int], Sequence[int]]) -> None:
@@ -118,13 +139,12 @@ def true_costs(federation: Federation) -> dict[int, float]:
 
     From clip and noise as they are applied, not from what the ledger was told.
     """
-    mechanism = mechanism_of(federation)
+    mechanism, plan = mechanism_of(federation), plan_of(federation)
     quantile = mechanism.quantile
     bit = 0.0 if quantile is None else (0.5 / quantile.bit_noise_std) ** 2
     factor = float(np.sum(np.square(mechanism.noise.coefficients)))
     return {
-        client: factor * (clip / mechanism._noise_std) ** 2 + bit
-        for client, clip in mechanism._clips.items()
+        client: factor * (clip / plan.noise_std) ** 2 + bit for client, clip in plan.clips.items()
     }
 
 

@@ -13,11 +13,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from torch import nn
 
 from fedquilt.flower import internals, wire
-from fedquilt.flower.apps import client_app
-from fedquilt.flower.directory import PlaceDirectory
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.client_registry import PlaceRegistry
+from fedquilt.flower.node import client_app
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.result import RunResult
 
@@ -125,7 +125,7 @@ def run_federation(
     how = dataclasses.replace(how, poll=0.01)
     return run_on_grid(
         grid,
-        PlaceDirectory(grid, COUNT),
+        PlaceRegistry(grid, COUNT),
         make_model,
         test_data,
         few,

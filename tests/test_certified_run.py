@@ -299,6 +299,7 @@ def test_a_ledger_that_has_forgotten_is_refused(nursery: Nursery, tmp_path: Path
     assert RunFolder.open(folder).read_result() is None
 
 
+@pytest.mark.slow
 def test_a_few_random_kills(tmp_path: Path) -> None:
     """The short form of the campaign: a ledger never below what was released."""
     numbers = ("--kills", "8", "--cold", "1", "--rounds", "8", "--seed", "1")

@@ -29,6 +29,8 @@ import typer.main
 from fedquilt.cli.app import app, main
 from fedquilt.config import build_config
 from fedquilt.data import specs
+from fedquilt.models.registry import MODELS
+from tiers import rest_is_slow
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.is_file())
@@ -37,12 +39,14 @@ FENCE = re.compile(r"^```(\w+)?\s*$")
 
 
 @pytest.fixture(autouse=True)
-def _same_data_sets() -> Iterator[None]:
-    """A page may register a data set; the tests after it know nothing of that."""
-    before = set(specs._KNOWN)
+def _same_names() -> Iterator[None]:
+    """A page may register a data set or a model; the tests after it know nothing of that."""
+    tables: list[dict[str, Any]] = [specs._KNOWN, MODELS]
+    before = [dict(table) for table in tables]
     yield
-    for name in set(specs._KNOWN) - before:
-        del specs._KNOWN[name]
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,15 @@ def save_toml(block: Block) -> None:
     build_config(file=path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+TRAINING = {path for path in PAGES if path.parent.name == "tasks"}
+"""Pages whose examples train for seconds."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    rest_is_slow(PAGES, [page for page in PAGES if page not in TRAINING]),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_a_page(
     page: Path,
     tmp_path: Path,

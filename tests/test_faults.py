@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from faults_at_calls import BENCHMARKS, denying, load, needs_shim
+from tiers import rest_is_slow
 
 power_cut = load("power_cut")
 OPEN, CLOSE, WRITE, TRUNCATE, SYNC, RENAME, UNLINK, LINK, MKDIR, RMDIR = range(1, 11)
@@ -123,10 +124,11 @@ def test_a_folder_whose_name_was_not_synced_goes_with_all_that_is_in_it(root: Pa
 
 @needs_shim
 @pytest.mark.processes
-def test_faults_at_system_calls_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", rest_is_slow([8, 24], [8]))
+def test_faults_at_system_calls_lose_nothing(tmp_path: Path, count: int) -> None:
     """A short form of `kill_campaign.py --faults 1000`."""
     kinds = "fedavg;certified, seeded;certified, secret noise;certified, shared ledger"
-    command = [sys.executable, str(BENCHMARKS / "kill_campaign.py"), "--faults", "24"]
+    command = [sys.executable, str(BENCHMARKS / "kill_campaign.py"), "--faults", str(count)]
     ended = subprocess.run(
         [*command, "--kinds", kinds, "--seed", "3", "--folder", str(tmp_path)],
         env=denying(),  # the shim is built and preloaded: one start less
@@ -136,5 +138,7 @@ def test_faults_at_system_calls_lose_nothing(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"^all +\d+ +2\d +\d+ +0$", ended.stdout, re.MULTILINE), ended.stdout
+    sums = re.search(r"^all +\d+ +(\d+) +\d+ +0$", ended.stdout, re.MULTILINE)
+    assert sums is not None, ended.stdout
+    assert int(sums[1]) >= 5 * count // 6, ended.stdout
     assert list(tmp_path.iterdir()) == []

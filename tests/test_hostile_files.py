@@ -266,7 +266,7 @@ def test_clip_bounds_that_float32_does_not_hold(name: str) -> None:
 
 def test_tables_of_clients_beyond_the_limits(tmp_path: Path) -> None:
     from fedquilt.population import load_trace
-    from fedquilt.slices.tiers import client_widths
+    from fedquilt.slices.selection import client_widths
 
     path = tmp_path / "t.csv"
     random = np.random.default_rng(0)

@@ -33,6 +33,7 @@ ORDER: tuple[set[str], ...] = (
     {"record.folder"},
     {"method"},
     {"slices", "condense"},
+    {"federation"},
     {"round"},
     {"setup"},
     {"record"},

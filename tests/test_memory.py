@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tiers import rest_is_slow
+
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
 )
@@ -80,7 +82,10 @@ def measured(program: str, **case: Any) -> float:
     return float(json.loads(ended.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(("mode", "limit"), [("fedavg", 6.2), ("certified", 6.9)])
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    rest_is_slow([("fedavg", 6.2), ("certified", 6.9)], [("certified", 6.9)], names=2),
+)
 def test_a_large_model_is_held_few_times(mode: str, limit: float) -> None:
     """The caller's own, the global one, the one in training and a sum in float64: that is five.
 
@@ -91,7 +96,10 @@ def test_a_large_model_is_held_few_times(mode: str, limit: float) -> None:
     assert measured(MODEL, mode=mode) < limit
 
 
-@pytest.mark.parametrize(("mode", "limit"), [("fedavg", 25), ("certified", 30)])
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    rest_is_slow([("fedavg", 25), ("certified", 30)], [("certified", 30)], names=2),
+)
 def test_many_clients_take_little(mode: str, limit: float) -> None:
     """Beyond the caller's own lists: some numbers a client, no object."""
     assert measured(CLIENTS, mode=mode, clients=200_000) < limit

@@ -11,19 +11,15 @@ import papers
 from papers import Row, attribute, faults, look_up
 
 LISTED = [
-    pytest.param(row, id=f"{name}: {row.promise[:60]}")
-    for name in papers.names()
-    for section in papers.read(name)
-    for row in section.rows
+    (name, row) for name in papers.names() for section in papers.read(name) for row in section.rows
 ]
-
-
 SHOWN = "tests/test_papers.py::test_what_works_the_same_is_shown_by_a_test"
 
 
-@pytest.mark.parametrize("row", LISTED)
-def test_a_promise_is_where_the_list_says(row: Row) -> None:
-    assert list(faults(row)) == []
+def test_every_promise_is_where_the_list_says() -> None:
+    assert len(LISTED) > 200
+    found = [f"{name}: {row.promise}: {fault}" for name, row in LISTED for fault in faults(row)]
+    assert not found, "\n".join(found)
 
 
 def test_the_page_shows_the_lists() -> None:

@@ -42,6 +42,7 @@ from run_samples import (
     tiny,
     wait_for_lines,
 )
+from tiers import one_of_each, rest_is_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +73,18 @@ def killed(nursery: Nursery, parent: Path, moment: tuple[str, int], **changes: A
     return only_folder(parent)
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+def named(moment: tuple[str, int]) -> str:
+    return f"{moment[0]}-{moment[1]}"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    rest_is_slow(
+        MOMENTS,
+        one_of_each(MOMENTS, lambda moment: (moment[0], moment in BEFORE_THE_CONFIGURATION)),
+    ),
+    ids=named,
+)
 def test_killed_at_every_moment_that_touches_the_disk(
     nursery: Nursery,
     tmp_path: Path,
@@ -99,8 +111,12 @@ def test_no_moment_was_forgotten(nursery: Nursery, tmp_path: Path) -> None:
         assert ended.code == 0, ended
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("server_optimizer", ["sgd", "momentum", "yogi"])
+SERVERS = ["sgd", "momentum", "yogi"]
+EVERY = [(mode, server) for mode in MODES for server in SERVERS]
+DIAGONAL = [(mode, SERVERS[place % 3]) for place, mode in enumerate(MODES)]
+
+
+@pytest.mark.parametrize(("mode", "server_optimizer"), rest_is_slow(EVERY, DIAGONAL, names=2))
 def test_every_mode_and_server_state_survives(
     nursery: Nursery,
     tmp_path: Path,
@@ -137,7 +153,11 @@ LEDGER_MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("moment", LEDGER_MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+@pytest.mark.parametrize(
+    "moment",
+    rest_is_slow(LEDGER_MOMENTS, one_of_each(LEDGER_MOMENTS, lambda moment: moment[0])),
+    ids=named,
+)
 def test_certified_killed_between_any_two_steps(
     nursery: Nursery,
     tmp_path: Path,
@@ -190,6 +210,7 @@ def test_killed_again_and_again(
     assert_is_whole(folder, uninterrupted(**changes))
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(
     nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch import nn
 
 from fedquilt.aggregation import RunningMean, make_server_optimizer
 from fedquilt.config import MODES, RunConfig
+from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
-from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts
-from fedquilt.round import Federation, run_round
+from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundPlan, RoundTally, Summed
+from fedquilt.round import run_round
 from fedquilt.setup.build_task import build_problem
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
@@ -261,41 +263,47 @@ class Watching:
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         return remaining > 0.5
 
-    def plan_round(
-        self, round_index: int, clients: NDArray[np.int64], *facts: object
-    ) -> NDArray[np.float64]:
-        self.seen.append(f"charges {clients.tolist()}")
-        return np.full(len(clients), 0.25)
+    def plan_round(self, round_index: int, clients: NDArray[np.int64], *facts: object) -> RoundPlan:
+        self.seen.append(f"plan {clients.tolist()}")
+        return RoundPlan(round_index, clients, np.full(len(clients), 0.25))
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64]) -> None:
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64]) -> RoundPlan:
         self.seen.append(f"granted {granted.tolist()}")
+        return replace(plan, noise_std=3.0)
 
-    def open_round(self, facts: RoundFacts) -> None:
-        self.seen.append(f"open {facts.round_index} {facts.rates.tolist()}")
+    def open_round(self, plan: RoundPlan) -> None:
+        self.seen.append(f"open {plan.round_index} {plan.rates.tolist()}")
 
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
+        assert plan.learning_rate == RATE
         self.seen.append(f"receive {client}")
         return Contribution(client, delta, 1.0)
 
-    def clip_bound(self, received: Any) -> float:
+    def clip_bound(self, plan: RoundPlan, received: Any) -> float:
         if self.needs_whole_cohort:
             assert len(received) == 2
         self.seen.append("bound")
         return 1.0
 
-    def clip(self, contribution: Contribution) -> Contribution:
+    def clip(self, plan: RoundPlan, contribution: Contribution, tally: RoundTally) -> Contribution:
+        tally.clipped += 1
         self.seen.append(f"clip {contribution.client}")
         return contribution
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         self.seen.append(f"noise {contribution.client}")
         return contribution
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
-        self.seen.append(f"release {weight:g}")
-        return total / weight, NoiseReport()
+        assert (plan.clip_value, tally.clipped) == (1.0, 2)
+        self.seen.append(f"release {summed.weight:g}")
+        return summed.total / summed.weight, NoiseReport()
 
 
 class WatchingAccount:
@@ -362,7 +370,7 @@ def watched(
 def test_the_nine_steps_come_in_their_order() -> None:
     """Participation counts before the budget looks at it; the bound is known before a clip."""
     assert watched(whole=True) == [
-        *("select", "count", "open 0 [1.0, 1.0]"),
+        *("select", "plan [0, 2]", "count", "open 0 [1.0, 1.0]"),
         *("train 0", "receive 0", "train 2", "receive 2", "bound"),
         *("clip 0", "noise 0", "clip 2", "noise 2", "release 2", "step"),
     ]
@@ -370,14 +378,14 @@ def test_the_nine_steps_come_in_their_order() -> None:
 
 def test_a_public_bound_needs_one_update_at_a_time() -> None:
     assert watched(whole=False) == [
-        *("select", "count", "open 0 [1.0, 1.0]", "bound"),
+        *("select", "plan [0, 2]", "count", "open 0 [1.0, 1.0]", "bound"),
         *("train 0", "receive 0", "clip 0", "noise 0"),
         *("train 2", "receive 2", "clip 2", "noise 2", "release 2", "step"),
     ]
 
 
 RESERVED = [
-    *("remaining", "eligible", "select [True, False, True]", "charges [0, 2]"),
+    *("remaining", "eligible", "select [True, False, True]", "plan [0, 2]"),
     *("reserve [0, 2] [0.25, 0.25]", "granted [0.125, 0.125]", "count"),
 ]
 

@@ -9,10 +9,11 @@ from fedquilt.slices.aggregate import (
     aggregate,
     aggregate_layer,
     distribute,
+    extract,
     extract_state,
+    merge,
     merge_states,
 )
-from fedquilt.slices.flower import extract, merge
 from fedquilt.slices.slicer import slice_model
 
 __all__ = [

@@ -6,6 +6,7 @@ layer.reset_parameters_from_father_layer(whole_layer)
 
 from typing import TypeAlias
 
+from fedquilt.slices.layers import SSEmbedding, SSLinear, SSMultiheadAttention
 from fedquilt.slices.layers.convolution import (
     SSBatchNorm1d,
     SSBatchNorm2d,
@@ -15,7 +16,6 @@ from fedquilt.slices.layers.convolution import (
     SSGroupNorm,
     SSLayerNorm,
 )
-from fedquilt.slices.layers.dense import SSEmbedding, SSLinear, SSMultiheadAttention
 from fedquilt.slices.ranges import Interval, Intervals, Layer_Range
 from fedquilt.slices.slicer import Scaler
 

@@ -11,11 +11,11 @@ from task_forms import FORMS
 from torch import nn
 
 from fedquilt.experiment.loop import Watching
-from fedquilt.flower.apps import client_app
-from fedquilt.flower.directory import PlaceDirectory
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.client_registry import PlaceRegistry
+from fedquilt.flower.node import client_app
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.record.result import RunResult
 
 
@@ -50,7 +50,7 @@ def on_nodes(
     grid = _Nodes(client_app(model, held), CLIENTS)
     return run_on_grid(
         grid,
-        PlaceDirectory(grid, CLIENTS),
+        PlaceRegistry(grid, CLIENTS),
         model,
         FORMS[task](public_data),
         {**options, "engine": "sequential"},

@@ -21,7 +21,7 @@ from fedquilt.audit.canary import CLASSES, HIDDEN, SIDE, Net, audit_samples, dra
 from fedquilt.common.randomness import generator
 from fedquilt.data import ImageDataset
 from fedquilt.models import FeatureModel, lora
-from fedquilt.models.convolutional import ExitNet
+from fedquilt.models.networks import ExitNet
 
 CLIENTS = 6
 CONDENSED_SIDE = 8  # of one that gradients can be taken of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,18 @@ import torch
 from audit_command import run
 
 from fedquilt import audit
+from fedquilt.aggregation import RunningMean
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.clip import PrivateQuantile, norm
-from fedquilt.privacy.mechanism import Contribution, NoiseReport
+from fedquilt.privacy.mechanism import (
+    Contribution,
+    NoiseReport,
+    RoundPlan,
+    RoundTally,
+    Summed,
+)
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
 from fedquilt.record import result as record
@@ -50,6 +58,7 @@ def test_the_bound_is_reached_so_the_check_is_not_empty(case: str) -> None:
     assert moved.declared > 0.5
 
 
+@pytest.mark.slow
 def test_other_seeds_find_nothing_either() -> None:
     findings = [f for seed in range(1, 5) for f in audit.replay(["adaptive clips"], seed)]
     assert all(f.ok for f in findings)
@@ -63,24 +72,32 @@ def test_the_cap_lowers_what_is_declared() -> None:
     assert free.declared > 1.2
 
 
-def no_clip(self: Certified, contribution: Contribution) -> Contribution:
+def no_clip(
+    self: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+) -> Contribution:
     return contribution
 
 
-def clip_each_tensor(self: Certified, contribution: Contribution) -> Contribution:
-    limit = self._clips[contribution.client]
+def clip_each_tensor(
+    self: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+) -> Contribution:
+    limit = plan.clips[contribution.client]
     parts = torch.split(contribution.vector, TENSORS)
     inside = [part * min(1.0, limit / max(norm(part), 1e-300)) for part in parts]
     return Contribution(contribution.client, torch.cat(inside), 1.0, contribution.finite)
 
 
-def clip_at_the_typical_bound(self: Certified, contribution: Contribution) -> Contribution:
+def clip_at_the_typical_bound(
+    self: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+) -> Contribution:
     factor = min(1.0, self.bound / max(norm(contribution.vector), 1e-300))
     return Contribution(contribution.client, contribution.vector * factor, 1.0, True)
 
 
-def weigh_by_examples(self: Certified, client: int, delta: torch.Tensor, n: int) -> Contribution:
-    received = receive(self, client, delta, n)
+def weigh_by_examples(
+    self: Certified, plan: RoundPlan, client: int, delta: torch.Tensor, n: int
+) -> Contribution:
+    received = receive(self, plan, client, delta, n)
     return Contribution(client, received.vector, float(n), received.finite)
 
 
@@ -89,10 +106,12 @@ def forget_to_look_for_nan(vector: torch.Tensor) -> bool:
 
 
 def clip_the_mean_instead(
-    self: Certified, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    self: Certified, plan: RoundPlan, summed: Summed, tally: RoundTally
 ) -> tuple[torch.Tensor, NoiseReport]:
-    factor = min(1.0, self.bound / max(norm(total), 1e-300))
-    return release(self, total * factor, weight, held)
+    factor = min(1.0, self.bound / max(norm(summed.total), 1e-300))
+    clipped = RunningMean(len(summed.total))
+    clipped.add(summed.total * factor, summed.weight)
+    return release(self, plan, clipped, tally)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +146,17 @@ def test_updates_that_are_not_finite_must_not_pass(monkeypatch: pytest.MonkeyPat
 def test_a_divisor_that_counts_the_finite_updates_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def weigh_the_finite(self: Certified, client: int, delta: torch.Tensor, n: int) -> Contribution:
-        received = receive(self, client, delta, n)
+    def weigh_the_finite(
+        self: Certified, plan: RoundPlan, client: int, delta: torch.Tensor, n: int
+    ) -> Contribution:
+        received = receive(self, plan, client, delta, n)
         return Contribution(client, received.vector, float(received.finite), received.finite)
 
     def divide_by_weight(
-        self: Certified, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self: Certified, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
-        update, report = release(self, total, weight, held)
-        return update * self.settings.divisor / weight, report
+        update, report = release(self, plan, summed, tally)
+        return update * self.settings.divisor / summed.weight, report
 
     monkeypatch.setattr(Certified, "receive", weigh_the_finite)
     monkeypatch.setattr(Certified, "release", divide_by_weight)
@@ -144,8 +165,10 @@ def test_a_divisor_that_counts_the_finite_updates_is_found(
 
 
 def test_a_crash_on_a_zero_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def divide(self: Certified, contribution: Contribution) -> Contribution:
-        factor = min(1.0, self._clips[contribution.client] / norm(contribution.vector))
+    def divide(
+        self: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
+        factor = min(1.0, plan.clips[contribution.client] / norm(contribution.vector))
         return Contribution(contribution.client, contribution.vector * factor, 1.0)
 
     monkeypatch.setattr(Certified, "clip", divide)
@@ -183,20 +206,30 @@ def test_joins_too_close_for_the_bands_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_charge_below_the_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    charges = Certified.plan_round
-    monkeypatch.setattr(Certified, "plan_round", lambda *given: 0.9 * charges(*given))
+    monkeypatch.setattr(Certified, "plan_round", cheaper(Certified.plan_round))
     assert failed("even clips") == set(), "the grant lowers the clips with the charges"
-    monkeypatch.setattr(Certified, "shrink_to", lambda *given: None)
+    monkeypatch.setattr(Certified, "shrink_to", lambda self, plan, granted: plan)
     assert "sum" in failed("even clips")
 
 
+def cheaper(plan_round: Callable[..., RoundPlan]) -> Callable[..., RoundPlan]:
+    """Return plans whose charges are too low."""
+
+    def planned(*given: Any) -> RoundPlan:
+        plan = plan_round(*given)
+        assert plan.charges is not None
+        return replace(plan, charges=0.9 * plan.charges)
+
+    return planned
+
+
 def test_a_bit_of_the_clipped_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_late(self: Certified, contribution: Contribution) -> Contribution:
-        quantile, self.quantile = self.quantile, None
-        clipped = clip(self, contribution)
-        self.quantile = quantile
-        assert quantile is not None
-        quantile.add(norm(clipped.vector))
+    def too_late(
+        self: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
+        clipped = clip(self, plan, contribution, RoundTally())
+        assert self.quantile is not None
+        tally.bits += self.quantile.bit(norm(clipped.vector))
         return clipped
 
     monkeypatch.setattr(Certified, "clip", too_late)
@@ -206,20 +239,20 @@ def test_a_bit_of_the_clipped_update_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_the_bit_of_being_clipped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting clipped updates gives the feedback the wrong sign."""
 
-    def count_the_clipped(self: PrivateQuantile, length: float) -> None:
-        self._bits += 0.5 if length > self.bound else -0.5
+    def count_the_clipped(self: PrivateQuantile, length: float) -> float:
+        return 0.5 if length > self.bound else -0.5
 
-    monkeypatch.setattr(PrivateQuantile, "add", count_the_clipped)
+    monkeypatch.setattr(PrivateQuantile, "bit", count_the_clipped)
     assert "bits" in failed("private quantile")
 
 
 def test_a_bit_for_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """If no data gave the bit 1/2, a clipped client would move the sum of bits by 1."""
 
-    def count_zero_too(self: PrivateQuantile, length: float) -> None:
-        self._bits += 0.5 if length <= self.bound else -0.5
+    def count_zero_too(self: PrivateQuantile, length: float) -> float:
+        return 0.5 if length <= self.bound else -0.5
 
-    monkeypatch.setattr(PrivateQuantile, "add", count_zero_too)
+    monkeypatch.setattr(PrivateQuantile, "bit", count_zero_too)
     (moved,) = [f for f in audit.replay(["private quantile"]) if "fraction" in f.case]
     assert not moved.ok
     assert moved.measured == pytest.approx(2 * moved.declared)
@@ -233,15 +266,23 @@ def test_a_bit_without_its_cost_or_its_noise_is_found(monkeypatch: pytest.Monkey
             return np.zeros(size)
 
     with monkeypatch.context() as broken:
-        broken.setattr(PrivateQuantile, "close_round", lambda self, noise: close(self, Quiet()))
+        broken.setattr(
+            PrivateQuantile, "close_round", lambda self, bits, noise: close(self, bits, Quiet())
+        )
         assert "bit noise" in failed("private quantile")
     with monkeypatch.context() as broken:
         broken.setattr(PrivateQuantile, "cost", 1e-9)
         assert "bit noise" in failed("private quantile")
     with monkeypatch.context() as broken:
-        charges = Certified.plan_round
-        broken.setattr(Certified, "plan_round", lambda self, *g: charges(self, *g) - self.bit_cost)
-        broken.setattr(Certified, "shrink_to", lambda *given: None)
+        plan_round = Certified.plan_round
+
+        def without_bit(self: Certified, *given: Any) -> RoundPlan:
+            plan = plan_round(self, *given)
+            assert plan.charges is not None
+            return replace(plan, charges=plan.charges - self.bit_cost)
+
+        broken.setattr(Certified, "plan_round", without_bit)
+        broken.setattr(Certified, "shrink_to", lambda self, plan, granted: plan)
         assert "sum" in failed("private quantile")
 
 
@@ -265,8 +306,10 @@ def test_leaving_out_who_sent_nonsense_is_found(monkeypatch: pytest.MonkeyPatch)
     """A cohort that depends on what clients sent is a release of its own."""
     eligible = Certified.eligible
 
-    def note(self: Certified, client: int, delta: torch.Tensor, n: int) -> Contribution:
-        received = receive(self, client, delta, n)
+    def note(
+        self: Certified, plan: RoundPlan, client: int, delta: torch.Tensor, n: int
+    ) -> Contribution:
+        received = receive(self, plan, client, delta, n)
         if not received.finite:
             self.__dict__.setdefault("bad", []).append(client)
         return received
@@ -286,8 +329,7 @@ def test_fixed_dp_is_held_to_its_charge_as_well(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as broken:
         broken.setattr(LayerNoise, "clip", no_clip)
         assert "sum" in failed(case)
-    charges = LayerNoise.plan_round
-    monkeypatch.setattr(LayerNoise, "plan_round", lambda *given: 0.9 * charges(*given))
+    monkeypatch.setattr(LayerNoise, "plan_round", cheaper(LayerNoise.plan_round))
     assert "sum" in failed(case)
 
 

@@ -92,6 +92,7 @@ def test_the_command() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_the_command_line_s_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--canary", "--trials", "20"]) == 0
     assert "two hypotheses" in capsys.readouterr().out

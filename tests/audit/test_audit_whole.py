@@ -44,6 +44,7 @@ from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
 from fedquilt.training import ClassMask, ClientUpdate, Task
 from fedquilt.training.trainers.vmap import BatchTable
+from tiers import rest_is_slow
 
 
 def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -52,7 +53,14 @@ def problems(case: str, kinds: tuple[str, ...] | None = None) -> tuple[str, ...]
     return finding.problems
 
 
-@pytest.mark.parametrize("case", QUICK)
+ONE_EACH = {
+    *("even clips, sequential", "quantile, batched", "condense, secret coin"),
+    *("dictionary, adam, batched", "tokens, own loss, sequential"),
+}
+"""A case for each engine and form of data; slices are replayed by `test_audit`, too."""
+
+
+@pytest.mark.parametrize("case", rest_is_slow(QUICK, ONE_EACH))
 def test_every_case_holds(case: str) -> None:
     (finding,) = replay_worlds([case], kinds=(*SHORT, "replaced"))
     assert finding.problems == ()
@@ -76,6 +84,7 @@ def test_the_process_engine() -> None:
     assert problems("frozen parameter, processes", ("nothing", "many NaN", "replaced")) == ()
 
 
+@pytest.mark.slow
 def test_the_process_engine_on_another_task() -> None:
     case = "regression, nesterov and clip, processes"
     assert problems(case, ("nothing", "many NaN", "replaced")) == ()
@@ -95,6 +104,7 @@ def test_every_loss_optimiser_and_form_of_data_is_in_a_case() -> None:
     assert {case.settings["engine"] for case in own} == {"sequential", "batched", "processes"}
 
 
+@pytest.mark.slow
 def test_other_seeds() -> None:
     for seed in (1, 2):
         (finding,) = replay_worlds(["dropout layer, batched"], seed, kinds=SHORT)
@@ -371,6 +381,7 @@ def test_the_command_shows_whole_runs_and_people(capsys: pytest.CaptureFixture[s
     assert "people: iid, another seed" in shown
 
 
+@pytest.mark.slow
 def test_the_command_fails_and_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,12 +39,13 @@ from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment import loop as training_loop
+from fedquilt.federation import Federation
 from fedquilt.privacy import evaluation
 from fedquilt.privacy.evaluation import NoisedMean
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import RunResult
-from fedquilt.round import Federation, RoundRecord
+from fedquilt.round import RoundRecord
 from fedquilt.setup import client_evaluation as client_evaluation
 
 VOLATILE = {
@@ -275,6 +276,8 @@ def watched_run(
     with (
         known_entropy(seed),
         patch.object(training_loop, "run_round", watch.run_round),
+        patch.object(training_loop, "begin_round", lambda federation, index: index),
+        patch.object(training_loop, "finish_round", watch.finish_round),
         patch.object(client_evaluation, "release_mean", watch.release_mean),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
@@ -318,16 +321,8 @@ class _Watch:
         self,
         federation: Federation,
         round_index: int,
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        settles_later: bool = False,
     ) -> RoundRecord:
-        """Run a round, note it, and take over what the base world has released.
-
-        One thing after the other: it is settled at once, so nothing is left for later.
-        """
-        if meanwhile is not None:
-            meanwhile()
+        """Run a round, note it, and take over what the base world has released."""
         if self._world is None:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")
@@ -342,6 +337,15 @@ class _Watch:
             federation.mechanism.load_state(before.mechanism)
             federation.method.server.load_state(before.server, federation.weights.device)
         return self._world.record
+
+    def finish_round(self, federation: Federation, round_index: int) -> RoundRecord:
+        """Run a round whose beginning was put off: one thing after the other.
+
+        It is settled at once, so nothing is left for later.
+        """
+        if federation.account is not None:
+            federation.account.defers = False
+        return self.run_round(federation, round_index)
 
     def release_mean(
         self,

@@ -68,6 +68,7 @@ def test_sigterm_ends_a_comparison_in_one_line(nursery: Nursery, tmp_path: Path)
     assert ended.err == f"interrupted: {again}\n"
 
 
+@pytest.mark.slow
 def test_sigterm_ends_an_audit_in_one_line(nursery: Nursery) -> None:
     child = nursery.start("audit", "--canary", "--trials", "100000")
     time.sleep(2.0)
@@ -100,6 +101,7 @@ def wait_for_fork_server(process: subprocess.Popen[str]) -> None:
     raise AssertionError("no fork server was started")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_while_the_fork_server_loads(
     tmp_path: Path, number: signal.Signals, code: int
@@ -114,6 +116,7 @@ def test_stopped_while_the_fork_server_loads(
     assert err == f"interrupted: continue with  fedquilt run --resume {folder}\n"
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_whole_group_is_no_failure_of_a_worker(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         folder = wait_for_lines(tmp_path, 2)

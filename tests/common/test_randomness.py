@@ -93,7 +93,7 @@ REVIEWED = {
     "observe/tracker_kinds.py": {"uuid4"},
     "report/watch/server.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
-    "flower/directory.py": {"token_hex"},
+    "flower/client_registry.py": {"token_hex"},
     "flower/keys.py": {"token_urlsafe", "generate_private_key", "random_serial_number"},
     # The documents' functions, where no seed means a fresh one; no run calls them so.
     "data/split.py": {"default_rng", "Generator", "seed"},

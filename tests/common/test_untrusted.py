@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fedquilt.common import untrusted
 from fedquilt.common.errors import DataError, IrregularFileError, RunFolderError
 from fedquilt.common.untrusted import MOST_DEPTH, MOST_DIGITS, parse_json, parse_toml, read_json
+from tiers import rest_is_slow
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "{", "", "\udce4", '{"a": NaN}', '{"a": Infinity}'])
@@ -117,8 +118,9 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         read_json(path)
 
 
-def test_the_worst_configuration_takes_no_time() -> None:
-    dotted = (".".join("a" * (untrusted.TOML_BYTES // 2 - 4)) + "=1").encode()
+@pytest.mark.parametrize("share", rest_is_slow([8, 1], [8]))  # the parser takes the square of it
+def test_the_worst_configuration_takes_seconds(share: int) -> None:
+    dotted = (".".join("a" * (untrusted.TOML_BYTES // share // 2 - 4)) + "=1").encode()
     with pytest.raises(ValueError, match="nested deeper"):
         parse_toml(dotted)
 

@@ -16,7 +16,7 @@ from fedquilt.condense.embeds import HalfPrecision, Halving, frozen_copy
 from fedquilt.condense.synthetic import SyntheticSet, expand_tiles
 from fedquilt.condense.training import TrainingSettings, augmented
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 IMAGES = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 

@@ -15,7 +15,7 @@ from dp_accounting import get_epsilon_gaussian
 from numpy.typing import NDArray
 from torch import nn
 
-from certified_samples import memory_folder, refine_in_few_steps
+from certified_samples import memory_folder, note_plans, plan_of, refine_in_few_steps
 from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
 from fedquilt.condense.certified_statistics import KAPPA, Released
 from fedquilt.condense.method import make_condensation
@@ -26,7 +26,7 @@ from fedquilt.experiment.api import RunResult, run_config, run_in_memory
 from fedquilt.models.features import make_feature_model, precompute
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
-from fedquilt.privacy.mechanism import Contribution
+from fedquilt.privacy.mechanism import Contribution, RoundPlan, RoundTally
 from fedquilt.round import run_round
 from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import build_problem
@@ -189,8 +189,10 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
     lengths: dict[int, float] = {}
     clip = Certified.clip
 
-    def measured(mechanism: Certified, contribution: Contribution) -> Contribution:
-        clipped = clip(mechanism, contribution)
+    def measured(
+        mechanism: Certified, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
+        clipped = clip(mechanism, plan, contribution, tally)
         lengths[clipped.client] = float(np.linalg.norm(clipped.vector.numpy()))
         return clipped
 
@@ -200,18 +202,20 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
         federation = build_federation(config, problem, account)
         mechanism = federation.mechanism
         assert isinstance(mechanism, Certified)
+        note_plans(federation)
         spent = account.spent().copy()
         for index in range(3):  # means, means, residuals
             record = run_round(federation, index)
             charged, spent = account.spent() - spent, account.spent().copy()
             assert set(lengths) == {0, 1, 2, 3}
+            plan = plan_of(federation)
             for client, length in lengths.items():
-                assert length <= mechanism._clips[client]
-                cost = (length / mechanism._noise_std) ** 2
+                assert length <= plan.clips[client]
+                cost = (length / plan.noise_std) ** 2
                 assert cost <= charged[client] * (1 + 1e-9)
             assert record.non_finite == ([0] if spoil is spoil_nan else [])
             if normalise and spoil is spoil_nothing:
-                assert lengths[0] == pytest.approx(mechanism._clips[0])
+                assert lengths[0] == pytest.approx(plan.clips[0])
         account.close()
     assert isinstance(federation.method.engine, CertifiedEngine)
     released = federation.method.engine.released

@@ -15,8 +15,7 @@ from fedquilt.condense.embeds import (
     frozen_copy,
 )
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
-from fedquilt.models.images import CIFAR10Model, DigitsModel, MNISTModel
+from fedquilt.models.networks import CIFAR10Model, ConvNet, DigitsModel, MNISTModel
 
 
 def images(*shape: int) -> torch.Tensor:

@@ -12,8 +12,7 @@ from torch import nn
 from fedquilt.condense.embeds import FeatureModels, perturbed, reinitialised
 from fedquilt.config.choices import FEATURE_MODELS
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
-from fedquilt.models.images import MNISTModel
+from fedquilt.models.networks import ConvNet, MNISTModel
 
 
 def make_net() -> ConvNet:

@@ -14,7 +14,7 @@ from fedquilt.condense.matching import Matcher, MatchingSettings, View, match
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 CLASSES = (0, 3, 11)
 SHAPE = (3, 8, 8)

@@ -32,6 +32,7 @@ from run_samples import (
     same_tensors,
     wait_for_lines,
 )
+from tiers import one_of_each, rest_is_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,7 +122,15 @@ def whole(
     return run
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+def named(moment: tuple[str, int]) -> str:
+    return f"{moment[0]}-{moment[1]}"
+
+
+def event(moment: tuple[str, int]) -> str:
+    return moment[0]
+
+
+@pytest.mark.parametrize("moment", rest_is_slow(MOMENTS, one_of_each(MOMENTS, event)), ids=named)
 def test_killed_and_resumed(
     nursery: Nursery, tmp_path: Path, whole: Callable[..., Path], moment: tuple[str, int]
 ) -> None:
@@ -141,6 +150,7 @@ def test_the_moments_are_what_they_are_called(nursery: Nursery, tmp_path: Path) 
     assert any(name.startswith(".round_0002") for name in left), "half a file of images"
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_on_from_round_to_round(
     nursery: Nursery, tmp_path: Path, whole: Callable[..., Path]
 ) -> None:
@@ -150,6 +160,7 @@ def test_a_model_that_goes_on_from_round_to_round(
     assert_equal_runs(folder, whole(config))
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_rounds(
     nursery: Nursery, tmp_path: Path, whole: Callable[..., Path]
 ) -> None:
@@ -169,7 +180,9 @@ def test_killed_in_the_middle_of_rounds(
     assert_equal_runs(folder, whole(config))
 
 
-@pytest.mark.parametrize("moment", BOUNDED_MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+@pytest.mark.parametrize(
+    "moment", rest_is_slow(BOUNDED_MOMENTS, one_of_each(BOUNDED_MOMENTS, event)), ids=named
+)
 def test_certified_killed_and_resumed(
     nursery: Nursery, tmp_path: Path, whole: Callable[..., Path], moment: tuple[str, int]
 ) -> None:

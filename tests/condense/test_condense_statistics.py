@@ -9,7 +9,7 @@ from torch import nn
 
 from fedquilt.condense.augment import FAMILIES, Augmentation, Transform
 from fedquilt.condense.statistics import group_means, make_groups
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 
 class Sums(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 NONE = Augmentation("none")
 LABELS = torch.tensor([1, 1, 4, 4, 7, 7, 7, 4])  # not contiguous; the model has nine outputs

@@ -16,11 +16,11 @@ from certified_samples import refine_in_few_steps
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset
-from fedquilt.flower.apps import client_app
-from fedquilt.flower.directory import PlaceDirectory
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.client_registry import PlaceRegistry
+from fedquilt.flower.node import client_app
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.models.features import make_feature_model, precompute
 from fedquilt.record.result import RunResult
 
@@ -81,7 +81,7 @@ def on_nodes(world: str, folder: Path, compression: str) -> RunResult:
     how = FlowerSettings(poll=0.01, compression=compression)
     with known_entropy(5):
         return run_on_grid(
-            grid, PlaceDirectory(grid, COUNT), Linear, (test.images[:40], test.targets[:40]),
+            grid, PlaceRegistry(grid, COUNT), Linear, (test.images[:40], test.targets[:40]),
             SETTINGS, how, client_ids=[f"client {k}" for k in range(COUNT)], output_dir=str(folder),
         )  # fmt: skip
 

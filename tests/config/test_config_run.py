@@ -120,11 +120,9 @@ NO_NUMBERS = ["1", True, [1], {}, math.nan, math.inf, -math.inf, 1j]
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
-@pytest.mark.parametrize("types", sorted({str(FIELDS[name].type) for name in NUMERIC}))
-def test_numbers_must_be_numbers(types: str, value: Any) -> None:
+def test_numbers_must_be_numbers(value: Any) -> None:
     for name in NUMERIC:
-        if FIELDS[name].type == types:
-            refusal(name, value)
+        refusal(name, value)
 
 
 def test_fractions_where_whole_numbers_belong() -> None:

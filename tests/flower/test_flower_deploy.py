@@ -26,7 +26,7 @@ from flwr.proto.node_pb2 import Node
 import fedquilt
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.flower import keys
-from fedquilt.flower.federation import Federation
+from fedquilt.flower.federation import LocalFederation
 from fedquilt.flower.node import new_model
 from fedquilt.flower.processes import free_ports, is_running
 from fedquilt.flower.simulate import OFFLINE
@@ -85,7 +85,7 @@ SERVER = '''
 import json
 import os
 from flwr.serverapp import ServerApp
-from fedquilt.flower.apps import run_from
+from fedquilt.flower.server import run_from
 from quiltapp.task import make_model, test_data
 
 app = ServerApp()
@@ -104,7 +104,7 @@ CASES = """%s"""
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     folder = tmp_path_factory.mktemp("federation")
     app = write_app(
         folder / "app",
@@ -113,7 +113,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
             "quiltapp/server_app.py": SERVER % json.dumps(CASES),
         },
     )
-    federation = Federation(folder / "here")
+    federation = LocalFederation(folder / "here")
     before = os.umask(0o022)
     federation.prepare(app, NODES)
     started: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 
 @pytest.fixture(scope="module")
-def finished(federation: Federation) -> dict[str, Path]:
+def finished(federation: LocalFederation) -> dict[str, Path]:
     assert federation.run() == 0
     lines = (federation.folder / "results" / "done.jsonl").read_text().splitlines()
     return {record["case"]: Path(record["folder"]) for record in map(json.loads, lines)}
@@ -168,18 +168,18 @@ def test_a_deployment_agrees_with_sequential(case: str, finished: dict[str, Path
     assert not [line for line in nodes if "refused" in line]
 
 
-def gate(federation: Federation) -> tuple[int, ssl.SSLContext]:
+def gate(federation: LocalFederation) -> tuple[int, ssl.SSLContext]:
     """Return what somebody outside has: the gate's port and the certificate."""
     context = ssl.create_default_context(cafile=str(federation.folder / "ca.crt"))
     return federation.config()["ports"]["gate"], context
 
 
-def outside(federation: Federation) -> httpx.Client:
+def outside(federation: LocalFederation) -> httpx.Client:
     port, context = gate(federation)
     return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context)
 
 
-def said_to_announced(federation: Federation, path: str, size: int) -> int:
+def said_to_announced(federation: LocalFederation, path: str, size: int) -> int:
     """Return the answer to a request that announces so many bytes and sends none of them."""
     port, context = gate(federation)
     connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
@@ -201,7 +201,9 @@ def said_to_announced(federation: Federation, path: str, size: int) -> int:
         *("/v1/fleet//control", "/v1/fleetx"),
     ],
 )
-def test_only_the_paths_of_nodes_are_open_from_outside(federation: Federation, path: str) -> None:
+def test_only_the_paths_of_nodes_are_open_from_outside(
+    federation: LocalFederation, path: str
+) -> None:
     with outside(federation) as client:
         for method in ("GET", "POST"):
             raw = httpx.URL(client.base_url.copy_with(raw_path=path.encode()))
@@ -210,7 +212,7 @@ def test_only_the_paths_of_nodes_are_open_from_outside(federation: Federation, p
 
 
 def test_a_node_without_a_key_is_not_served_and_a_huge_request_not_read(
-    federation: Federation, finished: dict[str, Path]
+    federation: LocalFederation, finished: dict[str, Path]
 ) -> None:
     first = (finished["fedavg"] / "nodes.jsonl").read_text().splitlines()[0]
     node = int(json.loads(first)["node"])
@@ -222,7 +224,7 @@ def test_a_node_without_a_key_is_not_served_and_a_huge_request_not_read(
     assert said_to_announced(federation, "/v1/fleet/push-object", 2**40) == 413
 
 
-def test_a_node_with_an_unknown_key_is_refused(federation: Federation, tmp_path: Path) -> None:
+def test_a_node_with_an_unknown_key_is_refused(federation: LocalFederation, tmp_path: Path) -> None:
     keys.make_node_key(tmp_path / "stranger")
     port = federation.config()["ports"]["gate"]
     node = subprocess.run(
@@ -245,7 +247,9 @@ def test_a_node_with_an_unknown_key_is_refused(federation: Federation, tmp_path:
     assert len(federation.online()) == NODES
 
 
-def test_a_new_key_has_the_old_account(federation: Federation, finished: dict[str, Path]) -> None:
+def test_a_new_key_has_the_old_account(
+    federation: LocalFederation, finished: dict[str, Path]
+) -> None:
     before = federation.roster().client_ids
     value = federation.rotate("node2")
     assert federation.roster().client_ids == before
@@ -256,7 +260,7 @@ def test_a_new_key_has_the_old_account(federation: Federation, finished: dict[st
 
 
 def test_nothing_that_a_federation_writes_can_be_read_by_others(
-    federation: Federation, finished: dict[str, Path]
+    federation: LocalFederation, finished: dict[str, Path]
 ) -> None:
     """The SuperLink's database holds single updates; the test process lets everybody read."""
     found = [federation.folder, *federation.folder.rglob("*")]
@@ -265,7 +269,7 @@ def test_nothing_that_a_federation_writes_can_be_read_by_others(
     assert all(name in ("ca.crt", "server.pem") or name.endswith(".pub") for name in shared)
 
 
-def test_a_killed_supervisor_leaves_nobody_behind(federation: Federation) -> None:
+def test_a_killed_supervisor_leaves_nobody_behind(federation: LocalFederation) -> None:
     """The last one here: it ends the federation."""
     status = federation.status() or {}
     os.kill(status["pid"], signal.SIGKILL)

@@ -262,8 +262,8 @@ def test_under_a_secret_coin_everybody_exposed_pays_whoever_came(tmp_path: Path)
 
 
 def test_no_text_of_an_error_leaves_a_node(tmp_path: Path) -> None:
-    from fedquilt.flower.apps import client_app
-    from fedquilt.flower.grid import InProcessGrid
+    from fedquilt.flower.node import client_app
+    from fedquilt.flower.simulate import InProcessGrid
     from flower_samples import client_data, make_model
 
     def failing(context: Any) -> Any:
@@ -349,8 +349,8 @@ def test_a_model_that_is_not_the_servers_is_refused(tmp_path: Path) -> None:
     import torch
     from torch import nn
 
-    from fedquilt.flower.apps import client_app
-    from fedquilt.flower.grid import InProcessGrid
+    from fedquilt.flower.node import client_app
+    from fedquilt.flower.simulate import InProcessGrid
     from flower_samples import client_data
 
     class Scaled(nn.Module):

@@ -20,9 +20,9 @@ pytest.importorskip("flwr")
 
 from command_line import Said
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.flower import keys, processes, warm
-from fedquilt.flower.directory import NodeRoster
-from fedquilt.flower.federation import Federation
+from fedquilt.flower import keys, prefork, processes
+from fedquilt.flower.client_registry import NodeRoster
+from fedquilt.flower.federation import LocalFederation
 from fedquilt.flower.keys import make_server_files
 from fedquilt.flower.template import write_app
 
@@ -37,19 +37,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     before = os.umask(0o022)
     try:
-        Federation(folder / "fed").prepare(write_app(folder / "app"), 2, seats=1)
+        LocalFederation(folder / "fed").prepare(write_app(folder / "app"), 2, reserved_slots=1)
     finally:
         os.umask(before)
     return folder / "fed"
 
 
 @pytest.fixture
-def federation(prepared: Path, tmp_path: Path) -> Federation:
-    return Federation(shutil.copytree(prepared, tmp_path / "fed"))
+def federation(prepared: Path, tmp_path: Path) -> LocalFederation:
+    return LocalFederation(shutil.copytree(prepared, tmp_path / "fed"))
 
 
 @pytest.fixture
-def start(federation: Federation) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(federation: LocalFederation) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a process that sleeps, of the federation or not; it is ended in any case."""
     started = []
 
@@ -64,7 +64,7 @@ def start(federation: Federation) -> Iterator[Callable[..., subprocess.Popen[byt
         process.wait()
 
 
-def note(federation: Federation, supervisor: int, **jobs: int) -> dict[str, Any]:
+def note(federation: LocalFederation, supervisor: int, **jobs: int) -> dict[str, Any]:
     """Write what a supervisor says of itself and its processes."""
 
     def entry(pid: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_whatever_a_federation_prepares_is_its_owners_alone(prepared: Path) -> N
 
 
 def test_the_folder_of_an_older_federation_is_closed_and_others_stay_as_they_are(
-    federation: Federation, tmp_path: Path
+    federation: LocalFederation, tmp_path: Path
 ) -> None:
     federation.folder.chmod(0o755)
     app = federation.config()["app"]
@@ -95,7 +95,7 @@ def test_the_folder_of_an_older_federation_is_closed_and_others_stay_as_they_are
     assert stat.S_IMODE(federation.folder.stat().st_mode) == 0o700
     somebodys = tmp_path / "shared"
     somebodys.mkdir(mode=0o755)
-    Federation(somebodys).prepare(app, 1)
+    LocalFederation(somebodys).prepare(app, 1)
     assert stat.S_IMODE(somebodys.stat().st_mode) == 0o755
     open_to_all = {p.name for p in somebodys.rglob("*") if stat.S_IMODE(p.stat().st_mode) & 0o077}
     assert open_to_all <= PUBLIC
@@ -114,7 +114,7 @@ def test_a_roster_is_written_for_its_owner_and_by_root_for_the_folders(tmp_path:
 
 
 def test_what_goes_on_without_its_supervisor_is_seen_not_doubled_and_ended(
-    cli: Cli, federation: Federation, start: Callable[..., subprocess.Popen[bytes]]
+    cli: Cli, federation: LocalFederation, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     orphan, gone = start(member=True), start(member=True)
     gone.kill()
@@ -139,7 +139,7 @@ def test_what_goes_on_without_its_supervisor_is_seen_not_doubled_and_ended(
 
 
 def test_a_process_is_not_ended_for_its_number(
-    federation: Federation, start: Callable[..., subprocess.Popen[bytes]]
+    federation: LocalFederation, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     somebodys = start(member=False)
     note(federation, somebodys.pid, superlink=somebodys.pid)
@@ -149,7 +149,7 @@ def test_a_process_is_not_ended_for_its_number(
 
 
 def test_what_is_left_is_ended_though_nobody_wrote_it_down(
-    federation: Federation, start: Callable[..., subprocess.Popen[bytes]]
+    federation: LocalFederation, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     orphan = start(member=True)
     (federation.folder / processes.STATUS).write_text("{")
@@ -157,7 +157,7 @@ def test_what_is_left_is_ended_though_nobody_wrote_it_down(
     assert orphan.wait(5) == -15
 
 
-def test_of_two_who_start_at_once_one_is_refused(federation: Federation) -> None:
+def test_of_two_who_start_at_once_one_is_refused(federation: LocalFederation) -> None:
     config = (federation.folder / processes.CONFIG).read_bytes()
     with federation._alone():
         for begin in (federation.up, lambda: federation.prepare(federation.config()["app"])):
@@ -169,7 +169,7 @@ def test_of_two_who_start_at_once_one_is_refused(federation: Federation) -> None
 # -- what strangers put there
 
 
-def put(federation: Federation, name: str, change: Callable[[Any], object]) -> None:
+def put(federation: LocalFederation, name: str, change: Callable[[Any], object]) -> None:
     """Change what stands in one of the files."""
     if name == processes.STATUS:
         note(federation, 4_000_001, superlink=4_000_000)
@@ -201,7 +201,7 @@ def put(federation: Federation, name: str, change: Callable[[Any], object]) -> N
     ],
 )
 def test_a_foreign_file_is_refused_in_one_line(
-    cli: Cli, federation: Federation, name: str, change: Callable[[Any], object], words: str
+    cli: Cli, federation: LocalFederation, name: str, change: Callable[[Any], object], words: str
 ) -> None:
     put(federation, name, change)
     said = cli("flower", "status", "--folder", federation.folder)
@@ -212,7 +212,7 @@ def test_a_foreign_file_is_refused_in_one_line(
     assert cli("flower", "down", "--folder", federation.folder).code == 0
 
 
-def test_names_of_a_foreign_file_move_no_cursor(cli: Cli, federation: Federation) -> None:
+def test_names_of_a_foreign_file_move_no_cursor(cli: Cli, federation: LocalFederation) -> None:
     job = {"pid": None, "began": None, "restarts": 0}
     put(federation, processes.STATUS, lambda c: c["processes"].update({ESCAPE: job}))
     put(
@@ -293,7 +293,7 @@ def test_logs_and_keys_of_a_received_federation_lead_nowhere_else(tmp_path: Path
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     (tmp_path / "gate.log").symlink_to(victim)
-    said = warm.fork(lambda: print("something"), tmp_path / "gate.log")
+    said = prefork.fork(lambda: print("something"), tmp_path / "gate.log")
     assert os.waitstatus_to_exitcode(os.waitpid(said, 0)[1]) == 1
     assert victim.read_bytes() == b"precious"
     (tmp_path / "node0").write_bytes(b"a key")

@@ -19,13 +19,11 @@ import fedquilt
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
 from fedquilt.config import build_config
 from fedquilt.flower import wire
-from fedquilt.flower.apps import client_app
-from fedquilt.flower.directory import PlaceDirectory
-from fedquilt.flower.grid import InProcessGrid
-from fedquilt.flower.node import new_model
+from fedquilt.flower.client_registry import PlaceRegistry
+from fedquilt.flower.node import client_app, new_model
 from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.flower.simulate import _all_settings, _nodes_of, simulate
+from fedquilt.flower.simulate import InProcessGrid, _all_settings, _nodes_of, simulate
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import build_problem
 from fedquilt.setup.task import Own
@@ -84,7 +82,7 @@ def on_nodes(make: Any, of: Any, options: dict[str, Any]) -> RunResult:
         return of(int(context.node_config["partition-id"]))
 
     grid = InProcessGrid(client_app(make, own), COUNT)
-    places = PlaceDirectory(grid, COUNT)
+    places = PlaceRegistry(grid, COUNT)
     return run_on_grid(grid, places, make, lambda: of(99), options, HOW)
 
 
@@ -126,7 +124,7 @@ def test_objects_of_the_app_are_the_servers_and_the_nodes(mode: str, tmp_path: P
     own = Own(loss=squared, optimizer=momentum, metrics={"squared": squared})
     there = run_on_grid(
         grid,
-        PlaceDirectory(grid, COUNT),
+        PlaceRegistry(grid, COUNT),
         make_model,
         held_by_the_server,
         options,
@@ -154,7 +152,7 @@ def test_an_object_that_only_one_side_has_is_refused(
     of_node: Any, of_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = InProcessGrid(client_app(make_model, client_data, loss=of_node), COUNT)
-    places, options = PlaceDirectory(grid, COUNT), {"mode": "fedavg", "num_rounds": 1}
+    places, options = PlaceRegistry(grid, COUNT), {"mode": "fedavg", "num_rounds": 1}
     run_on_grid(
         *(grid, places, make_model, held_by_the_server, options, HOW),
         output_dir=str(tmp_path),
@@ -167,7 +165,7 @@ def test_an_object_that_only_one_side_has_is_refused(
 
 def test_a_run_configuration_does_not_name_what_the_app_brings() -> None:
     grid = InProcessGrid(client_app(make_model, client_data, loss=squared), COUNT)
-    places, options = PlaceDirectory(grid, COUNT), {"mode": "fedavg", "loss": "mse"}
+    places, options = PlaceRegistry(grid, COUNT), {"mode": "fedavg", "loss": "mse"}
     with pytest.raises(InvalidValueError, match="loss='mse' must be left out"):
         run_on_grid(
             *(grid, places, make_model, held_by_the_server, options, HOW), own=Own(loss=squared)
@@ -227,7 +225,7 @@ def resumed(grid: InProcessGrid, output: Path, test: Any, resume: Path | None) -
     options = {"mode": "certified", "num_rounds": 4, "noise_seed": 1, "eval_every": 1}
     return run_on_grid(
         grid,
-        PlaceDirectory(grid, COUNT),
+        PlaceRegistry(grid, COUNT),
         make_model,
         test,
         options,

@@ -17,11 +17,13 @@ pytest.importorskip("flwr")
 
 from command_line import Said
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.flower.apps import client_app, run_from
-from fedquilt.flower.federation import Federation, commands_for_hosts, fab_hash
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.federation import LocalFederation, commands_for_hosts, fab_hash
+from fedquilt.flower.node import client_app
+from fedquilt.flower.server import run_from
 from fedquilt.flower.settings import FlowerSettings, split_settings
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.flower.template import CHOSEN, run_configuration, write_app
+from tiers import rest_is_slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"
 
@@ -130,9 +132,9 @@ def test_an_app_takes_no_files_of_runs_to_the_nodes(tmp_path: Path) -> None:
 
 
 def test_an_app_that_has_changed_is_not_run_before_nodes_trust_it(tmp_path: Path) -> None:
-    federation = Federation(tmp_path / "federation")
+    federation = LocalFederation(tmp_path / "federation")
     app = write_app(tmp_path / "app")
-    federation.prepare(app, 1, seats=1)
+    federation.prepare(app, 1, reserved_slots=1)
     (app / "quiltapp" / "task.py").write_text("print('something else')\n")
     with pytest.raises(InvalidValueError, match="must be the one that nodes trust"):
         federation.run()
@@ -168,7 +170,10 @@ def test_a_preset_stands_in_an_apps_configuration(
     assert kept["max_clip"] == 1.0
 
 
-@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"])
+METHODS = ["heterofl", "fedrolex", "dropout", "mfl", "fjord", "full"]
+
+
+@pytest.mark.parametrize("method", rest_is_slow(METHODS, ["heterofl", "full"]))
 def test_heflwrs_mnist_example_runs(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from fedquilt.flower import gate
+from fedquilt.flower import proxy
 from fedquilt.flower.keys import make_node_files, make_server_files
+from run_processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = {path.stem: path.read_text() for path in (ROOT / "deploy" / "systemd").glob("*.service")}
@@ -27,8 +30,8 @@ def command(unit: str) -> list[str]:
 
 def test_the_gate_reads_its_units_command() -> None:
     module, *arguments = command("fedquilt-gate")[2:]
-    assert module == gate.__name__
-    given = gate.parser().parse_args(arguments)
+    assert importlib.import_module(module) is proxy
+    given = proxy.parser().parse_args(arguments)
     assert (given.port, given.superlink) == (443, "127.0.0.1:8000")
     superlink = command("fedquilt-superlink")
     assert superlink[superlink.index("--host") + 1] == "127.0.0.1", "only the gate is outside"
@@ -71,3 +74,37 @@ def test_a_container_writes_for_its_user_alone() -> None:
     command = [*json.loads(entry), "sh", "-c", "umask"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0077\n"
     assert "chmod 700 /var/lib/fedquilt" in made
+
+
+@pytest.mark.parametrize(
+    ("name", "now"), [("trial", "demo_data"), ("directory", "client_registry")]
+)
+def test_an_earlier_name_of_a_module_means_the_module(name: str, now: str) -> None:
+    """An app that was written for an earlier version imports it."""
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-W", "always::DeprecationWarning:__main__", "-c"),
+            f"import fedquilt.flower.{name} as was, fedquilt.flower.{now} as now\n"
+            "assert was is now and now.__spec__.name == now.__name__\n",
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"fedquilt.flower.{name} is now fedquilt.flower.{now}" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["gate", "warm"])
+def test_the_commands_of_units_run(name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", f"fedquilt.flower.{name}", "--help"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"usage: python -m fedquilt.flower.{name} ")
+    assert ran.stderr == ""

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import fedquilt.models.convolutional
+import fedquilt.models.networks
 from fedquilt.errors import InvalidValueError
-from fedquilt.models.convolutional import ConvNet
+from fedquilt.models.networks import ConvNet
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_shapes_that_cannot_be_are_refused(arguments, message: str) -> None:
 
 
 def test_examples_of_the_docstrings() -> None:
-    assert doctest.testmod(fedquilt.models.convolutional).failed == 0
+    assert doctest.testmod(fedquilt.models.networks).failed == 0

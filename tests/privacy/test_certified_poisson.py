@@ -18,14 +18,17 @@ from dp_accounting import (
 )
 
 import fedquilt
-from certified_samples import SIZE, Sending, make_federation, make_problem
+from certified_samples import SIZE, Sending, make_federation, make_problem, plan_of
+from fedquilt.aggregation import RunningMean
 from fedquilt.errors import InvalidValueError
+from fedquilt.federation import Federation
 from fedquilt.population import Cohort
 from fedquilt.privacy.accounting import calibrate
+from fedquilt.privacy.mechanism import RoundTally
 from fedquilt.privacy.poisson import AmplifiedCertified
-from fedquilt.round import Federation, run_round
+from fedquilt.round import run_round
 from fedquilt.setup import mechanism as assemble_mechanism
-from fedquilt.training import local
+from fedquilt.training.trainers.autograd import SequentialEngine
 
 CLIENTS, ROUNDS = 6, 5
 SECRET: dict[str, Any] = {
@@ -139,22 +142,25 @@ def test_the_divisor_does_not_know_the_cohort(folder: Path) -> None:
     assert federation.mechanism.settings.divisor == 3.0
     stds = [run_round(federation, index).noise.noise_std for index in range(ROUNDS)]
     assert stds == [0.5] * ROUNDS
-    sums = [
-        federation.mechanism.release(torch.zeros(SIZE, dtype=torch.float64), weight)[0].std().item()
-        for weight in (1.0, 9.0)
-    ]
+
+    def released(weight: float) -> torch.Tensor:
+        total = RunningMean(SIZE)
+        total.weight = weight
+        return federation.mechanism.release(plan_of(federation), total, RoundTally())[0]
+
+    sums = [released(weight).std().item() for weight in (1.0, 9.0)]
     assert 0.2 < sums[0] / sums[1] < 5
 
 
 def test_no_public_file_knows_who_was_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept: list[list[int]] = []
-    train = local.SequentialEngine.train
+    train = SequentialEngine.train
 
     def note(self: Any, start: Any, cohort: Any, index: int, rate: float) -> Any:
         kept.append([int(client) for client in cohort])
         return train(self, start, cohort, index, rate)
 
-    monkeypatch.setattr(local.SequentialEngine, "train", note)
+    monkeypatch.setattr(SequentialEngine, "train", note)
     config = {**SECRET, "num_rounds": 12, "engine": "sequential"}
     inputs, labels = torch.randn(60, 1, 2, 2), torch.arange(60) % 3
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))

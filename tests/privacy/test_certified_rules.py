@@ -18,9 +18,10 @@ from certified_samples import (
     make_problem,
     mechanism_of,
 )
+from fedquilt.aggregation import RunningMean
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.mechanism import RoundFacts
+from fedquilt.privacy.mechanism import RoundPlan, RoundTally
 from fedquilt.privacy.noise import SeededNoise
 from fedquilt.round import run_round
 
@@ -35,12 +36,24 @@ def certified(folder: Path, **changes: Any) -> Certified:
     return mechanism_of(make_federation(config, problem, folder / "ledger"))
 
 
-def open_round(mechanism: Certified, index: int = 4, left: np.ndarray = LEFT) -> np.ndarray:
-    """Plan a round as `run_round` does and return the charges, all of them granted."""
-    charges = mechanism.plan_round(index, WHO, left, JOINS, index)
-    mechanism.shrink_to(WHO, charges)
-    mechanism.open_round(RoundFacts(index, 0.1, WHO, JOINS / max(index, 1)))
-    return charges
+def open_round(mechanism: Certified, index: int = 4, left: np.ndarray = LEFT) -> RoundPlan:
+    """Plan a round as `run_round` does, all charges granted."""
+    plan = mechanism.plan_round(index, WHO, left, JOINS, index)
+    plan = mechanism.shrink_to(plan, plan.charges)
+    mechanism.open_round(plan)
+    return plan
+
+
+def clipped_of(mechanism: Certified, plan: RoundPlan, client: int, sent: torch.Tensor) -> Any:
+    """Return what becomes of a client's update."""
+    return mechanism.clip(plan, mechanism.receive(plan, client, sent, 1), RoundTally())
+
+
+def summed(total: torch.Tensor, weight: float) -> RunningMean:
+    """Return a sum as an accumulator has it."""
+    made = RunningMean(len(total))
+    made.total, made.weight = total.clone(), weight
+    return made
 
 
 def adaptive_share(left: np.ndarray, index: int, rounds: int, rate: float) -> np.ndarray:
@@ -51,12 +64,12 @@ def adaptive_share(left: np.ndarray, index: int, rounds: int, rate: float) -> np
 def test_clips_and_charges_of_the_adaptive_policy(folder: Path) -> None:
     """c_i = s sqrt(B_i / r_i) with one noise level, and a charge of (c_i / s)^2."""
     mechanism = certified(folder)
-    charges = open_round(mechanism)
+    plan = open_round(mechanism)
     s = 1.0 / math.sqrt(BUDGET / 10)  # everybody joins every round: r = T, clip C = 1
     share = adaptive_share(LEFT, 4, 10, 1.0)
-    assert mechanism._noise_std == pytest.approx(s)
-    assert [mechanism._clips[i] for i in WHO] == pytest.approx(list(s * np.sqrt(share)))
-    np.testing.assert_allclose(charges, share, rtol=1e-12)
+    assert plan.noise_std == pytest.approx(s)
+    assert [plan.clips[i] for i in WHO] == pytest.approx(list(s * np.sqrt(share)))
+    np.testing.assert_allclose(plan.charges, share, rtol=1e-12)
 
 
 @pytest.mark.parametrize("bands", [1, 3])
@@ -71,57 +84,74 @@ def test_clips_and_charges_with_quantile_and_bands(
     factor = sum((math.comb(2 * j, j) / 4**j) ** 2 for j in range(bands))
     typical = BUDGET / 10
     assert mechanism.quantile.bit_noise_std == pytest.approx(2 / math.sqrt(typical))
-    charges = open_round(mechanism)
+    plan = open_round(mechanism)
     s = clip_norm * math.sqrt(factor / (typical - bit))
     share = adaptive_share(LEFT, 4, 10, 1.0)
     clips = s * np.sqrt(np.maximum(0, share - bit) / factor)
-    assert mechanism._noise_std == pytest.approx(s)
-    assert [mechanism._clips[i] for i in WHO] == pytest.approx(list(clips))
-    np.testing.assert_allclose(charges, factor * (clips / s) ** 2 + bit, rtol=1e-12)
+    assert plan.noise_std == pytest.approx(s)
+    assert [plan.clips[i] for i in WHO] == pytest.approx(list(clips))
+    np.testing.assert_allclose(plan.charges, factor * (clips / s) ** 2 + bit, rtol=1e-12)
 
 
 def test_the_noise_with_a_bit_is_that_of_andrew_et_al(folder: Path) -> None:
     """z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2): update and bit cost one join together."""
     mechanism = certified(folder, clipping="quantile", policy="worst_case")
     z = 1 / math.sqrt(BUDGET / 10)
-    charges = open_round(mechanism, left=np.full(3, BUDGET))
+    plan = open_round(mechanism, left=np.full(3, BUDGET))
     assert mechanism.quantile is not None
     z_delta = (z**-2 - (2 * mechanism.quantile.bit_noise_std) ** -2) ** -0.5
-    assert mechanism._noise_std / mechanism.bound == pytest.approx(z_delta)
+    assert plan.noise_std / mechanism.bound == pytest.approx(z_delta)
     assert z_delta == pytest.approx(1.0328 * z, rel=1e-4)
-    np.testing.assert_allclose(charges, z**-2)
+    np.testing.assert_allclose(plan.charges, z**-2)
 
 
 def test_who_can_pay_the_bit_only_sends_the_bit_only(folder: Path) -> None:
     mechanism = certified(folder, clipping="quantile")
     left = np.asarray([BUDGET, 1.02 * mechanism.bit_cost, 0.4 * BUDGET])
-    charges = open_round(mechanism, index=2, left=left)
-    assert mechanism._clips[2] == 0.0
-    assert charges[1] == mechanism.bit_cost <= left[1]
-    received = mechanism.receive(2, torch.ones(SIZE), 1)
-    assert torch.count_nonzero(mechanism.clip(received).vector) == 0
+    plan = open_round(mechanism, index=2, left=left)
+    assert plan.clips[2] == 0.0
+    assert plan.charges is not None
+    assert plan.charges[1] == mechanism.bit_cost <= left[1]
+    assert torch.count_nonzero(clipped_of(mechanism, plan, 2, torch.ones(SIZE)).vector) == 0
 
 
 def test_no_clip_is_above_the_cap_and_what_it_saves_is_not_charged(folder: Path) -> None:
     free, capped = certified(folder), certified(folder, clip_cap=1.5)
     dear = open_round(free, index=9, left=np.full(3, BUDGET))
     cheap = open_round(capped, index=9, left=np.full(3, BUDGET))
-    assert free._clips[0] == pytest.approx(math.sqrt(10))
-    assert capped._clips[0] == pytest.approx(1.5)
-    np.testing.assert_allclose(cheap / dear, 1.5**2 / 10)
+    assert dear.clips[0] == pytest.approx(math.sqrt(10))
+    assert cheap.clips[0] == pytest.approx(1.5)
+    assert dear.charges is not None
+    assert cheap.charges is not None
+    np.testing.assert_allclose(cheap.charges / dear.charges, 1.5**2 / 10)
 
 
 def test_a_smaller_grant_lowers_the_clip_never_a_larger_one(folder: Path) -> None:
     mechanism = certified(folder, clipping="quantile", noise_bands=2)
-    charges = mechanism.plan_round(4, WHO, LEFT, JOINS, 4)
-    before = dict(mechanism._clips)
-    mechanism.shrink_to(WHO, charges * np.asarray([1.0 + 1e-6, 0.5, 1.0]))
-    assert mechanism._clips[0] == before[0]
+    plan = mechanism.plan_round(4, WHO, LEFT, JOINS, 4)
+    assert plan.charges is not None
+    before = dict(plan.clips)
+    shrunk = mechanism.shrink_to(plan, plan.charges * np.asarray([1.0 + 1e-6, 0.5, 1.0]))
+    assert plan.clips == before, "a plan is frozen"
+    assert shrunk.clips[0] == before[0]
     bit, factor = mechanism.bit_cost, mechanism.noise.cost_factor
-    spends = factor * (mechanism._clips[2] / mechanism._noise_std) ** 2 + bit
-    assert spends == pytest.approx(0.5 * charges[1])
+    spends = factor * (shrunk.clips[2] / shrunk.noise_std) ** 2 + bit
+    assert spends == pytest.approx(0.5 * plan.charges[1])
     with pytest.raises(RuntimeError, match="needs a ledger"):
-        mechanism.shrink_to(WHO, None)
+        mechanism.shrink_to(plan, None)
+
+
+def test_a_step_follows_its_own_plan_whatever_was_planned_since(folder: Path) -> None:
+    mechanism = certified(folder)
+    plan = open_round(mechanism)
+    sent = torch.full((SIZE,), 50.0)
+    before = clipped_of(mechanism, plan, 0, sent).vector
+    later = open_round(mechanism, index=9, left=np.full(3, BUDGET))
+    assert later.clips[0] != plan.clips[0]
+    assert torch.equal(clipped_of(mechanism, plan, 0, sent).vector, before)
+    assert float(clipped_of(mechanism, later, 0, sent).vector.norm()) == pytest.approx(
+        later.clips[0]
+    )
 
 
 def test_the_first_run_of_an_allowance_ends_exactly_at_it(folder: Path) -> None:
@@ -153,43 +183,44 @@ def test_joins_are_kept_as_far_apart_as_the_noise_needs(folder: Path) -> None:
 
 def test_the_whole_vector_is_clipped_once(folder: Path) -> None:
     mechanism = certified(folder, policy="worst_case")
-    open_round(mechanism, left=np.full(3, BUDGET))
+    plan = open_round(mechanism, left=np.full(3, BUDGET))
     sent = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) * 50
-    clipped = mechanism.clip(mechanism.receive(0, sent.clone(), 9))
+    clipped = clipped_of(mechanism, plan, 0, sent.clone())
     assert clipped.vector.dtype == torch.float64
     assert clipped.weight == 1.0
     length = float(np.linalg.norm(clipped.vector.numpy()))
     assert 1 - 1e-11 < length <= 1.0
     cosine = float(clipped.vector @ sent.double()) / (length * float(sent.double().norm()))
     assert cosine == pytest.approx(1.0)
-    small = mechanism.receive(2, torch.full((SIZE,), 0.01), 9)
-    assert torch.equal(mechanism.clip(small).vector, small.vector), "inside: left alone"
+    small = mechanism.receive(plan, 2, torch.full((SIZE,), 0.01), 9)
+    inside = mechanism.clip(plan, small, RoundTally())
+    assert torch.equal(inside.vector, small.vector), "inside: left alone"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_counts_as_zero(folder: Path, bad: float) -> None:
     mechanism = certified(folder)
-    open_round(mechanism)
+    plan = open_round(mechanism)
     sent = torch.ones(SIZE)
     sent[3] = bad
-    received = mechanism.receive(0, sent, 9)
+    received = mechanism.receive(plan, 0, sent, 9)
     assert (received.finite, received.weight) == (False, 1.0)
-    assert torch.count_nonzero(mechanism.clip(received).vector) == 0
+    assert torch.count_nonzero(mechanism.clip(plan, received, RoundTally()).vector) == 0
 
 
 @pytest.mark.parametrize("length", [1e-30, 0.3, 40.0, 1e30])
 def test_normalised_updates_have_exactly_their_clip(folder: Path, length: float) -> None:
     mechanism = certified(folder, normalise_updates=True, policy="worst_case")
-    open_round(mechanism, left=np.full(3, BUDGET))
+    plan = open_round(mechanism, left=np.full(3, BUDGET))
     sent = torch.full((SIZE,), length / math.sqrt(SIZE))
-    clipped = mechanism.clip(mechanism.receive(0, sent, 1))
+    clipped = clipped_of(mechanism, plan, 0, sent)
     assert 1 - 1e-11 < float(np.linalg.norm(clipped.vector.numpy())) <= 1.0
 
 
 def test_nothing_stays_nothing_when_updates_are_normalised(folder: Path) -> None:
     mechanism = certified(folder, normalise_updates=True)
-    open_round(mechanism)
-    zero = mechanism.clip(mechanism.receive(0, torch.zeros(SIZE), 1))
+    plan = open_round(mechanism)
+    zero = clipped_of(mechanism, plan, 0, torch.zeros(SIZE))
     assert torch.count_nonzero(zero.vector) == 0
 
 
@@ -199,35 +230,36 @@ def test_an_update_too_small_to_measure_is_not_blown_up_beyond_its_clip(
 ) -> None:
     """Squares of such numbers lose their digits: the norm of the vector comes out too small."""
     mechanism = certified(folder, normalise_updates=True, policy="worst_case")
-    open_round(mechanism, left=np.full(3, BUDGET))
+    plan = open_round(mechanism, left=np.full(3, BUDGET))
     sent = torch.full((size,), 1.5e-162, dtype=torch.float64)
     sent[0] = 1e-161
-    clipped = mechanism.clip(mechanism.receive(0, sent, 1)).vector.numpy()
+    clipped = clipped_of(mechanism, plan, 0, sent).vector.numpy()
     assert float(np.linalg.norm(clipped)) <= 1.0
 
 
 def test_the_release_is_the_noised_sum_over_a_public_number(folder: Path) -> None:
     mechanism = certified(folder, clients_per_round=2)
     mechanism.noise.source = SeededNoise(7)
-    open_round(mechanism)
+    plan = open_round(mechanism)
     total = torch.arange(SIZE, dtype=torch.float64)
     drawn = SeededNoise(7).stream(4).normal(SIZE)
     for weight in (0.0, 1.0, 3.0):
-        update, report = mechanism.release(total.clone(), weight)
-        expected = (total.numpy() + mechanism._noise_std * drawn) / 2.0
+        update, report = mechanism.release(plan, summed(total, weight), RoundTally())
+        expected = (total.numpy() + plan.noise_std * drawn) / 2.0
         np.testing.assert_allclose(update.numpy(), expected, rtol=1e-14)
-        assert report.noise_std == mechanism._noise_std / 2.0
+        assert report.noise_std == plan.noise_std / 2.0
         assert report.epsilon is None
 
 
 def test_the_bit_looks_at_the_update_before_it_is_clipped(folder: Path) -> None:
     mechanism = certified(folder, clipping="quantile", private_quantile_lr=0.2)
     mechanism.noise.source = SeededNoise(7)
-    open_round(mechanism, left=np.full(3, BUDGET))
+    plan = open_round(mechanism, left=np.full(3, BUDGET))
+    tally = RoundTally()
     for client, length in zip(WHO.tolist(), (0.5, 1.5, 30.0), strict=True):
         sent = torch.full((SIZE,), length / math.sqrt(SIZE), dtype=torch.float64)
-        mechanism.clip(mechanism.receive(client, sent, 1))
-    mechanism.release(torch.zeros(SIZE, dtype=torch.float64), 3.0)
+        mechanism.clip(plan, mechanism.receive(plan, client, sent, 1), tally)
+    mechanism.release(plan, summed(torch.zeros(SIZE, dtype=torch.float64), 3.0), tally)
     assert mechanism.quantile is not None
     noise = mechanism.quantile.bit_noise_std * SeededNoise(7).stream(4, 1).normal(1)[0]
     fraction = (0.5 - 0.5 - 0.5 + noise) / 4 + 0.5
@@ -236,8 +268,8 @@ def test_the_bit_looks_at_the_update_before_it_is_clipped(folder: Path) -> None:
 
 def test_the_state_has_joins_and_bound_and_no_noise(folder: Path) -> None:
     mechanism = certified(folder, clipping="quantile", noise_bands=2)
-    open_round(mechanism)
-    mechanism.release(torch.zeros(SIZE, dtype=torch.float64), 3.0)
+    plan = open_round(mechanism)
+    mechanism.release(plan, summed(torch.zeros(SIZE, dtype=torch.float64), 3.0), RoundTally())
     state = mechanism.state()
     assert set(state) == {"last_join", "quantile_bound"}
     other = certified(folder, clipping="quantile", noise_bands=2)
@@ -247,10 +279,8 @@ def test_the_state_has_joins_and_bound_and_no_noise(folder: Path) -> None:
     assert allowed.tolist() == [False, True, False, False]
 
 
-def test_calls_out_of_order_are_refused(folder: Path) -> None:
+def test_a_statement_needs_the_ledger(folder: Path) -> None:
     mechanism = certified(folder)
-    with pytest.raises(RuntimeError, match="open_round"):
-        mechanism.release(torch.zeros(SIZE, dtype=torch.float64), 0.0)
     with pytest.raises(RuntimeError, match="epsilons from the ledger"):
         mechanism.statement(np.zeros(4), None)
 

@@ -32,10 +32,7 @@ def quantile(bound: float = 1.0, **changes: float) -> PrivateQuantile:
 
 
 def one_round(q: PrivateQuantile, norms: np.ndarray | list[float], noise: float = 0.0) -> float:
-    q.open_round()
-    for length in norms:
-        q.add(float(length))
-    return q.close_round(Fixed(noise))
+    return q.close_round(sum(q.bit(float(length)) for length in norms), Fixed(noise))
 
 
 def test_the_fraction_and_the_step_by_hand() -> None:
@@ -45,7 +42,7 @@ def test_the_fraction_and_the_step_by_hand() -> None:
     assert q.bound == pytest.approx(2.0 * math.exp(-0.2 * (0.74 - 0.5)))
 
 
-def test_the_bits_of_a_round_are_forgotten() -> None:
+def test_a_round_without_bits_has_no_bits_of_another() -> None:
     q = quantile()
     one_round(q, [9.0] * 5)
     assert one_round(q, []) == 0.5
@@ -53,9 +50,8 @@ def test_the_bits_of_a_round_are_forgotten() -> None:
 
 def test_the_bound_of_a_round_does_not_see_the_round() -> None:
     q = quantile()
-    q.open_round()
     for length in (0.1, 50.0, 1e9):
-        q.add(length)
+        q.bit(length)
         assert q.bound == 1.0
 
 
@@ -104,10 +100,8 @@ def test_it_settles_at_the_quantile_from_below_and_from_above(start: float, targ
     rng, noise = draws(), SeededNoise(3)
     bounds = []
     for index in range(120):
-        q.open_round()
-        for length in rng.lognormal(0, 0.3, COHORT):
-            q.add(float(length))
-        q.close_round(noise.stream(index, 1))
+        bits = sum(q.bit(float(length)) for length in rng.lognormal(0, 0.3, COHORT))
+        q.close_round(bits, noise.stream(index, 1))
         bounds.append(q.bound)
     assert np.mean(bounds[-40:]) == pytest.approx(truth, rel=0.05)
 
@@ -120,8 +114,8 @@ def test_the_wrong_sign_runs_away(start: float, after: dict[int, float]) -> None
     """Counting the clipped instead of the unclipped turns the feedback round."""
 
     class Clipped(PrivateQuantile):
-        def add(self, length: float) -> None:
-            self._bits += 0.5 if length > self.bound else -0.5
+        def bit(self, length: float) -> float:
+            return 0.5 if length > self.bound else -0.5
 
     wrong = Clipped(start, 0.5, 0.2, 1.0, COHORT)
     right = quantile(start, expected_cohort=COHORT)

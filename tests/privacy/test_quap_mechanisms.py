@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fedquilt.aggregation import RunningMean
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper
-from fedquilt.privacy.mechanism import Contribution, NoiseReport, NoPrivacy, RoundFacts, is_finite
+from fedquilt.privacy.mechanism import (
+    Contribution,
+    NoiseReport,
+    NoPrivacy,
+    RoundPlan,
+    RoundTally,
+    is_finite,
+)
 from fedquilt.privacy.noise import SecretNoise, SeededNoise
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise, QuapMechanism
@@ -57,17 +66,21 @@ def one_round(
     """Call the mechanism in the round's order."""
     who = np.arange(len(deltas)) if clients is None else np.asarray(clients)
     shares = np.full(len(who), 0.25) if rates is None else np.asarray(rates)
-    what.open_round(RoundFacts(index, lr, who, shares))
+    plan = what.plan_round(index, who, np.full(len(who), np.inf), shares, index)
+    plan = replace(plan, learning_rate=lr, rates=shares)
+    what.open_round(plan)
     received = [
-        what.receive(int(client), torch.tensor(delta), 10 * (int(client) + 1))
+        what.receive(plan, int(client), torch.tensor(delta), 10 * (int(client) + 1))
         for client, delta in zip(who, deltas, strict=True)
     ]
-    bound = what.clip_bound(received)
-    clipped = [what.noise_client(what.clip(contribution)) for contribution in received]
-    total = sum(
-        (c.weight * c.vector.double() for c in clipped), torch.zeros(4, dtype=torch.float64)
-    )
-    update, report = what.release(total, sum(c.weight for c in clipped))
+    bound, tally = what.clip_bound(plan, received), RoundTally()
+    plan = replace(plan, clip_value=bound)
+    clipped = [what.noise_client(plan, what.clip(plan, c, tally), tally) for c in received]
+    total = RunningMean(4)
+    for contribution in clipped:
+        if contribution.weight:  # as the round does
+            total.add(contribution.vector, contribution.weight)
+    update, report = what.release(plan, total, tally)
     return update, report, bound, clipped
 
 
@@ -156,10 +169,13 @@ def test_a_division_by_the_learning_rate_that_overflows_is_not_finite() -> None:
 
 def test_a_mean_that_overflows_moves_nothing() -> None:
     what = mechanism(covered=coverage("fc1"), max_agg_norm=10.0)
-    what.open_round(RoundFacts(0, 1.0, np.array([0]), np.array([0.5])))
-    what.clip_bound([what.receive(0, torch.ones(4, dtype=torch.float64), 1)])
-    total = torch.tensor([1.0, 0.0, math.inf, 0.0], dtype=torch.float64)
-    update, _ = what.release(total, 1.0)
+    plan = RoundPlan(0, np.array([0]), learning_rate=1.0, rates=np.array([0.5]))
+    what.open_round(plan)
+    received = [what.receive(plan, 0, torch.ones(4, dtype=torch.float64), 1)]
+    plan = replace(plan, clip_value=what.clip_bound(plan, received))
+    total = RunningMean(4)
+    total.add(torch.tensor([1.0, 0.0, math.inf, 0.0], dtype=torch.float64))
+    update, _ = what.release(plan, total, RoundTally())
     assert update.tolist() == [0.0] * 4
 
 
@@ -207,9 +223,11 @@ def test_a_bound_that_is_none_is_refused(value: float) -> None:
         one_round(mechanism(clipper=Broken()), [[1.0] * 4])
 
 
-def test_steps_need_an_open_round() -> None:
-    with pytest.raises(RuntimeError, match="open_round"):
-        mechanism().receive(0, torch.zeros(4), 1)
+def test_a_release_needs_the_clip_bound_in_its_plan() -> None:
+    what = mechanism()
+    plan = RoundPlan(0, np.array([0]), learning_rate=1.0, rates=np.array([0.5]))
+    with pytest.raises(RuntimeError, match="clip_bound"):
+        what.release(plan, RunningMean(4), RoundTally())
 
 
 def test_only_a_covered_model_with_a_public_clip_and_secret_noise_has_a_bound() -> None:
@@ -228,7 +246,7 @@ def test_only_a_covered_model_with_a_public_clip_and_secret_noise_has_a_bound() 
         assert statement.is_bounded == bounded
         assert what.claims == bounded
         assert set(statement.covered) | set(statement.uncovered) == {"fc1", "conv", "fc2"}
-        charges = what.plan_round(0, np.array([0, 1]), np.ones(2), np.zeros(2), 0)
+        charges = what.plan_round(0, np.array([0, 1]), np.ones(2), np.zeros(2), 0).charges
         if bounded:
             assert charges == pytest.approx([(0.5 / K) ** 2] * 2)
         else:

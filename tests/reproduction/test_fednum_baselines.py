@@ -93,6 +93,7 @@ def test_what_an_older_version_was_asked_for_is_computed(again: Again, folder: P
     assert [row["name"] for row in record["table"]] == ["fednum", "coreset"]
 
 
+@pytest.mark.slow
 def test_beside_a_claim_there_is_the_released_head(again: Again, here: Path) -> None:
     done = run_config(build_config(BOUNDED))
     said = again("fednum-baselines", done.folder)

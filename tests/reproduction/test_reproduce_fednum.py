@@ -50,6 +50,7 @@ def test_the_cells_are_the_comparison() -> None:
     assert {key: document[key] for key in preset} == preset
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_the_baselines_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = dataclasses.replace(
@@ -88,6 +89,7 @@ def test_a_kept_file_is_checked(tmp_path: Path) -> None:
             found(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
     settings = {"method": "condense", "mode": "fednum", "dataset": "digits", **TINY}
@@ -103,6 +105,7 @@ def test_a_kill_before_the_baselines_goes_on_with_them() -> None:
     assert set(RunFolder(run.parent).read_baselines()) == {"coreset"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_baselines_that_fail_say_why() -> None:
     settings = {"method": "condense", "mode": "fednum", "dataset": "digits", **TINY}

@@ -96,6 +96,7 @@ def test_a_width_s_score_is_the_mean_over_its_clients() -> None:
     method.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_every_width_s_own_accuracy_beside_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     one = dataclasses.replace(

@@ -152,6 +152,7 @@ def test_the_code_of_a_cell_can_be_checked_against_a_checkout(
     assert changed["source"] != wanted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny", "here")
 def test_a_table_with_ours_beside_theirs(again: Again) -> None:
     said = again("quap-fl", "--only", "table1,table2", "--jobs", "1", "--quiet")
@@ -181,6 +182,7 @@ def small_cell(**changes: Any) -> Cell:
     return Cell("one", {**settings, **changes}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_kept_cell_counts_only_for_its_configuration() -> None:
     folder, work = Path("kept"), Path("work")
@@ -196,6 +198,7 @@ def test_a_kept_cell_counts_only_for_its_configuration() -> None:
         kept_cells(folder, [cell])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_finished_run_of_other_defaults_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     cell, whole = small_cell(), Cell.config
@@ -225,6 +228,7 @@ def test_a_cell_whose_process_dies_is_an_error(
         run_cells(tmp_path / "kept", [small_cell()], tmp_path / "work", {})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny", "here")
 def test_some_of_the_cells_and_a_trial() -> None:
     lines: list[str] = []
@@ -248,6 +252,7 @@ def test_a_seed_after_the_other() -> None:
     assert len(every) == 102
 
 
+@pytest.mark.slow
 def test_the_command_needs_little_beside_torch(tmp_path: Path) -> None:
     """Neither typer nor matplotlib: machines with a GPU may have neither."""
     hidden = "import sys\nfor name in {names!r}: sys.modules[name] = None\n{program}"

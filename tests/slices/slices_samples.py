@@ -11,7 +11,7 @@ from sliced_federation import CLASSES, HIDDEN, INPUTS
 from torch import nn
 
 from fedquilt.config import RunConfig, plain_config
-from fedquilt.round import Federation
+from fedquilt.federation import Federation
 from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation

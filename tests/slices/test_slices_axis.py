@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.slices import Axis
-from fedquilt.slices.ranges import joined
+from fedquilt.slices.ranges import end_to_end
 
 
 @st.composite
@@ -40,10 +40,10 @@ def test_spread_and_stacked(choice: tuple[int, list[int]], times: int) -> None:
 
 
 @given(choices(), choices())
-def test_joined(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
+def test_end_to_end(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> None:
     axes = [Axis.from_index(*one), Axis.from_index(*other)]
     expected = one[1] + [one[0] + i for i in other[1]]
-    assert joined(axes) == Axis.from_index(one[0] + other[0], expected)
+    assert end_to_end(axes) == Axis.from_index(one[0] + other[0], expected)
 
 
 @given(choices(), choices())

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.fed import aggregate, distribute, slice_model
-from fedquilt.models.convolutional import ResNet18
+from fedquilt.models.networks import ResNet18
 from fedquilt.slices import (
     FixedStructure,
     ModelSlice,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.nn import Interval, Intervals, Layer_Range, SSBatchNorm2d, SSConv2d, SSLinear
-from fedquilt.slices.ranges import parse_bound, parse_ranges, positions, show
+from fedquilt.slices.ranges import format_ranges, parse_bound, parse_ranges, positions
 
 HALF = ((Fraction(0), Fraction(1, 2)),)
 
@@ -105,7 +105,7 @@ def test_positions_are_the_floors_of_both_ends(pairs: Pairs, size: int) -> None:
 
 @given(unions())
 def test_ranges_are_shown_as_they_could_be_written(pairs: Pairs) -> None:
-    assert parse_ranges(eval(show(parse_ranges(pairs)))) == tuple(pairs)
+    assert parse_ranges(eval(format_ranges(parse_ranges(pairs)))) == tuple(pairs)
 
 
 def test_the_uneven_quarter_fits_its_father() -> None:

@@ -26,11 +26,13 @@ from slices_samples import EPOCHS, RATE, SIZES, data, federation
 
 from fedquilt.common.randomness import generator
 from fedquilt.experiment.api import resume_run, run_config, run_in_memory
+from fedquilt.federation import Federation
 from fedquilt.privacy.noise import SeededNoise
-from fedquilt.round import Federation, run_round
+from fedquilt.round import run_round
 from fedquilt.slices.method import Slices
 from fedquilt.slices.selection import fjord
 from run_samples import assert_same_run, same_tensors, tiny
+from tiers import rest_is_slow
 
 SEED = 0
 METHODS = ("heterofl", "fedrolex", "dropout", "fjord", "mfl", "largest")
@@ -210,8 +212,12 @@ def test_largest_is_full_bit_for_bit(settings: dict[str, Any], partition: str) -
     assert whole.result["history"]["test_accuracy"] == sliced.result["history"]["test_accuracy"]
 
 
-@pytest.mark.parametrize("mode", ["fedavg", "certified"])
-@pytest.mark.parametrize("method", [*METHODS[:-1], "depthfl", "smallest"])
+RESUMED = [*METHODS[:-1], "depthfl", "smallest"]
+EVERY = [(mode, method) for mode in ("fedavg", "certified") for method in RESUMED]
+DIAGONAL = [(("fedavg", "certified")[place % 2], method) for place, method in enumerate(RESUMED)]
+
+
+@pytest.mark.parametrize(("mode", "method"), rest_is_slow(EVERY, DIAGONAL, names=2))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, mode: str, method: str) -> None:
     model = "exits" if method == "depthfl" else "digits"
     shared: dict[str, Any] = {"mode": mode, "method": method, "model": model, "tiers": "1,1/2,1/4"}

@@ -13,7 +13,7 @@ from slices_samples import network, problem
 from fedquilt.errors import InvalidValueError
 from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
-from fedquilt.slices.tiers import client_widths
+from fedquilt.slices.selection import client_widths
 
 
 def no_needs(width: Fraction) -> tuple[float, float]:

@@ -145,6 +145,7 @@ def test_runs_on_a_ledger_are_charged_and_refused_like_any_other(tmp_path: Path)
     assert run_sweep(tmp_path / "s").rows() == rows
 
 
+@pytest.mark.slow
 def test_without_a_ledger_all_looks_together_are_told(tmp_path: Path) -> None:
     own = {"mode": "certified", "noise_seed": None, "epsilon": 2.0}
     plan = planned("clip_norm=0.1,0.2", seeds=(0,), base=own)
@@ -206,6 +207,7 @@ def test_two_processes_do_not_share_a_sweep(tmp_path: Path) -> None:
         run_sweep(place, planned("local_epochs=1,2"))
 
 
+@pytest.mark.slow
 def test_a_sweep_over_modes_takes_what_one_of_them_uses(
     cli: Callable[..., Said], here: Path
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_sweep_over_modes_takes_what_one_of_them_uses(
     assert (refused.code, "max_clip=3.0 must be left out" in refused.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_an_option_may_be_for_one_value_of_another(cli: Callable[..., Said], here: Path) -> None:
     options = [*flags(mode="certified", num_rounds=2), "--seeds", "0", "--folder", "s", "--json"]
     said = cli("sweep", *options, "--max-joins", 2, "--over", "policy=worst_case,cap")
@@ -288,6 +291,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 SECRET = {"mode": "certified", "noise_seed": None, "epsilon": 2.0, "clients_per_round": 10}
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_stops_has_failed_counts_and_runs_again(
     tmp_path: Path, small_files: Callable[[int], None]
 ) -> None:
@@ -318,6 +322,7 @@ def test_what_a_full_disk_stops_has_failed_counts_and_runs_again(
     ]
 
 
+@pytest.mark.slow
 def test_a_table_of_before_that_calls_a_begun_run_refused_is_mended(tmp_path: Path) -> None:
     plan = planned("local_epochs=1,2", seeds=(0,))
     table = run_sweep(tmp_path / "s", plan)
@@ -327,6 +332,7 @@ def test_a_table_of_before_that_calls_a_begun_run_refused_is_mended(tmp_path: Pa
     assert [row["state"] for row in run_sweep(tmp_path / "s").rows()] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_a_sweep_says_why_runs_were_refused_and_ends_with_1_when_all_were(
     cli: Callable[..., Said], here: Path
 ) -> None:
@@ -380,6 +386,7 @@ def test_a_sweep_does_not_follow_links(received: Path, tmp_path: Path, name: str
     refused_without_a_trace(received, outside, r"must be a (regular file|folder of its own)")
 
 
+@pytest.mark.slow
 def test_a_journal_beside_the_table_is_not_played(received: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -389,6 +396,7 @@ def test_a_journal_beside_the_table_is_not_played(received: Path, tmp_path: Path
     assert not (received / "sweep.sqlite-journal").exists()
 
 
+@pytest.mark.slow
 def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path: Path) -> None:
     ledger, folder = tmp_path / "clients.sqlite", tmp_path / "received"
     own = {"mode": "fedavg", "ledger": str(ledger), "population": "p", "num_rounds": 1}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedquilt.config.modes import MODES
-from fedquilt.models.registry import MODELS
+from fedquilt.models import MODELS
 from fedquilt.training import ClientUpdate
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "agreement.py"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.models.images import MLP, CIFAR10Model, DigitsModel, MNISTModel
+from fedquilt.models.networks import MLP, CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.training import ClassMask, LocalSettings, Task
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.optimizers import ClientOptimizer
@@ -37,6 +37,7 @@ from fedquilt.training.trainers.plan import (
     make_plan,
 )
 from fedquilt.training.trainers.vmap import BatchedEngine
+from tiers import rest_is_slow
 
 
 def small_cnn() -> nn.Module:
@@ -109,15 +110,18 @@ def token_bag() -> nn.Module:
     return nn.Sequential(nn.EmbeddingBag(9, 5, padding_idx=0), nn.Dropout(0.2), nn.Linear(5, 5))
 
 
+ONE_NETWORK = "test_a_plan_trains_as_the_sequential_engine_does and small"
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="runs in the interpreter's process")
 
 
 @pytest.mark.skipif(is_interpreted(), reason="this is the interpreter's process")
 @pytest.mark.processes
-@pytest.mark.timeout(900)  # a hundred seconds of an idle core
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.timeout(900)  # all of them: a hundred seconds of an idle core
+@pytest.mark.parametrize("which", rest_is_slow([ONE_NETWORK, ""], [ONE_NETWORK]))
+def test_kernels_in_the_interpreter(which: str) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", which]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:]

@@ -18,7 +18,7 @@ correction, as in that paper (its Algorithm 2 asks for v >= tau^2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ __all__ = [
     "RunningMean",
     "ServerOptimizer",
     "ServerStep",
+    "add",
+    "keeps_vectors",
     "make_server_optimizer",
     "sensitivity_of",
     "try_sensitivity",
@@ -65,7 +67,14 @@ class Accumulator(Protocol):
     One of somebody's own keeps a claim in mode `certified` if it has a number `sensitivity`:
     with zeros in the place of any one vector x, whatever the others are, `total` moves by at
     most sensitivity * |x|.  See `sensitivity_of`.
+
+    `keeps_vectors` says whether it still looks at a vector after `add` has returned, as a median
+    does; one that does not may be lent vectors that lie in memory which is written again.  One of
+    somebody's own need not say: it is taken to keep them.
     """
+
+    @property
+    def keeps_vectors(self) -> bool: ...
 
     @property
     def total(self) -> torch.Tensor: ...
@@ -83,6 +92,7 @@ class Accumulator(Protocol):
 class Concatenation:
     """Vectors laid end to end, for tables whose rows are not summed; they get no noise."""
 
+    keeps_vectors = True
     weight = 1.0
     held = None
 
@@ -105,7 +115,20 @@ class RunningMean:
     Only the sum is held, so a cohort of any size costs one vector.  A client that
     holds a part of the model adds a shorter vector at its place; `held` then says,
     for each element, the sum of w_k over those who hold it.
+
+    What it declares of itself holds for no subclass, which has to declare it anew.
     """
+
+    sensitivity: float | None = 1.0  # under equal weights
+    keeps_vectors = False
+    adds_scaled = True
+
+    def __init_subclass__(cls) -> None:
+        """Let a subclass inherit nothing that its own `add` may make untrue."""
+        own = vars(cls)
+        cls.sensitivity = own.get("sensitivity")
+        cls.keeps_vectors = own.get("keeps_vectors", True)
+        cls.adds_scaled = own.get("adds_scaled", False)
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
@@ -168,12 +191,31 @@ def sensitivity_of(total: Accumulator) -> float | None:
     Of `RunningMean` under equal weights it is 1.  Whatever else adds up, a subclass of it
     included, has to declare it.
     """
-    if type(total) is RunningMean:
-        return 1.0
     declared = getattr(total, "sensitivity", None)
     if declared is None:
         return None
     return checks.number(f"sensitivity of {type(total).__name__}", declared, above=0)
+
+
+def keeps_vectors(total: Accumulator) -> bool:
+    """Tell whether a sum may look at a vector after `add` has returned; unless it says no."""
+    return bool(getattr(total, "keeps_vectors", True))
+
+
+def add(
+    total: Accumulator,
+    vector: torch.Tensor,
+    scale: float | None,
+    weight: float,
+    place: Place | None,
+) -> None:
+    """Add a vector times `scale`, in float64, to a sum; one that `adds_scaled` needs no copy."""
+    if scale is None:
+        total.add(vector, weight, place)
+    elif place is None and getattr(total, "adds_scaled", False):
+        cast(RunningMean, total).add_scaled(vector, scale, weight)
+    else:
+        total.add(vector.to(torch.float64) * scale, weight, place)
 
 
 def try_sensitivity(

@@ -24,6 +24,7 @@ from fedquilt.audit.cases import CLIENTS, Case
 from fedquilt.common import randomness
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import CondenseConfig, RunConfig, plain_config
+from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
@@ -32,7 +33,7 @@ from fedquilt.privacy.noise import NoiseSource, SecretNoise, SeededNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import as_line, split_private
-from fedquilt.round import Federation, RoundRecord, run_round
+from fedquilt.round import RoundRecord, run_round
 from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation, build_method

@@ -13,7 +13,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.printable import printable
 
 if TYPE_CHECKING:
-    from fedquilt.flower.federation import Federation
+    from fedquilt.flower.federation import LocalFederation
 
 flower = typer.Typer(
     name="flower",
@@ -75,7 +75,7 @@ def up(
     if ledger is not None:
         options["ledger"] = str(Path(ledger).expanduser().resolve())
         options["population"] = population or "flower"
-    config = federation.prepare(app, nodes, seats=seats, **options)
+    config = federation.prepare(app, nodes, reserved_slots=seats, **options)
     if any_app:
         federation.trust(None)
     federation.up()
@@ -113,7 +113,7 @@ def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
     online = federation.online()
     for name, prints in roster.keys.items():
         known = "connected" if name in online else "away" if name in config["nodes"] else "left"
-        known = "free" if name in roster.seats else known
+        known = "free" if name in roster.reserved_slots else known
         print(f"  {_shown(name)} {known:12} {prints[0][:20]}...")
     last = federation.last_run()
     if last is not None:
@@ -198,7 +198,7 @@ def rotate(
     if key is None or roster is None:
         print(_federation(folder).rotate(name))
         return
-    from fedquilt.flower.directory import NodeRoster
+    from fedquilt.flower.client_registry import NodeRoster
 
     value = _fingerprint(key)
     NodeRoster.read(roster).rotated(name, value).write(roster)
@@ -216,7 +216,7 @@ def setup(
     """Write the certificates, keys and secrets of a host; what is there is kept."""
     _needed()
     from fedquilt.flower import keys
-    from fedquilt.flower.directory import fingerprint
+    from fedquilt.flower.client_registry import key_fingerprint
 
     if kind not in ("server", "node"):
         raise InvalidValueError(f"kind={kind!r} must be 'server' or 'node'")
@@ -226,7 +226,7 @@ def setup(
         keys.make_server_files(Path(folder), host or ())
         print("nodes get ca.crt and nothing else; keep ca.key offline")
     else:
-        print(fingerprint(keys.make_node_files(Path(folder))))
+        print(key_fingerprint(keys.make_node_files(Path(folder))))
 
 
 @flower.command()
@@ -237,7 +237,7 @@ def enroll(
 ) -> None:
     """Enter a new client in a server's roster; it takes a free seat where there is one."""
     _needed()
-    from fedquilt.flower.directory import NodeRoster, roster_of_keys
+    from fedquilt.flower.client_registry import NodeRoster, roster_of_keys
 
     value = _fingerprint(key)
     if Path(roster).exists():
@@ -254,17 +254,17 @@ def seats(
 ) -> None:
     """Add accounts to a server's roster for clients that may join while a run goes on."""
     _needed()
-    from fedquilt.flower.directory import NodeRoster
+    from fedquilt.flower.client_registry import NodeRoster
 
-    NodeRoster.read(roster).with_seats(count).write(roster)
+    NodeRoster.read(roster).with_reserved_slots(count).write(roster)
 
 
 def _fingerprint(path: str) -> str:
     """Return what stands for the public key in a file."""
-    from fedquilt.flower.directory import fingerprint
+    from fedquilt.flower.client_registry import key_fingerprint
 
     try:
-        return fingerprint(Path(path).read_bytes())
+        return key_fingerprint(Path(path).read_bytes())
     except OSError as error:
         raise InvalidValueError(
             f"key {path!r} must be a file that can be read: {error.strerror}"
@@ -280,10 +280,10 @@ def _needed() -> None:
     optional.load("flwr", "fedquilt flower")
 
 
-def _federation(folder: str) -> Federation:
-    from fedquilt.flower.federation import Federation
+def _federation(folder: str) -> LocalFederation:
+    from fedquilt.flower.federation import LocalFederation
 
-    return Federation(folder)
+    return LocalFederation(folder)
 
 
 def _overrides(text: str | None) -> dict[str, Any]:

@@ -78,14 +78,14 @@ def split(tree: Tree, size: int) -> Iterator[Any]:
         yield take(tree, slice(first, first + size))
 
 
-def joined(trees: Sequence[Tree]) -> Any:
+def concatenated(trees: Sequence[Tree]) -> Any:
     """Return the samples of trees of one structure, one after the other."""
     first = trees[0]
     if isinstance(first, torch.Tensor):
         return torch.cat([tree for tree in trees if isinstance(tree, torch.Tensor)])
     if isinstance(first, dict):
-        return {key: joined([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload,index]
-    return tuple(joined([tree[place] for tree in trees]) for place in range(len(first)))  # type: ignore[index]
+        return {key: concatenated([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload,index]
+    return tuple(concatenated([tree[place] for tree in trees]) for place in range(len(first)))  # type: ignore[index]
 
 
 def structure(tree: Tree) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -139,8 +139,8 @@ def clients_data(
         total += len(samples)
     if not read:
         raise InvalidValueError("train must hold at least one client with samples")
-    inputs = trees.joined([part.inputs for part in read])
-    targets = trees.joined([part.targets for part in read])
+    inputs = trees.concatenated([part.inputs for part in read])
+    targets = trees.concatenated([part.targets for part in read])
     notes = tuple(dict.fromkeys(note for part in read for note in part.notes))
     known = {part.num_classes for part in read}
     classes = known.pop() if len(known) == 1 else None
@@ -309,7 +309,7 @@ def _joined(pairs: list[tuple[Any, Any]], what: str) -> tuple[Any, Any]:
                     f"batch {i} of the {what} loader has {name} {_in_words(one)}, batch 0 has "
                     f"{_in_words(other)}: all samples must have one form (pad to one length)"
                 )
-    inputs, targets = trees.joined(batches)
+    inputs, targets = trees.concatenated(batches)
     return inputs, targets
 
 

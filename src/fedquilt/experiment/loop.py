@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -22,6 +21,7 @@ from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
 from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
+from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
@@ -36,7 +36,7 @@ from fedquilt.record.result import (
     split_private,
     was_evaluated,
 )
-from fedquilt.round import Federation, RoundRecord, run_round
+from fedquilt.round import RoundRecord, begin_round, finish_round, run_round
 from fedquilt.setup.account import account_notes, check_account_of
 from fedquilt.setup.client_evaluation import ClientEvaluation
 from fedquilt.training import FlatModel
@@ -70,16 +70,8 @@ class Subject(Protocol):
         """Return what is needed to build the model again."""
 
 
-class _NoMoreRoundsError(Exception):
-    """No round should follow, found out while the next one was training."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class _Unbooked(NamedTuple):
-    """A round that has run and is not yet charged, kept and shown."""
+class _Pending(NamedTuple):
+    """A round that has run and is not yet settled, kept and shown."""
 
     record: RoundRecord
     seconds: float
@@ -133,7 +125,7 @@ class Experiment:
         self._saved_at = time.monotonic()
         self._looked: tuple[str, ...] = ()  # what the last evaluation measured
         self._withheld: dict[str, Any] = {}  # and what of it is for the owner alone
-        self._unbooked: _Unbooked | None = None
+        self._pending: _Pending | None = None
         self._unheard: set[int] = set()
         federation.method.report_to(self.observer.working)
 
@@ -147,9 +139,7 @@ class Experiment:
 
         Returns why the run ended before its last round, None when it did not.
         """
-        # A method or an engine of one's own need not say.
-        engine = getattr(self.method, "engine", None)
-        with one_thread(getattr(engine, "is_small", False)):
+        with one_thread(self.federation.is_small):
             return self._run()
 
     def _run(self) -> str | None:
@@ -158,17 +148,13 @@ class Experiment:
         try:
             while stopped is None and self._rounds_run < self.config.num_rounds:
                 stopped = self._next_round()
-        except _NoMoreRoundsError as end:
-            stopped = end.reason
         finally:
-            if self._unbooked is not None:  # the round after it failed or was interrupted
-                with contextlib.suppress(_NoMoreRoundsError):
-                    self._catch_up()
+            self._finish_pending()  # where the round after it failed or was interrupted
         return stopped
 
     @property
     def _rounds_run(self) -> int:
-        return len(self.lines) + (self._unbooked is not None)
+        return len(self.lines) + (self._pending is not None)
 
     def _begin(self) -> str | None:
         """Finish what a killed run left open; return why no round should follow."""
@@ -189,39 +175,51 @@ class Experiment:
         return stopped
 
     def _next_round(self) -> str | None:
-        """Run, evaluate and keep one round; return why none should follow."""
+        """Run, evaluate and keep one round; return why none should follow.
+
+        Where clients start early, on a device, the host has time meanwhile: it settles, keeps
+        and shows the round before.  That is safe because all of it stays in this process: a
+        round's charges are reserved on disk before its release is computed, and settled before
+        anything that follows from the release is reserved, kept or shown.
+        """
         began, index = time.perf_counter(), self._rounds_run
-        record = self.run_round(index)
+        if not self.federation.starts_early:
+            record = self.run_round(index)
+            return self._finish(record, time.perf_counter() - began)
+        next_round = begin_round(self.federation, index)
+        stopped = self._finish_pending()
+        if stopped is not None:
+            return stopped
+        may_defer, account = self._may_defer(index), self.federation.account
+        if account is not None:
+            account.defers = may_defer
+        record = finish_round(self.federation, next_round)
         seconds = time.perf_counter() - began
-        if not self._books_later(index):
-            return self._book(record, seconds)
-        self._unbooked = _Unbooked(record, seconds, record_event(self.federation.weights.device))
+        if not may_defer:
+            return self._finish(record, seconds)
+        self._pending = _Pending(record, seconds, record_event(self.federation.weights.device))
         return None
 
-    def _books_later(self, index: int) -> bool:
-        """Tell whether a round is charged, kept and shown while the next one trains.
+    def _may_defer(self, index: int) -> bool:
+        """Tell whether a round may be settled, kept and shown while the next one trains.
 
-        Where that trains on a device, the host has the time; not where the model is evaluated,
-        which takes the device, nor where a server of somebody's own uses the release: it may
-        show it, so the charge has to be on disk before.
+        Not where the model is evaluated, which takes the device, nor where a server of
+        somebody's own uses the release: it may show it, so the charge has to be on disk before.
         """
-        starts_early = getattr(self.method.engine, "starts_early", False)
         is_ours = type(self.method.server) is ServerOptimizer
-        return starts_early and is_ours and not self._evaluates(index + 1)
+        return self.federation.starts_early and is_ours and not self._evaluates(index + 1)
 
-    def _catch_up(self) -> None:
-        """Book the round before, if that was put off; the next one may be training."""
-        if self._unbooked is None:
-            return
-        unbooked, self._unbooked = self._unbooked, None
-        with on_side_stream(unbooked.since, self.federation.weights.device):
+    def _finish_pending(self) -> str | None:
+        """Settle, keep and show the round before, if that was deferred; the next one may train."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        with on_side_stream(pending.since, self.federation.weights.device):
             if self.federation.account is not None:
-                self.federation.account.settle_held()
-            stopped = self._book(unbooked.record, unbooked.seconds)
-        if stopped is not None:
-            raise _NoMoreRoundsError(stopped)
+                self.federation.account.settle_deferred()
+            return self._finish(pending.record, pending.seconds)
 
-    def _book(self, record: RoundRecord, seconds: float) -> str | None:
+    def _finish(self, record: RoundRecord, seconds: float) -> str | None:
         """Evaluate, keep and show a round; return why none should follow."""
         line = as_line(record, seconds) | self._spent() | self._left_out(record)
         private = None
@@ -280,10 +278,7 @@ class Experiment:
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
-        if not getattr(self.method.engine, "starts_early", False):
-            return run_round(self.federation, round_index)
-        later = self._books_later(round_index)
-        return run_round(self.federation, round_index, self._catch_up, settles_later=later)
+        return run_round(self.federation, round_index)
 
     def _record(self, line: dict[str, Any], private: dict[str, Any] | None, *, amend: bool) -> None:
         """Write a round's line, and a checkpoint where one is due."""

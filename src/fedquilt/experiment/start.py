@@ -22,11 +22,11 @@ from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.loop import Experiment, Watching
 from fedquilt.experiment.preflight import expectations
+from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
 from fedquilt.record.folder import RunFolder, run_stem
 from fedquilt.record.result import RunResult, load
-from fedquilt.round import Federation
 from fedquilt.setup.account import (
     check_account_not_lost,
     check_identity,

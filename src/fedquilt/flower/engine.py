@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.flower import internals, wire
-from fedquilt.flower.codecs import UnreadableError, decode, encode
-from fedquilt.flower.directory import Directory
+from fedquilt.flower.client_registry import ClientRegistry
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.wire import UnreadableError, compress, decompress
 from fedquilt.method import Method
 from fedquilt.training import ClientUpdate, Engine
 
@@ -85,7 +85,7 @@ class FlowerEngine:
     ----------
     grid : flwr.serverapp.Grid
         How nodes are reached.
-    directory : Directory
+    registry : ClientRegistry
         Which node is which client.
     config : RunConfig
         The run's settings; nodes are told those that concern them.
@@ -100,7 +100,7 @@ class FlowerEngine:
     def __init__(
         self,
         grid: Grid,
-        directory: Directory,
+        registry: ClientRegistry,
         config: RunConfig,
         settings: FlowerSettings | None = None,
         *,
@@ -108,7 +108,7 @@ class FlowerEngine:
         report: Report | None = None,
     ) -> None:
         self.grid = grid
-        self.directory = directory
+        self.registry = registry
         self.settings = settings or FlowerSettings()
         self.frozen = frozen
         self.report = report
@@ -136,7 +136,7 @@ class FlowerEngine:
         if self.settings.compression != "none":
             notes.append(
                 f"updates travel compressed ({self.settings.compression}); the server clips what "
-                "it has decoded"
+                "it has decompressed"
             )
         return tuple(notes)
 
@@ -157,7 +157,7 @@ class FlowerEngine:
 
     def present(self) -> NDArray[np.bool_] | None:
         """Wait until enough clients are connected; tell which."""
-        count, wanted = self.directory.num_clients, self.settings.min_nodes
+        count, wanted = self.registry.num_clients, self.settings.min_nodes
         if wanted > count:
             raise InvalidValueError(
                 f"flower_min_nodes={wanted} must be <= {count}, the number of clients"
@@ -218,7 +218,7 @@ class FlowerEngine:
         return sum(
             array.nbytes * count
             for size, count in sizes.items()
-            for array in encode(how.compression, torch.zeros(size), 0, how.topk)[0].values()
+            for array in compress(how.compression, torch.zeros(size), 0, how.topk)[0].values()
         )
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class FlowerEngine:
     def _looked_up(self, until: float) -> dict[int, int]:
         """Ask who is connected, also of a SuperLink that is just coming back."""
         with internals.acting_as_server(self.grid):
-            nodes: dict[int, int] = _patiently(self.directory.nodes, until)
+            nodes: dict[int, int] = _patiently(self.registry.nodes, until)
             return nodes
 
     def _send(
@@ -263,7 +263,7 @@ class FlowerEngine:
                 token=secrets.token_hex(16),
                 round_index=round_index,
                 client=client,
-                num_clients=self.directory.num_clients,
+                num_clients=self.registry.num_clients,
                 learning_rate=float(learning_rate),
                 settings=settings,
                 frozen=self.frozen,
@@ -376,7 +376,7 @@ class FlowerEngine:
             traffic.bytes_up += sum(array.nbytes for array in answer.arrays.values())
             if answer.failed:
                 raise UnreadableError("the node failed")
-            vector = decode(self.settings.compression, answer.arrays, size, torch.float32)
+            vector = decompress(self.settings.compression, answer.arrays, size, torch.float32)
             objection = method.objection(vector)
             if objection is not None:
                 raise UnreadableError(objection)

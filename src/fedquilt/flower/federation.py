@@ -35,11 +35,11 @@ from fedquilt.common.printable import printable
 from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
 from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes
-from fedquilt.flower.directory import NodeRoster, fingerprint, roster_of_keys
+from fedquilt.flower.client_registry import NodeRoster, key_fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
 
 
-class Federation:
+class LocalFederation:
     """The federation of a folder."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,12 +53,12 @@ class Federation:
         nodes: int | Sequence[str] = 4,
         *,
         node_config: Mapping[str, str] | None = None,
-        seats: int = 0,
+        reserved_slots: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
         """Write certificates, keys, roster and configuration; keep those that are there.
 
-        `seats` are accounts for nodes that may join while a run goes on.
+        `reserved_slots` are accounts for nodes that may join while a run goes on.
         """
         names = [f"node{i}" for i in range(nodes)] if isinstance(nodes, int) else list(nodes)
         if not names:
@@ -73,7 +73,9 @@ class Federation:
         trusted = fab_hash(app)
         self._make_folders()
         with self._alone():
-            return self._write_files(app, trusted, names, node_config or {}, seats, options)
+            return self._write_files(
+                app, trusted, names, node_config or {}, reserved_slots, options
+            )
 
     def _write_files(
         self,
@@ -81,14 +83,14 @@ class Federation:
         trusted: str,
         names: Sequence[str],
         given: Mapping[str, str],
-        seats: int,
+        reserved_slots: int,
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
         ports = processes.free_ports(2 + len(names))
         keys.make_server_files(self.folder, (), ports[0])
         keys.make_secret(self.folder / "nodes.secret")
         public = {name: self._node_key(name) for name in names}
-        self._write_roster(public, seats)
+        self._write_roster(public, reserved_slots)
         config = {
             "app": str(app),
             "trusted": trusted,
@@ -249,7 +251,7 @@ class Federation:
             return {}
         finally:
             client.close()
-        return {fingerprint(bytes(node.public_key)): node.status for node in nodes}
+        return {key_fingerprint(bytes(node.public_key)): node.status for node in nodes}
 
     def roster(self) -> NodeRoster:
         """Return who is who."""
@@ -307,7 +309,7 @@ class Federation:
         """Let a node join: a key, a line of the roster, processes.
 
         Returns whether it takes part in a run that goes on, from its next round: it has an
-        account which that run has named when it began, a seat or the one it had before.
+        account which that run has named when it began, a reserved slot or the one it had before.
         """
         config = self._supervised_config()
         before = set(self.roster().client_ids)
@@ -340,7 +342,7 @@ class Federation:
         number = len(self.roster().keys.get(name, ())) + 1  # one that it lacks is refused below
         stem = f"{name}-key{number}"
         public = keys.make_node_key(self.folder / "nodes" / stem)
-        roster = self.roster().rotated(name, fingerprint(public))
+        roster = self.roster().rotated(name, key_fingerprint(public))
         roster.write(self.folder / processes.ROSTER)
         options = config["nodes"].pop(name)
         self._write_config(config)  # the old process ends ...
@@ -348,7 +350,7 @@ class Federation:
             self._wait_for_processes(without=name)
         config["nodes"][name] = {**options, "key": stem}
         self._write_config(config)  # ... before the new one begins
-        return fingerprint(public)
+        return key_fingerprint(public)
 
     # -- small things
 
@@ -370,13 +372,13 @@ class Federation:
         processes.check_node_name(name)
         return keys.make_node_key(self.folder / "nodes" / name)
 
-    def _write_roster(self, public: Mapping[str, bytes], seats: int = 0) -> None:
+    def _write_roster(self, public: Mapping[str, bytes], reserved_slots: int = 0) -> None:
         path = self.folder / processes.ROSTER
         roster = NodeRoster.read(path) if path.exists() else roster_of_keys(public.items())
         for name, key in public.items():
             if name not in roster.keys:
-                roster = roster.with_client(name, fingerprint(key))
-        roster.with_seats(max(0, seats - len(roster.seats))).write(path)
+                roster = roster.with_client(name, key_fingerprint(key))
+        roster.with_reserved_slots(max(0, reserved_slots - len(roster.reserved_slots))).write(path)
 
     def _write_config(self, config: dict[str, Any]) -> None:
         write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode(), 0o600)

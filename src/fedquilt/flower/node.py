@@ -1,4 +1,4 @@
-"""A client's side: its own data, and the method's work on them.
+"""A client's side: its own data, the method's work on them, and the app that a node runs.
 
 What leaves is the update.  The number of examples leaves only where the mode weighs by it,
 the loss only where nothing is claimed.  When something goes wrong a node says that it
@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
@@ -25,12 +27,15 @@ from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.data import as_samples
 from fedquilt.data.samples import is_empty
 from fedquilt.flower import wire
-from fedquilt.flower.codecs import encode
-from fedquilt.flower.reading import Reading
+from fedquilt.flower.wire import compress
+from fedquilt.observe.meters import Sampler
+from fedquilt.observe.samples import Metrics, PowerUnavailableError, Reach
 from fedquilt.setup.account import is_bounded
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_method
 from fedquilt.setup.task import Own, Problem
+from fedquilt.training.objective import OwnLoss
+from fedquilt.training.optimizers import Factory
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,27 @@ def frozen_digest(problem: Problem) -> str:
                 digest.update(f"{prefix}{name}{tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+class Usage:
+    """The meters of this process, from the beginning of an order to its end.
+
+    Network traffic is that of the node's network namespace; what talks to the server is
+    another process of it.  Power is left out where the machine has no meter.
+    """
+
+    def __init__(self) -> None:
+        reach = Reach(loopback=True)
+        try:
+            self._sampler = Sampler(os.getpid(), reach, Metrics(power=True))
+        except PowerUnavailableError:
+            self._sampler = Sampler(os.getpid(), reach, Metrics(power=False))
+
+    def end(self) -> dict[str, float]:
+        """Return the seconds since the beginning and what was measured in them."""
+        sample = self._sampler.read()
+        self._sampler.close()
+        return {"seconds": sample.seconds, **sample.values}
 
 
 class Node:
@@ -111,27 +137,27 @@ class Node:
                 "the model's frozen values must be the server's: make_model must make the same "
                 "model whenever it is called with the same seed"
             )
-        reading = Reading() if order.monitor else None
+        usage = Usage() if order.monitor else None
         update = self.method.work(sent, order.client, order.round_index, order.learning_rate)
-        arrays = self._encoded(order, update.delta, state)
+        arrays = self._compressed(order, update.delta, state)
         return wire.pack_reply(
             order.token,
             arrays,
             num_examples=update.num_examples if self._counts else None,
             loss=update.loss if self._losses else None,
-            monitor=None if reading is None else reading.end(),
+            monitor=None if usage is None else usage.end(),
         )
 
-    def _encoded(self, order: wire.Order, delta: torch.Tensor, state: RecordDict) -> Any:
+    def _compressed(self, order: wire.Order, delta: torch.Tensor, state: RecordDict) -> Any:
         if order.compression == "none":  # nothing random, and nothing kept back
-            return encode("none", delta, 0)[0]
+            return compress("none", delta, 0)[0]
         seed = torch_seed(self.config.seed, "compression", order.round_index, order.client)
         if order.compression != "topk":
-            return encode(order.compression, delta, seed)[0]
+            return compress(order.compression, delta, seed)[0]
         kept = state.array_records.get(_RESIDUAL)
         if kept is not None:
             delta = delta + torch.from_numpy(wire.read_arrays(kept, 1 << 40)["residual"].copy())
-        arrays, read = encode("topk", delta, seed, order.topk)
+        arrays, read = compress("topk", delta, seed, order.topk)
         residual = (delta - read).to(torch.float32).cpu().numpy()
         if np.isfinite(residual).all():  # what is not finite would spoil all later rounds
             state[_RESIDUAL] = ArrayRecord({"residual": wire.as_array(residual)})
@@ -146,7 +172,7 @@ class NodeOfNobody:
 
     def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:
         """Return the zeros."""
-        arrays, _ = encode(order.compression, torch.zeros(order.size), 0, order.topk)
+        arrays, _ = compress(order.compression, torch.zeros(order.size), 0, order.topk)
         return wire.pack_reply(order.token, arrays)
 
 
@@ -215,3 +241,43 @@ def answer(message: Message, context: Context, node_of: NodeOf) -> Message:
         log.exception("this node could not do its part of the round")
         content = wire.pack_reply(token, None)
     return Message(content, reply_to=message)
+
+
+def client_app(
+    make_model: MakeModel,
+    client_data: ClientData,
+    *,
+    loss: OwnLoss | None = None,
+    optimizer: Factory | None = None,
+) -> ClientApp:
+    """Return the app that a node runs.
+
+    Parameters
+    ----------
+    make_model : callable
+        Returns the model, the same as on the server.
+    client_data : callable
+        Takes Flower's `Context` (with `node_config`, what this node was started with) and
+        returns this client's samples: a pair (x, y), or a data set.  They stay there.
+    loss, optimizer : callable, optional
+        Objects of your own, as `fedquilt.run` takes them; the server's app gets the same.
+        Those that have a name stand in the run configuration.
+    """
+    return app_of(OwnData(make_model, client_data, Own(loss=loss, optimizer=optimizer)))
+
+
+def app_of(node_of: NodeOf) -> ClientApp:
+    """Return the app of nodes that are made in some way."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return answer(message, context, node_of)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        place = context.node_config.get("partition-id", -1)
+        content = RecordDict({"config": ConfigRecord({"partition-id": int(place)})})
+        return Message(content, reply_to=message)
+
+    return app

@@ -3,11 +3,11 @@
     python -m fedquilt.flower.processes FOLDER
 
 (as `Federation.up` runs it) starts what `federation.json` in the folder describes and keeps it
-running: the SuperLink on loopback, the gate before it, the server's apps, and for every node a
-SuperNode and its warm parent.  What ends is started again, after a pause; a SuperNode that was
+running: the SuperLink on loopback, the proxy before it, the server's apps, and for every node a
+SuperNode and its prefork server.  What ends is started again, after a pause; a SuperNode that was
 killed is refused by its SuperLink for about a minute, so it is tried until it is let in.
 `nodes` in the file may change meanwhile: nodes then join and leave.  The supervisor imports
-torch once; warm parents are forks of it.
+torch once; prefork servers are forks of it.
 
 Every process has the folder in its environment (`MARK`): whoever is left when a supervisor was
 killed is found by it, and nobody else is ever taken for one of them.  All of them write for
@@ -45,7 +45,7 @@ from fedquilt.common.schema import (
 )
 from fedquilt.common.storage import open_log, write_file
 from fedquilt.common.untrusted import read_json
-from fedquilt.flower import warm
+from fedquilt.flower import prefork
 from fedquilt.flower.simulate import OFFLINE
 
 CONFIG, STATUS, ROSTER = "federation.json", "status.json", "roster.json"
@@ -118,7 +118,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 @dataclass
-class Job:
+class ManagedProcess:
     """One process that must run: how it is started, and how it has fared."""
 
     name: str
@@ -136,7 +136,7 @@ class Supervisor:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self.config = read_config(self.folder)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ManagedProcess] = {}
         self._read_at = 0
         self._registered: set[str] = set()
         self._ended = False
@@ -150,9 +150,9 @@ class Supervisor:
         try:
             self._add("superlink", self._superlink)
             self._watch_until(lambda: answers(self._port("superlink")))
-            warm.preload()
+            prefork.preload()
             self._register()
-            self._add("gate", self._gate)
+            self._add("gate", self._proxy)
             self._add("serverapp", self._server_apps)
             while not self._ended:
                 self._follow_config()
@@ -179,8 +179,8 @@ class Supervisor:
             ],
         )
 
-    def _gate(self) -> int:
-        from fedquilt.flower import gate
+    def _proxy(self) -> int:
+        from fedquilt.flower import proxy
 
         arguments = [
             *("gate", "--port", str(self._port("gate")), "--ssl-certfile", "server.pem"),
@@ -190,12 +190,12 @@ class Supervisor:
 
         def work() -> None:
             sys.argv = arguments
-            gate.main()
+            proxy.main()
 
-        return warm.fork(work, self._log("gate"))
+        return prefork.fork(work, self._log("gate"))
 
     def _server_apps(self) -> int:
-        return self._warm(
+        return self._prefork(
             "serverapp",
             f"127.0.0.1:{self._port('superlink')}",
             "superlink.secret",
@@ -217,7 +217,7 @@ class Supervisor:
         )
 
     def _node_apps(self, name: str) -> int:
-        return self._warm(
+        return self._prefork(
             f"{name}.app",
             f"127.0.0.1:{self.config['nodes'][name]['port']}",
             "nodes.secret",
@@ -225,7 +225,7 @@ class Supervisor:
             trusted=self.config.get("trusted"),
         )
 
-    def _warm(
+    def _prefork(
         self,
         name: str,
         address: str,
@@ -244,8 +244,8 @@ class Supervisor:
                     *("--superexec-auth-secret-file", secret),
                 ],
             )
-        return warm.fork(
-            lambda: warm.serve(
+        return prefork.fork(
+            lambda: prefork.serve(
                 address,
                 insecure=root_certificates is None,
                 root_certificates=root_certificates,
@@ -281,7 +281,7 @@ class Supervisor:
             self._add(f"{name}.app", lambda name=name: self._node_apps(name))  # type: ignore[misc]
 
     def _add(self, name: str, start: Callable[[], int]) -> None:
-        self._jobs[name] = Job(name, start)
+        self._jobs[name] = ManagedProcess(name, start)
         self._tick()
 
     def _tick(self) -> None:
@@ -333,7 +333,7 @@ class Supervisor:
                     path = f"nodes/{key}.pub"
                     app(["supernode", "register", path, "fedquilt", "--name", name])
 
-        child = warm.fork(work, self._log("register"))
+        child = prefork.fork(work, self._log("register"))
         os.waitpid(child, 0)
         self._registered |= set(new)
 
@@ -355,7 +355,7 @@ class Supervisor:
             # Flower's commands call one another by name.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "FLWR_HOME": str(self.folder / "flwr"),
-            warm.POLL: str(self.config.get("poll", 0.2)),
+            prefork.POLL: str(self.config.get("poll", 0.2)),
             "FEDQUILT_FLOWER_ROSTER": str(self.folder / ROSTER),
             "FEDQUILT_FLOWER_OUTPUT": output,
             "FEDQUILT_FLOWER_LEDGER": ledger,

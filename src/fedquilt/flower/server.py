@@ -1,15 +1,33 @@
-"""A run on a grid, by a server that holds no training data."""
+"""A run on a grid, by a server that holds no training data.
+
+Whoever can start a run chooses its configuration.  So the server's operator, not the run,
+says where results and the ledger are and who may take part:
+
+| environment of the server | what |
+|---|---|
+| `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
+| `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
+| `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
+| `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
+| `FEDQUILT_FLOWER_TRACKER` | trackers of runs (`wandb,tensorboard,mlflow`); default none |
+| `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
+
+A run that was stopped is continued by a run with `flower_resume = true`: the last one in the
+operator's folder that is not finished.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.serverapp import Grid
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
@@ -19,15 +37,32 @@ from fedquilt.config import RunConfig, build_config
 from fedquilt.data import Samples, as_samples
 from fedquilt.experiment.api import run_problem
 from fedquilt.experiment.loop import Watching
-from fedquilt.flower.directory import Directory
+from fedquilt.flower.client_registry import ClientRegistry, KeyRegistry, NodeRoster, PlaceRegistry
 from fedquilt.flower.engine import FlowerEngine
-from fedquilt.flower.node import CUSTOM, MakeModel, frozen_digest, new_model
-from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.node import (
+    CUSTOM,
+    MakeModel,
+    frozen_digest,
+    new_model,
+)
+from fedquilt.flower.settings import FlowerSettings, split_settings
+from fedquilt.observe.trackers import tracked
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.task import Own, Problem
 from fedquilt.training import Objective, Task
+from fedquilt.training.objective import OwnLoss
+from fedquilt.training.optimizers import Factory
+
+_OPERATORS = frozenset(
+    {
+        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
+        "num_clients",
+    }
+)
+_PREFIX = "FEDQUILT_FLOWER_"
+
 
 NODES_FILE = "nodes.jsonl"
 """What happened with every node, and what it reported of itself; for the owner alone."""
@@ -90,7 +125,7 @@ def served_problem(problem: Problem, engine: FlowerEngine) -> Problem:
 
 def run_on_grid(
     grid: Grid,
-    directory: Directory,
+    registry: ClientRegistry,
     make_model: MakeModel,
     test_data: Callable[[], object] | object,
     options: Mapping[str, Any],
@@ -125,7 +160,7 @@ def run_on_grid(
     test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
     nodes_file = NodesFile(observer)
-    engine = FlowerEngine(grid, directory, config, settings, report=nodes_file.write)
+    engine = FlowerEngine(grid, registry, config, settings, report=nodes_file.write)
     own = dataclasses.replace(own, remote=engine)
     config, problem = _problem(config, model, test, engine, client_ids, own)
     return run_problem(
@@ -167,7 +202,7 @@ def _problem(
     own: Own,
 ) -> tuple[RunConfig, Problem]:
     """Build the problem of a server: public samples in the place of data nobody has here."""
-    num_clients = engine.directory.num_clients
+    num_clients = engine.registry.num_clients
     if config.num_clients not in (None, num_clients):
         raise InvalidValueError(
             f"num_clients={config.num_clients} must be {num_clients}, the number of clients in "
@@ -179,3 +214,122 @@ def _problem(
     nobody = [np.zeros(0, dtype=np.int64)] * num_clients
     config, problem = problem_from(config, model, unseen, test, nobody, client_ids, own)
     return config, without_data(problem)
+
+
+def server_app(
+    make_model: MakeModel,
+    test_data: Callable[[], object],
+    *,
+    loss: OwnLoss | None = None,
+    optimizer: Factory | None = None,
+    metrics: Any = None,
+    finished: Callable[[RunResult], None] | None = None,
+) -> ServerApp:
+    """Return the app that runs beside the SuperLink.
+
+    Parameters
+    ----------
+    make_model : callable
+        Returns the model, the same as on the nodes.
+    test_data : callable
+        Returns what the server evaluates on; it needs no training data.
+    loss, optimizer, metrics : optional
+        Objects of your own, as `fedquilt.run` takes them; the first two are the nodes' too.
+    finished : callable, optional
+        Given the result.
+    """
+    app = ServerApp()
+    own = Own(loss=loss, optimizer=optimizer, metrics=metrics)
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        result = run_from(grid, context.run_config, make_model, test_data, own)
+        if finished is not None:
+            finished(result)
+
+    return app
+
+
+def run_from(
+    grid: Grid,
+    run_config: Mapping[str, Any],
+    make_model: MakeModel,
+    test_data: Callable[[], object],
+    own: Own | None = None,
+) -> RunResult:
+    """Run what a run configuration and the operator's environment describe."""
+    options, settings = split_settings(run_config)
+    count = options.pop("num_clients", None)
+    named = sorted(set(options) & _OPERATORS)
+    if named:
+        raise InvalidValueError(
+            f"{named[0]} must not stand in a run configuration: the server's operator decides it "
+            f"({_PREFIX}...)"
+        )
+    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
+    roster_file = os.environ.get(_PREFIX + "ROSTER")
+    client_ids = None
+    registry: KeyRegistry | PlaceRegistry
+    resume = _to_resume(output_dir) if settings.resume else None
+    if roster_file:
+        roster = _roster_of_run(roster_file, resume)
+        registry, client_ids = KeyRegistry(grid, roster, roster_file), roster.client_ids
+    else:
+        registry = PlaceRegistry(grid, int(count or len(list(grid.get_node_ids()))))
+    for name in ("ledger", "population"):
+        value = os.environ.get(_PREFIX + name.upper())
+        if value:
+            options[name] = value
+    if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
+        options["spend_everything"] = True
+    with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
+        return run_on_grid(
+            grid,
+            registry,
+            make_model,
+            test_data,
+            options,
+            settings,
+            client_ids=client_ids,
+            output_dir=output_dir,
+            resume=resume,
+            observer=observer,
+            own=own,
+        )
+
+
+def _roster_of_run(path: str, resume: Path | None) -> NodeRoster:
+    """Return the clients of a run; those of one that is resumed are who they were."""
+    roster = NodeRoster.read(path)
+    if resume is None:
+        return roster
+    count = RunFolder.open(resume).read_config().num_clients
+    return roster if count is None else roster.first(count)
+
+
+def _to_resume(output_dir: str) -> Path:
+    """Return the last run of the operator's folder that is not finished."""
+    unfinished = [
+        folder
+        for folder in Path(output_dir).glob("*/")
+        if (folder / "config.toml").exists() and not (folder / "result.json").exists()
+    ]
+    if not unfinished:
+        raise InvalidValueError(f"{output_dir!r} must hold a run that is not finished; none is")
+    return max(unfinished, key=lambda folder: (folder / "config.toml").stat().st_mtime)
+
+
+class ServerLog(Observer):
+    """Says what a run may expect and how far it is, from what is public alone."""
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Say what the noise will do, before anything is spent."""
+        for line in lines:
+            print(line, flush=True)
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Say how far the run is."""
+        accuracy = line.get("test_accuracy")
+        shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
+        print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)

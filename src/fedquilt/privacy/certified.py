@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,14 @@ from numpy.typing import NDArray
 from fedquilt.common.vectors import cached_norm, chunks_of
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.clip import PrivateQuantile, StreamingNorm, norm
-from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, is_finite
+from fedquilt.privacy.mechanism import (
+    Contribution,
+    NoiseReport,
+    RoundPlan,
+    RoundTally,
+    Summed,
+    is_finite,
+)
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import JoinFacts, Policy
 from fedquilt.privacy.statement import NOT_COVERED, Statement, cautions
@@ -118,10 +125,6 @@ class Certified:
         self.noise = noise
         self.quantile = quantile
         self._last_join = np.full(num_clients, -(2**31), dtype=np.int64)
-        self._clips: dict[int, float] = {}
-        self._noise_std = math.nan
-        self._facts: RoundFacts | None = None
-        self._clipped = 0
 
     @property
     def bound(self) -> float:
@@ -151,8 +154,8 @@ class Certified:
         remaining: NDArray[np.float64],
         joins: NDArray[np.float64],
         rounds_done: int,
-    ) -> NDArray[np.float64]:
-        """Fix noise and clips of the round and return what each join will cost (zero-out).
+    ) -> RoundPlan:
+        """Fix noise and clips of the round, and what each join will cost (zero-out).
 
         With charge a_i, bit cost b and the correlation factor k,
         c_i = s_t sqrt(max(0, a_i - b) / k), at most clip_cap * C_t, and the cost
@@ -162,42 +165,44 @@ class Certified:
         charges = np.minimum(self.policy.charges(facts), remaining)
         factor, bit = self.noise.cost_factor, self.bit_cost
         multiplier = math.sqrt(factor / (self.policy.reference_charge(charges) - bit))
-        self._noise_std = multiplier * self.bound
+        noise_std = multiplier * self.bound
         spendable = np.maximum(0.0, charges - bit) / factor
-        clips = np.minimum(
-            self._noise_std * np.sqrt(spendable), self.settings.clip_cap * self.bound
+        clips = np.minimum(noise_std * np.sqrt(spendable), self.settings.clip_cap * self.bound)
+        return RoundPlan(
+            round_index,
+            clients,
+            charges=np.asarray(factor * (clips / noise_std) ** 2 + bit),
+            noise_std=noise_std,
+            clips=dict(zip(clients.tolist(), clips.tolist(), strict=True)),
         )
-        self._clips = dict(zip(clients.tolist(), clips.tolist(), strict=True))
-        return np.asarray(factor * (clips / self._noise_std) ** 2 + bit)
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
         """Lower the clips where the ledger granted a hair less than was asked."""
         if granted is None:
             raise RuntimeError("a certified round needs a ledger that bounds it")
         spendable = np.maximum(0.0, granted - self.bit_cost) / self.noise.cost_factor
-        limits = self._noise_std * np.sqrt(spendable)
-        for client, limit in zip(clients.tolist(), limits.tolist(), strict=True):
-            self._clips[client] = min(self._clips[client], limit)
+        limits = plan.noise_std * np.sqrt(spendable)
+        granted_clips = zip(plan.clients.tolist(), limits.tolist(), strict=True)
+        clips = {client: min(plan.clips[client], limit) for client, limit in granted_clips}
+        return replace(plan, clips=clips)
 
-    def open_round(self, facts: RoundFacts) -> None:
-        """Begin a round whose charges are reserved."""
-        self._facts = facts
-        self._clipped = 0
-        self._last_join[facts.clients] = facts.round_index
-        if self.quantile is not None:
-            self.quantile.open_round()
+    def open_round(self, plan: RoundPlan) -> None:
+        """Note who has joined: correlated noise keeps them out of the next rounds."""
+        self._last_join[plan.clients] = plan.round_index
 
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
         """Take the plain delta in float64; one that is not finite counts as zero."""
         if not _is_finite(delta):
             return Contribution(client, torch.zeros_like(delta), 1.0, finite=False, scale=1.0)
         return Contribution(client, delta, 1.0, scale=1.0)
 
-    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+    def clip_bound(self, plan: RoundPlan, received: Iterable[Contribution]) -> float | None:
         """Return C_t, which was fixed before anybody trained."""
         return self.bound
 
-    def clip(self, contribution: Contribution) -> Contribution:
+    def clip(self, plan: RoundPlan, contribution: Contribution, tally: RoundTally) -> Contribution:
         """Bound the whole vector by the client's own clip, once.
 
         With a rule of a subclass's own, `bound_vector` is asked for at most c_i /
@@ -208,9 +213,9 @@ class Certified:
         vector = contribution.sent if as_sent else contribution.vector
         length = norm(vector)
         if self.quantile is not None:
-            self.quantile.add(length)
-        client, limit = contribution.client, self._clips[contribution.client]
-        self._clipped += int(length > limit)
+            tally.bits += self.quantile.bit(length)
+        client, limit = contribution.client, plan.clips[contribution.client]
+        tally.clipped += int(length > limit)
         has_own_rule = type(self).bound_vector is not Certified.bound_vector
         if has_own_rule:
             vector = self.bound_vector(contribution.vector, limit / self.sensitivity)
@@ -228,23 +233,23 @@ class Certified:
         """Bound an update in a way of a subclass's own, to at most `sensitivity` * limit."""
         return vector
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         """Noise comes once, on the sum."""
         return contribution
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Noise the sum in float64 and divide it by the public number.
 
-        What divides is public coverage, never `held`, the weight of who really sent.
+        What divides is public coverage, never the weight of who really sent.
         """
-        if self._facts is None:
-            raise RuntimeError("open_round must be called before release")
-        index, coverage = self._facts.round_index, self._facts.coverage
-        total = total.to(torch.float64)
+        index, coverage = plan.round_index, plan.coverage
+        total = summed.total.to(torch.float64)
         # Client i moves the sum by S c_i at most, and is charged (c_i / s_t)^2.
-        noise_std = self._noise_std * self.settings.sum_sensitivity
+        noise_std = plan.noise_std * self.settings.sum_sensitivity
         noise_norm, signal_norm = StreamingNorm(), StreamingNorm()
         for chunk, drawn in self.noise.draw_chunks(index, total.numel(), total.device):
             signal, noise = total[chunk], noise_std * drawn
@@ -259,10 +264,10 @@ class Certified:
             noise_std=noise_std / self.settings.divisor,
             noise_norm=noise_norm.value(),
             signal_norm=signal_norm.value(),
-            clipped_fraction=self._clipped / max(weight, 1.0),
+            clipped_fraction=tally.clipped / max(summed.weight, 1.0),
         )
         if self.quantile is not None:
-            self.quantile.close_round(self.noise.source.stream(index, 1))
+            self.quantile.close_round(tally.bits, self.noise.source.stream(index, 1))
         return total, report
 
     @property

@@ -294,29 +294,25 @@ class PrivateQuantile:
     learning_rate: float
     bit_noise_std: float
     expected_cohort: float
-    _bits: float = 0.0
 
     @property
     def cost(self) -> float:
         """What one client's bit costs it."""
         return 1.0 / (4.0 * self.bit_noise_std**2)
 
-    def open_round(self) -> None:
-        """Forget the bits of the last round."""
-        self._bits = 0.0
-
-    def add(self, update_norm: float) -> None:
-        """Add the bit of an update of this norm; nothing adds nothing.
+    def bit(self, update_norm: float) -> float:
+        """Return the bit of an update of this norm, less 1/2; of nothing, nothing.
 
         A zero update is what a client with no data would send.  Were it to add a
         bit, taking a client's data away could move the sum by 1 instead of 1/2.
         """
-        if update_norm > 0:
-            self._bits += 0.5 if update_norm <= self.bound else -0.5
+        if not update_norm > 0:
+            return 0.0
+        return 0.5 if update_norm <= self.bound else -0.5
 
-    def close_round(self, noise: NoiseStream) -> float:
-        """Noise the bits, move the bound for the next round, return the noised fraction."""
-        noised = self._bits + self.bit_noise_std * float(noise.normal(1)[0])
+    def close_round(self, bits: float, noise: NoiseStream) -> float:
+        """Noise the sum of bits, move the bound for the next round, return the noised fraction."""
+        noised = bits + self.bit_noise_std * float(noise.normal(1)[0])
         fraction = noised / self.expected_cohort + 0.5
         step = -self.learning_rate * (fraction - self.target)
         limit = math.log(_LARGEST_STEP)

@@ -1,9 +1,12 @@
 """What a mode does to the clients' vectors, in the order the round calls it.
 
+    plan_round -> (reserve) -> shrink_to -> open_round
     receive -> clip_bound -> clip -> noise_client -> (sum) -> release
 
-The round owns the order and the sum; a mechanism owns the rules.  Whatever a
-mechanism may claim about it is in its `statement`.
+The round owns the order, the plan, the tally and the sum; a mechanism owns the rules.  What is
+fixed before anybody trains is in the frozen `RoundPlan`, what is counted since in the
+`RoundTally`: every step receives what it needs, and a mechanism keeps for itself only what later
+rounds depend on (`state`).  Whatever a mechanism may claim about it is in its `statement`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,18 +26,73 @@ from fedquilt.privacy.statement import Statement
 
 
 @dataclass(frozen=True, eq=False)
-class RoundFacts:
-    """What is known about a round before anybody trains; all of it is public.
+class RoundPlan:
+    """What is fixed of a round before anybody trains; all of it is public.
 
-    `coverage` says, for each coordinate of the model, which share of `clients` hold
-    it in this round; None: everybody holds everything.
+    Parameters
+    ----------
+    round_index, clients
+        The round, and who is exposed in it.
+    charges : array, optional
+        What joining costs each of them in squared GDP units under zero-out adjacency: a client's
+        part of the sum against nothing.  The account converts it where the run's claim is about
+        another.  None: no finite charge would be true.
+    noise_std : float
+        Standard deviation of the noise on the sum, where it is fixed in advance.
+    clips : mapping
+        The clip of each client, where it is fixed in advance.
+    learning_rate : float
+        Of this round.
+    rates : array
+        Participation rates of `clients`, this round included.
+    coverage : tensor, optional
+        For each coordinate of the model, which share of `clients` hold it in this round; None:
+        everybody holds everything.
+    clip_value : float, optional
+        The clip bound of the round (step 4), None where nothing is clipped.
     """
 
     round_index: int
-    learning_rate: float
     clients: NDArray[np.int64]
-    rates: NDArray[np.float64]
+    charges: NDArray[np.float64] | None = None
+    noise_std: float = math.nan
+    clips: Mapping[int, float] = field(default_factory=dict)
+    learning_rate: float = math.nan
+    rates: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     coverage: torch.Tensor | None = None
+    clip_value: float | None = None
+
+
+@dataclass(eq=False)
+class RoundTally:
+    """What a round has counted of its contributions so far: statistics of the data, private.
+
+    `clipped` counts updates above their clip, `bits` sums the bits of a private quantile;
+    `budgets`, `variance` and `noise` are of clients that are noised one by one.
+    """
+
+    clipped: int = 0
+    bits: float = 0.0
+    budgets: dict[int, float] = field(default_factory=dict)
+    variance: float = 0.0
+    noise: torch.Tensor | None = None
+
+
+class Summed(Protocol):
+    """The sum of a round's contributions, as an accumulator has it.
+
+    `weight` is that of all contributions, `held` the weight on each coordinate where clients
+    hold parts of the model.
+    """
+
+    @property
+    def total(self) -> torch.Tensor: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def held(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,40 +186,40 @@ class Mechanism(Protocol):
         remaining: NDArray[np.float64],
         joins: NDArray[np.float64],
         rounds_done: int,
-    ) -> NDArray[np.float64] | None:
-        """Return what joining costs each client in squared GDP units; None is unbounded.
+    ) -> RoundPlan:
+        """Fix charges, noise and clips of a round, as far as they are known in advance.
 
-        Under zero-out adjacency: a client's part of the sum against nothing.  The account
-        converts it where the run's claim is about another.
-
-        `remaining` and `joins` (in the `rounds_done` rounds so far) belong to
-        these clients.
+        `remaining` and `joins` (in the `rounds_done` rounds so far) belong to these clients.
+        A plan changes nothing: the ledger may refuse its charges.
         """
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
-        """Lower the clips so that the round costs at most what the ledger granted."""
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
+        """Return the plan with clips so low that it costs at most what the ledger granted."""
 
-    def open_round(self, facts: RoundFacts) -> None:
-        """Begin a round."""
+    def open_round(self, plan: RoundPlan) -> None:
+        """Begin a round whose charges are reserved: note what later rounds depend on."""
 
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
         """Bring an update into the mechanism's units; it may be changed in place."""
 
-    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+    def clip_bound(self, plan: RoundPlan, received: Iterable[Contribution]) -> float | None:
         """Return the clip bound of the round (step 4), None when nothing is clipped."""
 
-    def clip(self, contribution: Contribution) -> Contribution:
+    def clip(self, plan: RoundPlan, contribution: Contribution, tally: RoundTally) -> Contribution:
         """Bound one contribution (step 5)."""
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         """Noise one contribution, for mechanisms that noise before the sum (step 6)."""
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Noise the sum and divide it (steps 6 and 7); return the mean update.
 
-        `held` is the weight on each coordinate, where clients hold parts of the model.
         The sum may be changed in place.
         """
 
@@ -222,12 +280,16 @@ class Unbounded:
         remaining: NDArray[np.float64],
         joins: NDArray[np.float64],
         rounds_done: int,
-    ) -> NDArray[np.float64] | None:
+    ) -> RoundPlan:
         """No finite charge would be true."""
-        return None
+        return RoundPlan(round_index, clients)
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
         """Infinity needs no grant."""
+        return plan
+
+    def open_round(self, plan: RoundPlan) -> None:
+        """Nothing depends on the round."""
 
 
 class NoPrivacy(Unbounded):
@@ -245,31 +307,33 @@ class NoPrivacy(Unbounded):
         self._delta = delta
         self._notes = tuple(notes)
 
-    def open_round(self, facts: RoundFacts) -> None:
-        """Nothing depends on the round."""
-
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
         """Weight the update by the client's examples."""
         if is_finite(delta):
             return Contribution(client, delta, float(num_examples))
         return Contribution(client, torch.zeros_like(delta), 0.0, finite=False)
 
-    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+    def clip_bound(self, plan: RoundPlan, received: Iterable[Contribution]) -> float | None:
         """Clip nothing."""
         return None
 
-    def clip(self, contribution: Contribution) -> Contribution:
+    def clip(self, plan: RoundPlan, contribution: Contribution, tally: RoundTally) -> Contribution:
         """Clip nothing."""
         return contribution
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         """Noise nothing."""
         return contribution
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Return the weighted mean over who holds each coordinate, zero where nobody does."""
+        total, weight, held = summed.total, summed.weight, summed.held
         if held is not None:
             someone = held > 0
             return torch.where(someone, total / held.masked_fill(~someone, 1.0), 0.0), NoiseReport()

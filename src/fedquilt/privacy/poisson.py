@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from fedquilt.privacy.accounting import Release, epsilon
 from fedquilt.privacy.certified import Certified, CertifiedSettings
+from fedquilt.privacy.mechanism import RoundPlan
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import EvenPolicy
 from fedquilt.privacy.statement import Statement
@@ -77,14 +78,19 @@ class AmplifiedCertified(Certified):
         remaining: NDArray[np.float64],
         joins: NDArray[np.float64],
         rounds_done: int,
-    ) -> NDArray[np.float64]:
+    ) -> RoundPlan:
         """Charge everything at the first exposure and nothing afterwards."""
-        self._noise_std = self.noise_multiplier * self.bound
-        self._clips = dict.fromkeys(clients.tolist(), self.bound)
-        return np.where(self._exposures()[clients] == 0, remaining, 0.0)
+        return RoundPlan(
+            round_index,
+            clients,
+            charges=np.where(self._exposures()[clients] == 0, remaining, 0.0),
+            noise_std=self.noise_multiplier * self.bound,
+            clips=dict.fromkeys(clients.tolist(), self.bound),
+        )
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
         """Keep the clip: what a round costs does not depend on the charge."""
+        return plan
 
     def statement(
         self, counts: NDArray[np.float64], epsilons: NDArray[np.float64] | None

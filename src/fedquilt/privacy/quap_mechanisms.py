@@ -25,7 +25,15 @@ from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsi
 from fedquilt.privacy.accounting.release import Adjacency
 from fedquilt.privacy.clip import QuantileClipper, norm
 from fedquilt.privacy.ledger.errors import BudgetExceededError
-from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundFacts, Unbounded, is_finite
+from fedquilt.privacy.mechanism import (
+    Contribution,
+    NoiseReport,
+    RoundPlan,
+    RoundTally,
+    Summed,
+    Unbounded,
+    is_finite,
+)
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.statement import NOT_COVERED, Coverage, Statement, cautions
@@ -79,7 +87,6 @@ class QuapMechanism(Unbounded):
         self.notes = tuple(notes)
         self.nominal_epsilon = np.zeros(num_clients)
         self.squared_gdp = np.zeros(num_clients)
-        self._facts: RoundFacts | None = None
         self._bound = math.nan
 
     @property
@@ -87,22 +94,15 @@ class QuapMechanism(Unbounded):
         """A bound chosen in advance needs nobody's update."""
         return not self.clip_is_public
 
-    @property
-    def facts(self) -> RoundFacts:
-        """The round in progress."""
-        if self._facts is None:
-            raise RuntimeError("open_round must be called before a round's other steps")
-        return self._facts
-
-    def open_round(self, facts: RoundFacts) -> None:
+    def open_round(self, plan: RoundPlan) -> None:
         """Open the round's noise stream; seeded streams depend on the round alone."""
-        self._facts = facts
-        self.allocator.noise = self.noise.stream(facts.round_index)
+        self.allocator.noise = self.noise.stream(plan.round_index)
 
-    def clip_bound(self, received: Iterable[Contribution]) -> float | None:
+    def clip_bound(self, plan: RoundPlan, received: Iterable[Contribution]) -> float:
         """Return the bound of the clip rule, computed from the finite updates only.
 
-        See the QuAP-FL architecture document, section on version 1.1.1.
+        Where nobody sent one it stays as it was.  See the QuAP-FL architecture document, section
+        on version 1.1.1.
         """
         parts = (
             [self.coverage.take(c.vector) for c in received if c.finite]
@@ -120,7 +120,7 @@ class QuapMechanism(Unbounded):
             self._bound = getattr(self.clipper, "min_clip", 1.0) if current is None else current
         return self._bound
 
-    def clip(self, contribution: Contribution) -> Contribution:
+    def clip(self, plan: RoundPlan, contribution: Contribution, tally: RoundTally) -> Contribution:
         """Clip the covered coordinates; the others pass as they are."""
         if contribution.finite:
             part = self.coverage.take(contribution.vector)
@@ -129,9 +129,9 @@ class QuapMechanism(Unbounded):
                 self.coverage.put(contribution.vector, clipped)
         return contribution
 
-    def budget(self, rate: float) -> float:
+    def budget(self, plan: RoundPlan, rate: float) -> float:
         """Return the budget of a participation rate; the base budget in the warm-up."""
-        if self.facts.round_index < self.warmup_rounds:
+        if plan.round_index < self.warmup_rounds:
             return self.allocator.epsilon_base
         return self.allocator.compute_privacy_budget(min(rate, 1.0))
 
@@ -157,7 +157,7 @@ class QuapMechanism(Unbounded):
         return kind.add_gaussian_noise is not AdaptivePrivacyAllocator.add_gaussian_noise
 
     def _noised(
-        self, part: torch.Tensor, epsilon: float, sensitivity: float
+        self, plan: RoundPlan, part: torch.Tensor, epsilon: float, sensitivity: float
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Return a clipped part with the allocator's noise, that noise, and its deviation.
 
@@ -176,7 +176,7 @@ class QuapMechanism(Unbounded):
                 f"{tuple(part.shape)}, not {tuple(noised.shape)}"
             )
         noise = noised.to(torch.float64) - part
-        self.squared_gdp[self.facts.clients] = math.inf
+        self.squared_gdp[plan.clients] = math.inf
         return noised, noise, norm(noise) / math.sqrt(max(1, noise.numel()))
 
     def _excuses(self) -> list[str]:
@@ -304,17 +304,22 @@ class LayerNoise(QuapMechanism):
         remaining: NDArray[np.float64],
         joins: NDArray[np.float64],
         rounds_done: int,
-    ) -> NDArray[np.float64] | None:
-        """Return 1 / z_t^2 where a bound may be claimed (a flat budget is known in advance)."""
+    ) -> RoundPlan:
+        """Charge 1 / z_t^2 where a bound may be claimed (a flat budget is known in advance)."""
+        cost = self._fixed_cost()
+        charges = None if cost is None else np.full(len(clients), cost)
+        return RoundPlan(round_index, clients, charges)
+
+    def _fixed_cost(self) -> float | None:
         if not self.claims or self.allocator.alpha:
             return None
         multiplier = self.allocator.compute_noise_multiplier(self.allocator.epsilon_base, 1.0)
-        return np.full(len(clients), multiplier**-2)
+        return float(multiplier**-2)
 
     def has_allowance(self, remaining: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Tell who can pay the fixed cost of a round."""
-        cost = self.plan_round(0, np.zeros(1, dtype=np.int64), remaining, remaining, 0)
-        return super().has_allowance(remaining) if cost is None else remaining >= cost[0]
+        cost = self._fixed_cost()
+        return super().has_allowance(remaining) if cost is None else remaining >= cost
 
     def eligible(
         self, round_index: int, remaining: NDArray[np.float64]
@@ -322,48 +327,52 @@ class LayerNoise(QuapMechanism):
         """Where a bound may be claimed, only who can pay may join."""
         return self.has_allowance(remaining) if self.claims else None
 
-    def shrink_to(self, clients: NDArray[np.int64], granted: NDArray[np.float64] | None) -> None:
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
         """Refuse to go on with less than the fixed cost, which cannot be lowered."""
-        needed = self.plan_round(0, clients, np.zeros(0), np.zeros(0), 0)
-        if granted is not None and needed is not None and np.any(granted < needed):
-            short = int(clients[np.argmin(granted)])
+        if granted is not None and plan.charges is not None and np.any(granted < plan.charges):
+            short = int(plan.clients[np.argmin(granted)])
             raise BudgetExceededError(
                 f"client {short} has less left than the fixed cost of one round",
-                clients,
-                needed,
+                plan.clients,
+                plan.charges,
                 granted,
             )
+        return plan
 
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
         """Divide by the learning rate, which may overflow; every client weighs the same."""
-        gradient = delta.div_(self.facts.learning_rate)
+        gradient = delta.div_(plan.learning_rate)
         if not is_finite(gradient):
             return Contribution(client, torch.zeros_like(gradient), 1.0, finite=False)
         return Contribution(client, gradient, 1.0)
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         """Noise comes once, on the mean."""
         return contribution
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Average, noise the covered slice, and return to the units of the weights."""
-        mean = total / weight
-        epsilon = self.budget(float(self.facts.rates.mean()))
+        mean, sensitivity = summed.total / summed.weight, _bound_of(plan) / summed.weight
+        epsilon = self.budget(plan, float(plan.rates.mean()))
         signal_norm = norm(mean)
         part = self.coverage.take(mean)
-        noised, noise, noise_std = self._noised(part, epsilon, self._bound / weight)
+        noised, noise, noise_std = self._noised(plan, part, epsilon, sensitivity)
         self.coverage.put(mean, noised)
-        self._charge(epsilon, noise_std / (self._bound / weight))
+        self._charge(plan, epsilon, noise_std / sensitivity)
         report = NoiseReport(epsilon, noise_std, norm(noise), signal_norm)
         limited, report = self._limit(mean, report)
-        return limited * self.facts.learning_rate, report
+        return limited * plan.learning_rate, report
 
-    def _charge(self, epsilon: float, noise_multiplier: float) -> None:
-        self.nominal_epsilon[self.facts.clients] += epsilon
+    def _charge(self, plan: RoundPlan, epsilon: float, noise_multiplier: float) -> None:
+        self.nominal_epsilon[plan.clients] += epsilon
         if noise_multiplier > 0:  # zero only by a rule of its own, whose charge is infinite
-            self.squared_gdp[self.facts.clients] += noise_multiplier**-2
+            self.squared_gdp[plan.clients] += noise_multiplier**-2
 
 
 class ClientNoise(QuapMechanism):
@@ -375,42 +384,48 @@ class ClientNoise(QuapMechanism):
     The noise on the mean has standard deviation sqrt(sum sigma_i^2) / m.
     """
 
-    def open_round(self, facts: RoundFacts) -> None:
-        """Begin with an empty noise account."""
-        super().open_round(facts)
-        self._budgets: dict[int, float] = {}
-        self._variance = 0.0
-        self._noise_sum: torch.Tensor | None = None
-
-    def receive(self, client: int, delta: torch.Tensor, num_examples: int) -> Contribution:
+    def receive(
+        self, plan: RoundPlan, client: int, delta: torch.Tensor, num_examples: int
+    ) -> Contribution:
         """Keep the plain delta; every client weighs the same."""
         finite = is_finite(delta)
         return Contribution(client, delta if finite else torch.zeros_like(delta), 1.0, finite)
 
-    def noise_client(self, contribution: Contribution) -> Contribution:
+    def noise_client(
+        self, plan: RoundPlan, contribution: Contribution, tally: RoundTally
+    ) -> Contribution:
         """Noise the client's vector by its own budget."""
-        place = int(np.flatnonzero(self.facts.clients == contribution.client)[0])
-        epsilon = self.budget(float(self.facts.rates[place]))
-        noised, added, noise_std = self._noised(contribution.vector, epsilon, self._bound)
-        self._noise_sum = added if self._noise_sum is None else self._noise_sum.add_(added)
-        self._budgets[contribution.client] = epsilon
-        self._variance += noise_std**2
-        self.nominal_epsilon[contribution.client] += epsilon
-        return Contribution(contribution.client, noised, 1.0, contribution.finite)
+        client = contribution.client
+        place = int(np.flatnonzero(plan.clients == client)[0])
+        epsilon = self.budget(plan, float(plan.rates[place]))
+        bound = _bound_of(plan)
+        noised, added, noise_std = self._noised(plan, contribution.vector, epsilon, bound)
+        tally.noise = added if tally.noise is None else tally.noise.add_(added)
+        tally.budgets[client] = epsilon
+        tally.variance += noise_std**2
+        self.nominal_epsilon[client] += epsilon
+        return Contribution(client, noised, 1.0, contribution.finite)
 
     def release(
-        self, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+        self, plan: RoundPlan, summed: Summed, tally: RoundTally
     ) -> tuple[torch.Tensor, NoiseReport]:
         """Average the noised vectors."""
-        mean = total / weight
-        if self._variance > 0:  # zero only by a rule of its own, whose charge is infinite
-            self.squared_gdp[self.facts.clients] += self._bound**2 / self._variance
-        noise = torch.zeros_like(mean) if self._noise_sum is None else self._noise_sum / weight
+        mean = summed.total / summed.weight
+        if tally.variance > 0:  # zero only by a rule of its own, whose charge is infinite
+            self.squared_gdp[plan.clients] += _bound_of(plan) ** 2 / tally.variance
+        noise = torch.zeros_like(mean) if tally.noise is None else tally.noise / summed.weight
         report = NoiseReport(
-            float(np.mean(list(self._budgets.values()))),
-            math.sqrt(self._variance) / weight,
+            float(np.mean(list(tally.budgets.values()))),
+            math.sqrt(tally.variance) / summed.weight,
             norm(noise),
             norm(mean - noise),
-            client_budgets=self._budgets,
+            client_budgets=tally.budgets,
         )
         return self._limit(mean, report)
+
+
+def _bound_of(plan: RoundPlan) -> float:
+    """Return the clip bound that step 4 has put into the plan."""
+    if plan.clip_value is None:
+        raise RuntimeError("the clip bound of the round (clip_bound) belongs into its plan")
+    return plan.clip_value

@@ -100,7 +100,9 @@ class RunAccount:
         self._count = run.places.size
         self._joins = self._mine(run.joins())
         self._open: tuple[int, NDArray[np.int64], Reservation | None] | None = None
-        self._held: torch.Tensor | None = None
+        self._deferred: torch.Tensor | None = None
+        self.defers = False
+        """Whether `settle` waits for `settle_deferred`: said by the loop for each round."""
 
     def _mine(self, everybody: NDArray[_Number]) -> NDArray[_Number]:
         """Return the run's clients, in its order, of an array over the population."""
@@ -138,7 +140,7 @@ class RunAccount:
         """Return what each client may still be charged from this round on (see `budget_mu2`)."""
         if not self.is_bounded:
             return np.full(self._count, np.inf)
-        waiting = None if self._held is None or self._open is None else self._open[2]
+        waiting = None if self._deferred is None or self._open is None else self._open[2]
         left = self._mine(
             self.run.remaining() if waiting is None else self.run.remaining_after(waiting)
         )
@@ -179,8 +181,8 @@ class RunAccount:
         Returns what was granted, which at the very end of an allowance may be a
         millionth less than what was asked.
         """
-        if self._held is not None:
-            raise RuntimeError("a release that is held is settled before the next reservation")
+        if self._deferred is not None:
+            raise RuntimeError("a deferred release is settled before the next reservation")
         repeated = round_index in self._settled
         reservation = (
             None
@@ -212,25 +214,26 @@ class RunAccount:
                 "time it was reserved, after its updates were clipped"
             )
 
-    def hold(self, release: torch.Tensor) -> None:
-        """Keep a release that `settle_held` charges before anything that follows from it leaves.
+    def settle(self, release: torch.Tensor) -> None:
+        """Make the charge durable, before the release is used (step 8).
 
-        Its reservation is on disk.  Should the process end before, nobody has seen the release.
+        Where the account `defers`, the release is kept for `settle_deferred`, which charges it
+        before anything that follows from it is reserved, kept or shown: `reserve` refuses until
+        then.  Its reservation is on disk; should the process end before, nobody has seen the
+        release.
         """
-        self._held = release
-
-    def settle_held(self) -> None:
-        """Settle the release that is held, if there is one."""
-        if self._held is not None:
-            release, self._held = self._held, None
-            self.settle(release)
-
-    def settle(self, release: torch.Tensor) -> str:
-        """Make the charge durable, before the release is used (step 8); return the head."""
+        if self.defers:
+            self._deferred = release.clone()  # the server's step may change it
+            return
         head = self._settle(release)
         if self._seen is not None:
             self._seen(head)
-        return head
+
+    def settle_deferred(self) -> None:
+        """Settle the release that waits for it, if there is one."""
+        if self._deferred is not None:
+            release, self._deferred, self.defers = self._deferred, None, False
+            self.settle(release)
 
     def _settle(self, release: torch.Tensor) -> str:
         if self._open is None:

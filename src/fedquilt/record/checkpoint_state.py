@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.printable import printable
 from fedquilt.common.untrusted import TensorSpec
-from fedquilt.round import Federation
+from fedquilt.federation import Federation
 
 # Arrays whose shape never changes during a run; those of a part that somebody wrote may.
 _FIXED = (

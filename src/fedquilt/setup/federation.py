@@ -6,16 +6,16 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from fedquilt.aggregation import RunningMean, sensitivity_of, try_sensitivity
+from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of, try_sensitivity
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.config.choices import WHOLE_METHODS
+from fedquilt.federation import Federation
 from fedquilt.method import Method, MethodParts, WholeModel
 from fedquilt.population import ParticipationTracker
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.round import Federation
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
 from fedquilt.setup.task import Own, Problem
 from fedquilt.slices.method import LargestOnly, Slices, Smallest
@@ -231,10 +231,11 @@ def _is_open(config: RunConfig, problem: Problem) -> bool:
 def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> None:
     """Let updates lie in the working model's memory where the round is sure to keep none.
 
-    A mechanism or a method of somebody's own may keep them.
+    Who keeps vectors says so: the mechanism (`needs_whole_cohort`) and the sum (`keeps_vectors`).
+    A mechanism of somebody's own may keep them unsaid.
     """
-    known = problem.own.mechanism is None and type(method) is WholeModel
-    if not (problem.lends_memory and known) or mechanism.needs_whole_cohort:
+    kept = mechanism.needs_whole_cohort or keeps_vectors(method.new_sum())
+    if kept or problem.own.mechanism is not None or not problem.lends_memory:
         return
     if type(method.engine) is SequentialEngine:
         method.engine.lends_updates = True

@@ -4,11 +4,11 @@
 |---|---|
 | `ranges`, `tensor_map` | index algebra of one dimension and of tensors; the mean over holders |
 | `model_slice` | a slice of a model, and its place in the flat vector |
-| `layers/`, `layer_rules` | layers that stand for a part of a larger one; how each kind is cut |
-| `graph/`, `slicer` | cuts any model: which dimensions go together, and the slices |
-| `selection`, `depth` | which units, or which blocks, a slice keeps |
-| `aggregate`, `flower` | distribution and aggregation: of states, of Flower's types |
-| `tiers`, `methods` | the width of every client; its slice in every round, and the cost |
+| `layers`, `layer_rules` | layers that stand for a part of a larger one; how each kind is cut |
+| `graph`, `slicer` | cuts any model: which dimensions go together, and the slices |
+| `selection`, `depth` | the width of every client; which units, or which blocks, a slice keeps |
+| `aggregate` | distribution and aggregation: of states, of Flower's types |
+| `slicing`, `method` | each client's slice in every round, and the cost; the method of a run |
 | `engine` | trains the cohort, one group of clients with the same slice at a time |
 """
 

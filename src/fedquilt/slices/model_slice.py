@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.slices.layer_rules import STATISTICS
-from fedquilt.slices.layers.dense import SubsetLayer
+from fedquilt.slices.layers import SubsetLayer
 from fedquilt.slices.ranges import Axis
 from fedquilt.slices.tensor_map import TensorMap
 
@@ -130,7 +130,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def assign_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write values into a model's tensors, in the model's own types and device.
 
     Running statistics that are not among them stay as they are.

@@ -18,7 +18,7 @@ numbers.  Everything else in this package is made from these four operations:
 |---|---|---|
 | `spread(k)` | every position becomes k neighbours | flatten of C x H x W; heads |
 | `stacked(k)` | the same choice in k copies laid end to end | packed query, key, value |
-| `joined(a, b)` | axes laid end to end | concatenation of feature maps |
+| `end_to_end(a, b)` | axes laid end to end | concatenation of feature maps |
 | `per_group(g)` | one choice that repeats in every held group | grouped convolution |
 """
 
@@ -82,7 +82,7 @@ def parse_bound(value: object, where: str = "bound") -> Fraction:
 def parse_ranges(value: object, where: str = "ranges") -> Ranges:
     """Return one interval, or a list of them, as disjoint intervals inside [0, 1].
 
-    The order is kept: it is the order in which a sub-layer packs the pieces.
+    The order is kept: it is the order in which a sub-layer packs the intervals.
     """
     pairs = _as_pairs(value, where)
     ranges = tuple((parse_bound(start, where), parse_bound(end, where)) for start, end in pairs)
@@ -107,11 +107,13 @@ def positions(ranges: Ranges, size: int, where: str = "ranges") -> tuple[tuple[i
     runs = ((math.floor(size * start), math.floor(size * end)) for start, end in ranges)
     held = tuple((start, end) for start, end in runs if start < end)
     if not held:
-        raise InvalidValueError(f"{where}={show(ranges)} must hold a position of the {size} there")
+        raise InvalidValueError(
+            f"{where}={format_ranges(ranges)} must hold a position of the {size} there"
+        )
     return held
 
 
-def show(ranges: Ranges) -> str:
+def format_ranges(ranges: Ranges) -> str:
     """Return the ranges as a user would write them."""
     pairs = [f"('{start}', '{end}')" for start, end in ranges]
     return pairs[0] if len(pairs) == 1 else f"[{', '.join(pairs)}]"
@@ -188,8 +190,8 @@ class Axis:
         if np.unique(listed).size != listed.size:
             raise InvalidValueError(f"index={index!r} must not list a position twice")
         breaks = np.flatnonzero(np.diff(listed) != 1) + 1
-        pieces = np.split(listed, breaks)
-        return cls(size, tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces))
+        runs = np.split(listed, breaks)
+        return cls(size, tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs)
@@ -223,7 +225,7 @@ class Axis:
 
     def stacked(self, copies: int) -> Axis:
         """Return the same choice in `copies` copies of the axis laid end to end."""
-        return joined([self] * copies)
+        return end_to_end([self] * copies)
 
     def per_group(self, groups: int) -> tuple[tuple[int, ...], Axis] | None:
         """Split into held groups and the choice that repeats inside each of them.
@@ -245,7 +247,7 @@ class Axis:
         return tuple(held), Axis.from_index(width, inside[0] % width)
 
 
-def joined(axes: Sequence[Axis]) -> Axis:
+def end_to_end(axes: Sequence[Axis]) -> Axis:
     """Return axes laid end to end as one."""
     starts = [0]
     for axis in axes:

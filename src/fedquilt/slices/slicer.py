@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
+from fedquilt.slices.graph import trace, walk, widthless_class
 from fedquilt.slices.graph.cuts import LayerCut, Part, Parts
-from fedquilt.slices.graph.walk import trace, walk, widthless_class
 from fedquilt.slices.layer_rules import resize, tensor_maps
 from fedquilt.slices.model_slice import ModelSlice, attach, tensors_of
-from fedquilt.slices.ranges import Axis, Bound, joined
+from fedquilt.slices.ranges import Axis, Bound, end_to_end
 from fedquilt.slices.selection import Selection, as_selection
 from fedquilt.slices.tensor_map import TensorMap
 from fedquilt.training.state import ModuleState
@@ -240,7 +240,7 @@ class Slicer:
         return (None if size is None else Axis.full(size)), outputs
 
     def _axis(self, parts: Parts, selection: Selection) -> Axis:
-        return joined([self._chosen(part, selection) for part in parts])
+        return end_to_end([self._chosen(part, selection) for part in parts])
 
     def _chosen(self, part: Part, selection: Selection) -> Axis:
         units = self._table.units(part.axis)

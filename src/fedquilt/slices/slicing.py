@@ -39,10 +39,16 @@ from fedquilt.config import RunConfig
 from fedquilt.config.choices import OWN_LOSS_METHODS
 from fedquilt.slices.depth import Blocks, DepthSlicer
 from fedquilt.slices.model_slice import ModelSlice, Rows, SliceMap
-from fedquilt.slices.selection import Prefix, Selection, federated_dropout, fedrolex, mfl
+from fedquilt.slices.selection import (
+    Prefix,
+    Selection,
+    client_widths,
+    federated_dropout,
+    fedrolex,
+    mfl,
+)
 from fedquilt.slices.slicer import Slicer
 from fedquilt.slices.static_norm import statistics_of
-from fedquilt.slices.tiers import client_widths
 from fedquilt.training import FlatModel
 
 COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")

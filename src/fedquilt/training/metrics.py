@@ -299,7 +299,7 @@ class Whole:
         """Return the value over all batches."""
         if not self._outputs:
             return math.nan
-        return float(self._function(torch.cat(self._outputs), trees.joined(self._targets)))
+        return float(self._function(torch.cat(self._outputs), trees.concatenated(self._targets)))
 
 
 _KINDS: dict[str, MakeMetric] = {

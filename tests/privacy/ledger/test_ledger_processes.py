@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 
@@ -116,6 +117,7 @@ def use_until_killed(path: Path, seed: int, said: int) -> None:
         os.write(said, line.encode())
 
 
+@pytest.mark.slow
 def test_killing_never_loses_a_charge(path: Path) -> None:
     delays = random.Random(5)
     used = [Fraction(0)] * CLIENTS

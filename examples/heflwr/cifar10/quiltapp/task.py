@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from fedquilt.flower.trial import own_file, public_data, share_of
-from fedquilt.models.convolutional import ResNet18
+from fedquilt.flower.demo_data import own_file, public_data, share_of
+from fedquilt.models import ResNet18
 
 DATASET = "cifar10"
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fedquilt.flower.trial import own_file, public_data, share_of
+from fedquilt.flower.demo_data import own_file, public_data, share_of
 
 DATASET = "mnist"
 

@@ -12,20 +12,19 @@
 True
 """
 
-from fedquilt.models.features.frozen import FrozenFront, SampleStandard
+from fedquilt.models.features.frozen import FrozenFront, SampleStandard, draw
 from fedquilt.models.features.gradients import OrientedGradients
 from fedquilt.models.features.model import (
     CHOSEN_ON,
     FEATURE_MODELS,
     FeatureModel,
     GivenFeatures,
+    OwnFront,
     choice_note,
     make_feature_model,
     precompute,
 )
-from fedquilt.models.features.own import OwnFront
 from fedquilt.models.features.scattering import Scattering
-from fedquilt.models.features.synthetic import draw
 
 __all__ = [
     "CHOSEN_ON",

@@ -25,6 +25,7 @@ from fedquilt.common.storage import storage_errors
 from fedquilt.condense.server import CondensingServer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.loop import Experiment
+from fedquilt.federation import Federation
 from fedquilt.observe.trackers import Tracker, check_trackers, open_trackers, tracker_names
 from fedquilt.papers.fednum.arguments import (
     Client,
@@ -46,7 +47,7 @@ from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder
-from fedquilt.round import Federation, RoundRecord
+from fedquilt.round import RoundRecord
 from fedquilt.training import FlatModel, evaluate
 
 __all__ = ["Client", "FedNumServer"]

@@ -17,7 +17,7 @@ from fedquilt.slices.graph.cuts import (
     Value,
     parameter_count,
 )
-from fedquilt.slices.graph.operations import beyond, combine, flattened
+from fedquilt.slices.graph.operations import beyond, combine_layouts, flattened
 
 _PASSING = {
     "torch.nn.modules.activation",
@@ -173,7 +173,7 @@ def _attention(
     if query.axis is None or not layer._qkv_same_embed_dim:
         return (keep_whole(records, layouts), NOT_TENSOR)
     for other in layouts[1:3]:
-        combine(records, query, other, where)
+        combine_layouts(records, query, other, where)
     if query.axis != -1 or len(query.parts) > 1:
         raise InvalidValueError(f"{where}: its last dimension must be the one that is cut")
     features = records.features(query, layer.embed_dim, where)
@@ -188,10 +188,12 @@ def _encoder_layer(
 ) -> Value:
     """Follow a Transformer block: attention and a feed-forward pair, both residual."""
     attended = _attention(records, f"{name}.self_attn", layer.self_attn, [value], where)
-    stream = combine(records, value, attended[0] if isinstance(attended, tuple) else value, where)
+    stream = combine_layouts(
+        records, value, attended[0] if isinstance(attended, tuple) else value, where
+    )
     inner = walk_layer(records, f"{name}.linear1", layer.linear1, [stream])
     out = walk_layer(records, f"{name}.linear2", layer.linear2, [inner])
-    stream = combine(records, stream, out, where)
+    stream = combine_layouts(records, stream, out, where)
     for norm in ("norm1", "norm2"):
         walk_layer(records, f"{name}.{norm}", getattr(layer, norm), [stream])
     return stream

@@ -246,7 +246,7 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def combine(records: Records, one: Value, other: Value, where: str) -> Value:
+def combine_layouts(records: Records, one: Value, other: Value, where: str) -> Value:
     """Return the result of an element-wise operation on two values.
 
     Two cut tensors are cut alike from then on.  A parameter of the model's own
@@ -276,7 +276,7 @@ def concatenate(records: Records, values: Sequence[Value], dim: int, where: str)
     if cut.position(dim, where) != cut.axis:
         result: Value = cut
         for value in values:
-            result = combine(records, result, value, where)
+            result = combine_layouts(records, result, value, where)
         return result
     if any(
         not isinstance(v, Layout) or v.axis not in (None, cut.axis) or v.inner != 1 for v in values

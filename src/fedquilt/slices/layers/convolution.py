@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.slices.layer_rules import kept_groups, norm_groups
-from fedquilt.slices.layers.dense import SubsetLayer
+from fedquilt.slices.layers import SubsetLayer
 from fedquilt.slices.ranges import Axis, Layer_Range, Ranges, parse_ranges
 
 

@@ -1,4 +1,4 @@
-"""The gate before a SuperLink, without one: paths, sizes, rates."""
+"""The proxy before a SuperLink, without one: paths, sizes, rates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ pytest.importorskip("flwr")
 
 from starlette.testclient import TestClient
 
-from fedquilt.flower.gate import Buckets, Limits, make_gate
+from fedquilt.flower.proxy import Buckets, Limits, make_proxy
 
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
     limits = Limits(largest=100, rate=0.001, burst=5)
-    with TestClient(make_gate("127.0.0.1:1", False, limits)) as client:
+    with TestClient(make_proxy("127.0.0.1:1", False, limits)) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""The warm parent: forks, their ends, and the one app that it runs."""
+"""The prefork server: forks, their ends, and the one app that it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 
 from flwr.supercore.constant import TaskType
 
-from fedquilt.flower import internals, warm
+from fedquilt.flower import internals, prefork
 
 pytestmark = pytest.mark.processes
 
@@ -41,16 +41,16 @@ def test_a_child_ends_with_the_code_of_its_work_and_writes_to_its_log(tmp_path: 
     def fails() -> None:
         raise ValueError("on purpose")
 
-    assert ended(warm.fork(lambda: os.write(1, b"said"), tmp_path / "log")) == 0
-    assert ended(warm.fork(fails, tmp_path / "log")) == 1
-    assert ended(warm.fork(lambda: sys.exit(7), tmp_path / "log")) == 7
+    assert ended(prefork.fork(lambda: os.write(1, b"said"), tmp_path / "log")) == 0
+    assert ended(prefork.fork(fails, tmp_path / "log")) == 1
+    assert ended(prefork.fork(lambda: sys.exit(7), tmp_path / "log")) == 7
     assert (tmp_path / "log").read_text() == "said"
 
 
 def test_a_task_of_another_app_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(warm, "fork", lambda work, log=None: started.append(work) or 1)
-    executor = warm.ForkExecutor(trusted="trusted")
+    monkeypatch.setattr(prefork, "fork", lambda work, log=None: started.append(work) or 1)
+    executor = prefork.ForkExecutor(trusted="trusted")
     assert executor.launch(spec(fab_hash="another")).status.name == "FAILED"
     assert executor.launch(spec(fab_hash=None)).status.name == "FAILED"
     assert executor.launch(spec(task_type=TaskType.MODEL)).status.name == "FAILED"
@@ -60,8 +60,8 @@ def test_a_task_of_another_app_is_not_started(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_children_that_have_ended_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "_run_command", lambda arguments: None)
-    executor = warm.ForkExecutor()
+    monkeypatch.setattr(prefork, "_run_command", lambda arguments: None)
+    executor = prefork.ForkExecutor()
     executor.launch(spec())
     (child,) = executor._children
     until = time.monotonic() + 20
@@ -81,11 +81,11 @@ def test_a_child_dies_with_its_parent_however_that_ends(
         time.sleep(60)
 
     def parent() -> None:
-        monkeypatch.setattr(warm, "_run_command", stuck)
-        warm.ForkExecutor().launch(spec())
+        monkeypatch.setattr(prefork, "_run_command", stuck)
+        prefork.ForkExecutor().launch(spec())
         time.sleep(60)
 
-    above = warm.fork(parent, tmp_path / "log")
+    above = prefork.fork(parent, tmp_path / "log")
     until = time.monotonic() + 20
     while not (tmp_path / "child").exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -111,9 +111,9 @@ def test_the_superlink_is_told_of_a_serverapp_that_was_killed(
     killed: list[Any] = []
     monkeypatch.setattr(internals, "report_killed", killed.append)
     monkeypatch.setattr(
-        warm, "_run_command", lambda arguments: number and os.kill(os.getpid(), number)
+        prefork, "_run_command", lambda arguments: number and os.kill(os.getpid(), number)
     )
-    executor = warm.ForkExecutor()
+    executor = prefork.ForkExecutor()
     given = spec(task_type=kind)
     executor.launch(given)
     until = time.monotonic() + 20

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("flwr")
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.flower.codecs import UnreadableError, decode, encode
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.flower.wire import UnreadableError, compress, decompress
 from flower_samples import Tampered, honest, run_federation, spent
 
 NAMES = ("none", "bf16", "int8", "topk")
@@ -32,23 +32,23 @@ def size_of(arrays: dict[str, Any]) -> int:
 )
 def test_fewer_bytes_and_nearly_the_same_numbers(name: str, share: float, apart: float) -> None:
     sent = vector()
-    arrays, read = encode(name, sent, seed=7)
+    arrays, read = compress(name, sent, seed=7)
     assert size_of(arrays) <= share * 4 * len(sent)
-    assert torch.equal(decode(name, arrays, len(sent), torch.float32), read)
+    assert torch.equal(decompress(name, arrays, len(sent), torch.float32), read)
     assert float((read - sent).abs().max()) <= apart
 
 
 def test_quantisation_has_no_bias() -> None:
     sent = vector(400)
-    mean = torch.stack([encode("int8", sent, seed)[1] for seed in range(400)]).mean(dim=0)
+    mean = torch.stack([compress("int8", sent, seed)[1] for seed in range(400)]).mean(dim=0)
     level = float(sent.abs().max()) / 127
     assert float((mean - sent).abs().max()) < 0.25 * level  # a coin's mean of 400: sd 0.025
-    assert float((encode("int8", sent, 0)[1] - sent).abs().max()) <= level * 1.001
+    assert float((compress("int8", sent, 0)[1] - sent).abs().max()) <= level * 1.001
 
 
 def test_topk_sends_the_largest_entries_as_they_are() -> None:
     sent = vector(1000)
-    arrays, read = encode("topk", sent, 0, share=0.1)
+    arrays, read = compress("topk", sent, 0, share=0.1)
     assert len(arrays["index"]) == 100
     kept = read != 0
     assert torch.equal(read[kept], sent[kept])
@@ -59,7 +59,7 @@ def test_topk_sends_the_largest_entries_as_they_are() -> None:
 def test_what_is_not_finite_arrives_as_not_finite(name: str) -> None:
     sent = vector(3000)
     sent[17] = torch.nan
-    assert not bool(encode(name, sent, 0)[1].isfinite().all())
+    assert not bool(compress(name, sent, 0)[1].isfinite().all())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_not_finite_arrives_as_not_finite(name: str) -> None:
 )
 def test_arrays_that_no_codec_made_are_refused(name: str, arrays: dict[str, Any]) -> None:
     with pytest.raises(UnreadableError):
-        decode(name, arrays, 10, torch.float32)
+        decompress(name, arrays, 10, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "topk"])
@@ -94,7 +94,7 @@ def test_a_compressed_run_learns_and_charges_the_same(name: str, tmp_path: Path)
     assert learned.final_accuracy > 0.8
 
 
-def test_the_server_clips_what_it_has_decoded(tmp_path: Path) -> None:
+def test_the_server_clips_what_it_has_decompressed(tmp_path: Path) -> None:
     from flower_samples import with_arrays
 
     def huge(order: Any, reply: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A warm parent: it has torch imported, and forks for every message.
+"""A prefork server: it has torch imported, and forks for every message.
 
 Flower starts a fresh process for every message, which imports torch: seconds each time.
 This is Flower's own loop that takes up tasks (`flower-superexec`), with an executor that
@@ -33,7 +33,8 @@ from fedquilt.common.storage import open_log
 from fedquilt.flower import internals
 
 PRELOADED = (
-    *("numpy", "torch", "sklearn.datasets", "fedquilt.experiment.api", "fedquilt.flower.apps"),
+    *("numpy", "torch", "sklearn.datasets", "fedquilt.experiment.api", "fedquilt.flower.node"),
+    "fedquilt.flower.server",
     *("flwr.supernode.cli.flwr_clientapp", "flwr.superlink.cli.flwr_serverapp"),
 )
 POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
@@ -192,7 +193,7 @@ def serve(
 
 
 def main() -> None:
-    """Run a warm parent for one SuperNode, or for the apps of a SuperLink."""
+    """Run a prefork server for one SuperNode, or for the apps of a SuperLink."""
     command = argparse.ArgumentParser(prog="python -m fedquilt.flower.warm")
     command.add_argument("--runtime-api-address", required=True)
     command.add_argument("--insecure", action="store_true", help="the address is on loopback")

@@ -1,4 +1,4 @@
-"""The gate: outsiders reach the paths of nodes (Fleet), and nothing else.
+"""The reverse proxy: outsiders reach the paths of nodes (Fleet), and nothing else.
 
 One port of a SuperLink serves nodes, operators (Control) and apps (Runtime), and Control
 asks for no login: whoever reaches it runs code on every node.  So the SuperLink listens on
@@ -72,8 +72,8 @@ class TooLargeError(Exception):
     """A body went past the limit while it came in."""
 
 
-def make_gate(superlink: str, verify: ssl.SSLContext | bool, limits: Limits) -> Starlette:
-    """Return the gate before the SuperLink at an address (`127.0.0.1:8000`)."""
+def make_proxy(superlink: str, verify: ssl.SSLContext | bool, limits: Limits) -> Starlette:
+    """Return the proxy before the SuperLink at an address (`127.0.0.1:8000`)."""
     scheme = "http" if verify is False else "https"
     client = httpx.AsyncClient(base_url=f"{scheme}://{superlink}", verify=verify, timeout=60.0)
     buckets = Buckets(limits)
@@ -128,7 +128,7 @@ async def _body(request: Request, largest: int) -> bytes:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of the gate."""
+    """Return the command line of the proxy."""
     usual = Limits()
     command = argparse.ArgumentParser(
         prog="python -m fedquilt.flower.gate", description="Let outsiders reach Fleet paths only."
@@ -146,12 +146,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the gate."""
+    """Run the proxy."""
     given = parser().parse_args()
     context = ssl.create_default_context(cafile=given.root_certificates)
-    gate = make_gate(given.superlink, context, Limits(given.largest, given.rate, given.burst))
+    proxy = make_proxy(given.superlink, context, Limits(given.largest, given.rate, given.burst))
     uvicorn.run(
-        gate,
+        proxy,
         host=given.host,
         port=given.port,
         ssl_certfile=given.ssl_certfile,

@@ -7,7 +7,8 @@ whoever comes back, under whatever number, finds the same account, and nobody el
 
 A run names its clients in the ledger when it begins, and the ledger lets it charge nobody
 else.  So whoever is to join a run that goes on needs an account that the run has named: a
-*seat*, which has a random name until a client takes it, and keeps that name for ever.
+*reserved slot* (`fedquilt flower seats` adds some), which has a random name until a client
+takes it, and keeps that name for ever.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from fedquilt.common.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
-_PREFIX, _SEAT = "key:", "seat:"
+_PREFIX, _SLOT = "key:", "seat:"
 _ASK_SECONDS = 60.0
 _ROSTER = Object({"clients": MapOf(ListOf(TEXT))}, {"revoked": ListOf(TEXT)})
 _ROSTER_BYTES = 1 << 26
 
 
-def fingerprint(public_key: bytes) -> str:
+def key_fingerprint(public_key: bytes) -> str:
     """Return what stands for a public key: `key:` and the SHA-256 of its DER form.
 
     The key may be PEM, or a line of an OpenSSH `.pub` file.
@@ -68,7 +69,7 @@ class NodeRoster:
     """The clients of a federation: a name for people, and the fingerprints of its keys.
 
     The first entry of a client is its account in the ledger for ever: the fingerprint of its
-    first key, or the seat that it has taken.  A new key is added behind it (`fedquilt flower
+    first key, or the slot that it has taken.  A new key is added behind it (`fedquilt flower
     rotate`), so that it is no new allowance.
 
     Parameters
@@ -108,12 +109,12 @@ class NodeRoster:
         return tuple(prints[0] for prints in self.keys.values())
 
     @property
-    def seats(self) -> tuple[str, ...]:
-        """The names of the seats that nobody has taken."""
+    def reserved_slots(self) -> tuple[str, ...]:
+        """The names of the reserved slots that nobody has taken."""
         return tuple(
             name
             for name, prints in self.keys.items()
-            if len(prints) == 1 and prints[0].startswith(_SEAT)
+            if len(prints) == 1 and prints[0].startswith(_SLOT)
         )
 
     def client_of(self) -> dict[str, int]:
@@ -134,37 +135,37 @@ class NodeRoster:
 
     def rotated(self, name: str, value: str) -> NodeRoster:
         """Return the roster with a client's new key, and none of its others any more."""
-        if name not in self.keys or name in self.seats:
+        if name not in self.keys or name in self.reserved_slots:
             raise InvalidValueError(
                 f"client {name!r} must be one of {', '.join(map(repr, self.names))}, and no "
-                "free seat"
+                "free slot"
             )
         self._check_unused(value)
         old = frozenset(p for p in self.keys[name] if p.startswith(_PREFIX))
         return replace(self.with_key(name, value), revoked=self.revoked | old)
 
     def with_client(self, name: str, value: str) -> NodeRoster:
-        """Return the roster with a new client, at a free seat where there is one."""
+        """Return the roster with a new client, at a free slot where there is one."""
         if name in self.keys:
             raise InvalidValueError(
                 f"client {name!r} must be new: it is in the roster, with an account of its own "
                 "(a new key: `fedquilt flower rotate`)"
             )
         self._check_unused(value)
-        if not self.seats:
+        if not self.reserved_slots:
             return self.with_key(name, value)
-        seat = self.seats[0]
+        slot = self.reserved_slots[0]
         taken = {
-            name if other == seat else other: (*prints, value) if other == seat else prints
+            name if other == slot else other: (*prints, value) if other == slot else prints
             for other, prints in self.keys.items()
         }
         return replace(self, keys=taken)
 
-    def with_seats(self, count: int) -> NodeRoster:
+    def with_reserved_slots(self, count: int) -> NodeRoster:
         """Return the roster with so many more accounts for clients that are yet to come."""
-        new = [_SEAT + secrets.token_hex(32) for _ in range(count)]
-        seats = {f"seat-{value[len(_SEAT) :][:8]}": (value,) for value in new}
-        return replace(self, keys={**self.keys, **seats})
+        new = [_SLOT + secrets.token_hex(32) for _ in range(count)]
+        slots = {f"seat-{value[len(_SLOT) :][:8]}": (value,) for value in new}
+        return replace(self, keys={**self.keys, **slots})
 
     def first(self, count: int) -> NodeRoster:
         """Return the roster of the first clients: those of a run that began before others came."""
@@ -198,7 +199,7 @@ class NodeRoster:
 
 
 def _check_form(name: str, value: str, *, first: bool) -> None:
-    for prefix in (_PREFIX, _SEAT) if first else (_PREFIX,):
+    for prefix in (_PREFIX, _SLOT) if first else (_PREFIX,):
         if re.fullmatch(f"{prefix}[0-9a-f]{{64}}", value):
             return
     raise InvalidValueError(
@@ -207,7 +208,7 @@ def _check_form(name: str, value: str, *, first: bool) -> None:
     )
 
 
-class Directory(Protocol):
+class ClientRegistry(Protocol):
     """Who is connected."""
 
     num_clients: int
@@ -216,7 +217,7 @@ class Directory(Protocol):
         """Return the node of every client that can be asked now."""
 
 
-class KeyDirectory:
+class KeyRegistry:
     """Finds clients by the keys of their nodes; a node without one of these is nobody.
 
     Parameters
@@ -272,13 +273,13 @@ class KeyDirectory:
     def _fingerprint(self, public_key: bytes) -> str | None:
         if public_key not in self._prints:
             try:
-                self._prints[public_key] = fingerprint(public_key) if public_key else None
+                self._prints[public_key] = key_fingerprint(public_key) if public_key else None
             except InvalidValueError:
                 self._prints[public_key] = None
         return self._prints[public_key]
 
 
-class PlaceDirectory:
+class PlaceRegistry:
     """Asks every node of a simulation for its `partition-id`, once.
 
     Anybody can claim a place: this is for simulations, where all nodes are of one process.
@@ -322,4 +323,8 @@ class PlaceDirectory:
 
 def roster_of_keys(keys: Iterable[tuple[str, bytes]]) -> NodeRoster:
     """Return the roster of named public keys."""
-    return NodeRoster({name: (fingerprint(key),) for name, key in keys})
+    return NodeRoster({name: (key_fingerprint(key),) for name, key in keys})
+
+
+# Their earlier names, which programs of others may import.
+KeyDirectory, PlaceDirectory = KeyRegistry, PlaceRegistry

@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives import serialization
 from command_line import Said
 from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.flower import keys
-from fedquilt.flower.apps import client_app, run_from
-from fedquilt.flower.directory import KeyDirectory, NodeRoster, fingerprint, roster_of_keys
-from fedquilt.flower.grid import InProcessGrid
+from fedquilt.flower.client_registry import KeyRegistry, NodeRoster, key_fingerprint, roster_of_keys
+from fedquilt.flower.node import client_app
+from fedquilt.flower.server import run_from
+from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.privacy.ledger import Ledger
 from flower_samples import COUNT, client_data, make_model, test_data
 
@@ -35,10 +36,10 @@ def public(tmp_path: Path) -> list[bytes]:
 
 
 def test_a_key_has_one_fingerprint_in_every_form(public: list[bytes]) -> None:
-    assert fingerprint(public[0]) == fingerprint(pem(public[0]))
-    assert len({fingerprint(key) for key in public}) == COUNT + 1
+    assert key_fingerprint(public[0]) == key_fingerprint(pem(public[0]))
+    assert len({key_fingerprint(key) for key in public}) == COUNT + 1
     with pytest.raises(InvalidValueError, match="cannot be read"):
-        fingerprint(b"ssh-rsa nonsense")
+        key_fingerprint(b"ssh-rsa nonsense")
 
 
 def test_a_known_key_has_a_known_fingerprint(tmp_path: Path) -> None:
@@ -50,14 +51,14 @@ def test_a_known_key_has_a_known_fingerprint(tmp_path: Path) -> None:
     der = key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-    assert fingerprint(public) == "key:" + hashlib.sha256(der).hexdigest()
+    assert key_fingerprint(public) == "key:" + hashlib.sha256(der).hexdigest()
 
 
 def test_a_new_key_is_added_behind_the_account(public: list[bytes], tmp_path: Path) -> None:
     roster = roster_of_keys([("a", public[0]), ("b", public[1])])
-    rotated = roster.with_key("a", fingerprint(public[2]))
+    rotated = roster.with_key("a", key_fingerprint(public[2]))
     assert rotated.client_ids == roster.client_ids
-    assert rotated.client_of()[fingerprint(public[2])] == 0
+    assert rotated.client_of()[key_fingerprint(public[2])] == 0
     rotated.write(tmp_path / "roster.json")
     assert NodeRoster.read(tmp_path / "roster.json") == rotated
 
@@ -85,7 +86,7 @@ def grid_of(held: list[bytes]) -> InProcessGrid:
 def test_nodes_without_a_key_of_the_roster_are_nobody(public: list[bytes]) -> None:
     roster = roster_of_keys([("a", public[0]), ("b", public[1])])
     grid = grid_of([pem(public[1]), b"", pem(public[4]), b"nonsense", pem(public[0])])
-    assert KeyDirectory(grid, roster).nodes() == {0: 1004, 1: 1000}
+    assert KeyRegistry(grid, roster).nodes() == {0: 1004, 1: 1000}
 
 
 def run(
@@ -115,7 +116,7 @@ def test_accounts_follow_keys_over_restarts_new_numbers_and_new_keys(
     held = [pem(key) for key in public[:COUNT]]
     run(held, tmp_path, monkeypatch, roster)
     run(held[::-1], tmp_path, monkeypatch, roster)  # every node has another number
-    rotated = roster.with_key("ward 1", fingerprint(public[4]))
+    rotated = roster.with_key("ward 1", key_fingerprint(public[4]))
     run([held[0], pem(public[4]), *held[2:]], tmp_path, monkeypatch, rotated)
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         (population,) = ledger.populations()
@@ -130,7 +131,7 @@ def test_a_joining_node_is_enrolled_and_a_leaving_one_keeps_its_account(
 ) -> None:
     three = roster_of_keys([(f"ward {i}", public[i]) for i in range(3)])
     run([pem(key) for key in public[:3]], tmp_path, monkeypatch, three)
-    four = three.with_key("ward 3", fingerprint(public[3]))
+    four = three.with_key("ward 3", key_fingerprint(public[3]))
     result = run([pem(key) for key in public[1:4]], tmp_path, monkeypatch, four)
     assert result.result["ledger"]["enrolled"] == 1
     assert any("1 clients joined with this run" in note for note in result.statement.notes)
@@ -166,35 +167,37 @@ def test_a_run_cannot_choose_the_operators_places(
 
 
 def test_a_client_takes_a_seat_and_keeps_its_account(public: list[bytes], tmp_path: Path) -> None:
-    roster = roster_of_keys([("a", public[0])]).with_seats(2)
+    roster = roster_of_keys([("a", public[0])]).with_reserved_slots(2)
     accounts = roster.client_ids
     assert [len(account) for account in accounts[1:]] == [69, 69]
-    joined = roster.with_client("b", fingerprint(public[1])).with_client(
-        "c", fingerprint(public[2])
+    joined = roster.with_client("b", key_fingerprint(public[1])).with_client(
+        "c", key_fingerprint(public[2])
     )
     assert joined.names == ("a", "b", "c")
     assert joined.client_ids == accounts
-    assert joined.seats == ()
-    assert joined.client_of()[fingerprint(public[2])] == 2
-    later = joined.with_client("d", fingerprint(public[3]))
-    assert later.client_ids[3] == fingerprint(public[3]), "there is no seat left"
+    assert joined.reserved_slots == ()
+    assert joined.client_of()[key_fingerprint(public[2])] == 2
+    later = joined.with_client("d", key_fingerprint(public[3]))
+    assert later.client_ids[3] == key_fingerprint(public[3]), "there is no seat left"
     joined.write(tmp_path / "roster.json")
     assert NodeRoster.read(tmp_path / "roster.json") == joined
     for name, key in (("a", public[3]), ("d", public[2])):
         with pytest.raises(InvalidValueError, match="must be new"):
-            joined.with_client(name, fingerprint(key))
+            joined.with_client(name, key_fingerprint(key))
 
 
 def test_an_old_key_counts_no_more(public: list[bytes]) -> None:
     roster = roster_of_keys([("a", public[0]), ("b", public[1])])
-    rotated = roster.rotated("a", fingerprint(public[2])).rotated("a", fingerprint(public[3]))
+    rotated = roster.rotated("a", key_fingerprint(public[2])).rotated(
+        "a", key_fingerprint(public[3])
+    )
     assert rotated.client_ids == roster.client_ids
     grid = grid_of([pem(public[0]), pem(public[2]), pem(public[3])])
-    assert KeyDirectory(grid, rotated).nodes() == {0: 1002}
+    assert KeyRegistry(grid, rotated).nodes() == {0: 1002}
     with pytest.raises(InvalidValueError, match="must be new"):
-        rotated.rotated("b", fingerprint(public[2]))
+        rotated.rotated("b", key_fingerprint(public[2]))
     with pytest.raises(InvalidValueError, match="client 'c' must be one of 'a', 'b'"):
-        rotated.rotated("c", fingerprint(public[4]))
+        rotated.rotated("c", key_fingerprint(public[4]))
 
 
 class Changing(InProcessGrid):
@@ -229,13 +232,13 @@ def test_nodes_join_and_change_keys_while_a_run_goes_on(
     public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "roster.json"
-    roster = roster_of_keys([("a", public[0]), ("b", public[1])]).with_seats(1)
+    roster = roster_of_keys([("a", public[0]), ("b", public[1])]).with_reserved_slots(1)
     roster.write(path)
 
     def change() -> None:
-        new = roster.rotated("b", fingerprint(public[2]))
-        new.with_client("c", fingerprint(public[3])).with_client(
-            "too late", fingerprint(public[4])
+        new = roster.rotated("b", key_fingerprint(public[2]))
+        new.with_client("c", key_fingerprint(public[3])).with_client(
+            "too late", key_fingerprint(public[4])
         ).write(path)
 
     grid = Changing([pem(key) for key in public], change)
@@ -258,7 +261,7 @@ def test_a_run_is_resumed_with_its_own_clients_after_others_have_joined(
     held = [pem(key) for key in public[:3]]
     with pytest.raises(NotReadyError):
         during(Changing(held, lambda: None, orders=4), path, monkeypatch)
-    roster.with_client("c", fingerprint(public[2])).write(path)
+    roster.with_client("c", key_fingerprint(public[2])).write(path)
     result = during(grid_of(held), path, monkeypatch, flower_resume=True)
     assert result.result["rounds"] == 4
     assert result.result["cohorts"] == [[0, 1]] * 4
@@ -268,10 +271,10 @@ def test_a_roster_that_cannot_be_read_changes_nothing(public: list[bytes], tmp_p
     path = tmp_path / "roster.json"
     roster = roster_of_keys([("a", public[0])])
     path.write_text("{half")
-    directory = KeyDirectory(grid_of([pem(public[0])]), roster, path)
-    assert directory.nodes() == {0: 1000}
+    registry = KeyRegistry(grid_of([pem(public[0])]), roster, path)
+    assert registry.nodes() == {0: 1000}
     roster_of_keys([("b", public[1])]).write(path)
-    assert directory.nodes() == {}, "its line is gone"
+    assert registry.nodes() == {}, "its line is gone"
 
 
 def test_the_commands_of_a_servers_roster(
@@ -283,10 +286,10 @@ def test_the_commands_of_a_servers_roster(
     seat = NodeRoster.read(path).client_ids[1]
     assert cli("flower", "enroll", "b", key[1], "--roster", path).code == 0
     said = cli("flower", "rotate", "b", "--key", key[2], "--roster", path)
-    assert said.out.strip() == fingerprint(public[2])
+    assert said.out.strip() == key_fingerprint(public[2])
     roster = NodeRoster.read(path)
-    assert roster.keys["b"] == (seat, fingerprint(public[1]), fingerprint(public[2]))
-    assert roster.revoked == {fingerprint(public[1])}
+    assert roster.keys["b"] == (seat, key_fingerprint(public[1]), key_fingerprint(public[2]))
+    assert roster.revoked == {key_fingerprint(public[1])}
     assert cli("flower", "enroll", "b", key[3], "--roster", path).code == 2
     assert cli("flower", "enroll", "c", str(tmp_path / "none"), "--roster", path).code == 2
     assert cli("flower", "rotate", "b", "--key", key[3]).code == 2
