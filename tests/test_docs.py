@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 import typer.main
+from fedquilt.models.registry import MODELS
 
 from fedquilt.cli.app import app, main
 from fedquilt.config import build_config
 from fedquilt.data import specs
-from fedquilt.models.registry import MODELS
 from tiers import rest_is_slow
 
 ROOT = Path(__file__).resolve().parents[1]

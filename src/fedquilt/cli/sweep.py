@@ -147,7 +147,7 @@ def _report(
     ]
     figures: list[str] = []
     with drawing("the figures of the sweep"):
-        figures = plot_sweep(points, plan.axes, folder / "sweep.png")
+        figures = plot_sweep(points, plan.axes, folder / "sweep.png", metric=found.metric)
     if as_json:
         record = {"folder": str(folder), "figures": figures, **_plain(found)}
         print(json.dumps(finite(record), allow_nan=False))
@@ -198,7 +198,14 @@ def _table(found: Summary) -> str:
         )
         for one in found.settings
     ]
-    titles = ["setting", "accuracy", "sd", "95 % interval of the mean", "seeds", "worst client's ε"]
+    titles = [
+        "setting",
+        found.metric,
+        "sd",
+        "95 % interval of the mean",
+        "seeds",
+        "worst client's ε",
+    ]
     parts = [tabulate(body, headers=titles, disable_numparse=True)]
     pairs = [
         (

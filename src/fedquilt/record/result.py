@@ -117,6 +117,7 @@ RESULT_PUBLIC: dict[str, str] = {
     "metadata.loss": _OPTIONS,
     "metadata.metrics": _OPTIONS,
     "metadata.final": _LOOKED,
+    "metadata.parts": "of the code and of shapes, whatever the samples are",
     "metadata.data_notes": "said of types and public outputs, whatever the values are",
     "history.train_loss": _LINES,
     "history.clip_values": _LINES,

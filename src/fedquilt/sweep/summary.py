@@ -57,8 +57,12 @@ class Looks:
 
 @dataclass(frozen=True)
 class Summary:
-    """Settings, best first; differences of the best to each other one; the looks; reasons."""
+    """Settings, best first; differences of the best to each other one; the looks; reasons.
 
+    `metric` is what they are judged by: the accuracy or, where there is none, the test loss.
+    """
+
+    metric: str
     settings: tuple[Setting, ...]
     differences: tuple[tuple[str, Paired], ...]
     looks: Looks
@@ -70,8 +74,10 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in plan.axes), []).append(row)
-    settings = [_setting(plan.axes, key, own) for key, own in groups.items()]
-    settings.sort(key=lambda one: -math.inf if one.spread.mean is None else -one.spread.mean)
+    metric = "accuracy" if any(row["accuracy"] is not None for row in rows) else "loss"
+    settings = [_setting(plan.axes, key, own, metric) for key, own in groups.items()]
+    turn = -1 if metric == "accuracy" else 1
+    settings.sort(key=lambda one: turn * (one.spread.mean or 0.0))
     known = [one for one in settings if one.spread.mean is not None]
     others = [one for one in settings if one.spread.mean is None]
     differences = [
@@ -80,21 +86,23 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
     ]
     said = Counter((row["state"], row["message"]) for row in rows if row["state"] in _SAID)
     reasons = tuple(Reason(state, message or "", n) for (state, message), n in said.items())
-    return Summary((*known, *others), tuple(differences), _looks(rows, plan), reasons)
+    return Summary(metric, (*known, *others), tuple(differences), _looks(rows, plan), reasons)
 
 
 _SAID = (REFUSED, FAILED)
 
 
-def _setting(axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Setting:
-    by_seed = {int(row["seed"]): row["accuracy"] for row in rows if row["state"] == DONE}
+def _setting(
+    axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]], metric: str
+) -> Setting:
+    by_seed = {int(row["seed"]): row[metric] for row in rows if row["state"] == DONE}
     claimed = [row["claimed_epsilon"] for row in rows if row["state"] == DONE]
     label = ", ".join(f"{name}={_shown(value)}" for name, value in zip(axes, key, strict=True))
     return Setting(
         label,
         dict(zip(axes, key, strict=True)),
         by_seed,
-        spread(list(by_seed.values())),
+        spread(list(by_seed.values()), share=metric == "accuracy"),
         max(claimed, default=math.inf),
         sum(row["state"] == REFUSED for row in rows),
         sum(row["state"] == FAILED for row in rows),

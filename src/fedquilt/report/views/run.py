@@ -14,6 +14,7 @@ import numpy as np
 from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import published, split_private
+from fedquilt.report.runs import parts_of
 from fedquilt.report.series import headline, short, shorts
 from fedquilt.report.views.claim import claim_view
 from fedquilt.report.views.spend import spend_view
@@ -63,6 +64,8 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "summary": MODE_TABLE[config.mode].summary,
         "method": config.method,
         "dataset": config.dataset,
+        "parts": parts_of(result) if result is not None else "",
+        "population": None if config.ledger is None or spend is None else spend.get("population"),
         "seed": config.seed,
         "finished": result is not None,
         "rounds": len(lines),
