@@ -285,7 +285,60 @@ def plain_run(**own: Any) -> RunResult:
         "availability": "always",
         "engine": "sequential",
     }
-    return fedquilt.run(Plain(), data, data, parts, **settings, **QUIET, **own)  # type: ignore[arg-type]
+    settings = {**settings, **QUIET, **own}
+    return fedquilt.run(Plain(), data, data, parts, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("brought", [False, True], ids=["the package's", "a user's"])
+def test_a_sum_that_keeps_vectors_sees_each_clients_own(
+    brought: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that lie in one memory must not be lent to a median, whosever method it serves."""
+    sums: list[Median] = []
+
+    def new_sum(self: WholeModel) -> Any:
+        sums.append(Kept(self._size))
+        return sums[-1]
+
+    class Kept(Median):
+        def add(self, vector: torch.Tensor, weight: float = 1.0, place: object = None) -> None:
+            self.vectors.append(vector)  # as it lies: no copy
+
+    method = type("Own", (WholeModel,), {"new_sum": new_sum}) if brought else "full"
+    if not brought:
+        monkeypatch.setattr(WholeModel, "new_sum", new_sum)
+    plain_run(mode="fedavg", method=method)
+    (used,) = [total for total in sums if total.vectors]
+    assert len(used.vectors) == 6
+    assert len({tuple(vector.tolist()) for vector in used.vectors}) == 6
+    assert len({vector.data_ptr() for vector in used.vectors}) == 6
+
+
+@pytest.mark.parametrize("method", ["full", type("Own", (WholeModel,), {})])
+def test_a_sum_that_keeps_none_is_lent_the_working_memory(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    add = RunningMean.add
+
+    def noting(self: Any, vector: torch.Tensor, *given: Any) -> None:
+        seen.add(vector.data_ptr())
+        add(self, vector, *given)
+
+    monkeypatch.setattr(RunningMean, "add", noting)
+    plain_run(mode="fedavg", method=method)
+    assert len(seen) == 1
+
+
+def test_a_subclass_of_a_sum_declares_for_itself() -> None:
+    class Silent(RunningMean):
+        pass
+
+    class Saying(RunningMean):
+        sensitivity, keeps_vectors, adds_scaled = 2.0, False, True
+
+    told = [(c.sensitivity, c.keeps_vectors, c.adds_scaled) for c in (RunningMean, Silent, Saying)]
+    assert told == [(1.0, False, True), (None, True, False), (2.0, False, True)]
 
 
 def test_a_digest_tells_parts_apart_that_are_called_custom_alike() -> None:

@@ -61,8 +61,16 @@ _HOME = {
     "run": "fedquilt.experiment.api",
 }
 
+_DOCUMENTS = (
+    *("config", "data", "errors", "fed", "framework"),
+    *("log", "models", "monitor", "nn", "utils"),
+)
+"""Modules by the names of the published documents: `fedquilt.errors` works without an import."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _DOCUMENTS:
+        return importlib.import_module(f"fedquilt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fedquilt' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

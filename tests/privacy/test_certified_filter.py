@@ -28,6 +28,7 @@ from certified_samples import (
     make_problem,
     memory_folder,
     ones,
+    plan_of,
     true_costs,
 )
 from examples import examples
@@ -101,7 +102,7 @@ class CertifiedRun:
 
     def count_release(self) -> None:
         costs = true_costs(self.federation)
-        for client in self.federation.mechanism._facts.clients.tolist():  # type: ignore[attr-defined]
+        for client in plan_of(self.federation).clients.tolist():
             self.true[client] += costs[client]
 
     def step(self, cohort: list[int], dies: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
+import fedquilt.privacy.certified
 from certified_samples import (
     SIZE,
     joining,
@@ -305,3 +307,8 @@ def test_what_is_frozen_is_said_and_does_not_travel(folder: Path) -> None:
     stated = federation.mechanism.statement(np.zeros(4), np.zeros(4))
     assert stated.covered == ("1.bias",)
     assert any("frozen" in note and "1.weight" in note for note in stated.notes)
+
+
+def test_the_round_by_hand_in_the_docstring_runs() -> None:
+    ran = doctest.testmod(fedquilt.privacy.certified)
+    assert (ran.failed, ran.attempted > 10) == (0, True)

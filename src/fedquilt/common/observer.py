@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,23 @@ def as_observer(watching: Callable[[Any, dict[str, Any]], None] | None) -> Obser
     """Return an observer; a function is called after each round, None watches nothing."""
     if watching is None:
         return Observer()
-    if not callable(watching):
+    if not callable(watching) or not _takes_two(watching):
         raise InvalidValueError(
             f"observer={watching!r:.60} must be an Observer, or a function of the configuration "
             "and a finished round's line"
         )
     return watching if isinstance(watching, Observer) else _EachRound(watching)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Tell whether a function can be called with two arguments, as far as it says."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins do not say
+        return True
+    return True
 
 
 class Observers(Observer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,30 +231,74 @@ def _make_grouped(
         max_samples=config.max_samples,
         seed=config.seed,
     )
-    first, first_bytes = first_images(config, task, classes, model)
+    return assemble_condensation(
+        config,
+        trainer,
+        engine,
+        first_images(config, task, classes, model),
+        notes=statistics_notes(min(config.min_group, config.avg_num), config.init_method),
+        num_classes=num_classes,
+        trains_in=_trains_in(config),
+        too_small=too_small,
+    )
+
+
+class TablesOfMeans(StatisticsSource, Protocol):
+    """An engine whose clients send tables of means over groups."""
+
+    round_models: RoundModels
+
+
+def assemble_condensation(
+    config: CondenseConfig,
+    trainer: Trainer,
+    engine: TablesOfMeans,
+    first: tuple[SyntheticSet, int],
+    *,
+    notes: Sequence[str],
+    num_classes: int,
+    trains_in: Callable[[int], bool] = lambda round_index: True,
+    trains_late: bool = True,
+    too_small: Sequence[int] | None = None,
+) -> Condensation:
+    """Put FedNum together: clients that send tables, a server that matches images to them.
+
+    Parameters
+    ----------
+    first
+        The images to begin with, and the bytes that clients sent for them.
+    trains_in
+        Whether the model is trained in a round.
+    trains_late
+        Whether training that was left out is made up for at an evaluation; otherwise a round in
+        which nobody sent anything leaves the model alone.
+    too_small
+        The classes that no client holds enough samples of, where that is known.
+    """
+    (synthetic, first_bytes), round_models = first, engine.round_models
     server = CondensingServer(
         trainer,
-        first,
+        synthetic,
         round_models,
-        matching_of(config, task.inputs[0].numel(), round_models.num_features),
-        traffic=lambda: (engine.bytes_up, engine.bytes_down),
+        matching_of(config, synthetic.images[0].numel(), round_models.num_features),
         groups_per_step=groups_per_step(config.batch_num, config.avg_num),
-        trains_in=_trains_in(config),
+        source=engine,
+        trains_in=trains_in,
+        skips_empty=not trains_late,
         restarts=config.feature_model in POOLS,
         pool=pool_of(config),
         first_bytes=first_bytes,
         seed=config.seed,
     )
-    device = task.inputs.device
-    notes = statistics_notes(min(config.min_group, config.avg_num), config.init_method)
     return Condensation(
         config,
         engine,
         server,
-        lambda: Concatenation(device),
+        partial(Concatenation, synthetic.images.device),
         notes,
-        channels=task.inputs.shape[1],
+        channels=synthetic.images.shape[1],
         num_classes=num_classes,
+        trains_late=trains_late,
         too_small=too_small,
     )
 
@@ -314,7 +359,7 @@ def _make_bounded(
         config,
         engine,
         server,
-        lambda: RunningMean(size, device),
+        partial(RunningMean, size, device),
         notes,
         channels=shape[0],
         num_classes=num_classes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,13 @@ from fedquilt.condense.training import PoolSettings, Trainer
 from fedquilt.method import Progress
 
 
+class Traffic(Protocol):
+    """Who knows how many bytes the clients of a round sent and received."""
+
+    bytes_up: int
+    bytes_down: int
+
+
 class CondensingServer:
     """Holds the synthetic set, matches it to what clients sent, trains the model on it.
 
@@ -32,10 +39,12 @@ class CondensingServer:
         The feature models that the clients of the round compute their statistics with.
     groups_per_step
         Groups of a class that a matching step sees; None: all.
-    traffic
-        Returns the bytes that the clients of the round sent and received.
+    source
+        Knows the bytes that the clients of the round sent and received; None: nobody counts.
     trains_in
         Whether the model is trained in a round.
+    skips_empty
+        Whether it is left alone in a round in which nobody sent anything.
     restarts
         Whether training begins at the first weights each time, instead of where the
         last round ended.
@@ -53,8 +62,9 @@ class CondensingServer:
         matching: MatchingSettings,
         *,
         groups_per_step: int | None = None,
-        traffic: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        source: Traffic | None = None,
         trains_in: Callable[[int], bool] = lambda round_index: True,
+        skips_empty: bool = False,
         restarts: bool = False,
         pool: PoolSettings | None = None,
         first_bytes: int = 0,
@@ -66,8 +76,9 @@ class CondensingServer:
         self._trainer = trainer
         self.matching = matching
         self._groups_per_step = groups_per_step
-        self._traffic = traffic
+        self._source = source
         self._trains_in = trains_in
+        self._skips_empty = skips_empty
         self._restarts = restarts
         self._seed = seed
         self._report: dict[str, float] = {}
@@ -84,20 +95,22 @@ class CondensingServer:
         index = self.round_models.round_index
         table = self.round_models.table(update)
         self._sent |= set(table.classes.tolist())
-        up, down = self._traffic()
         self._report = {
-            "bytes_up": up + (self._first_bytes if index == 0 else 0),
-            "bytes_down": down,
+            "bytes_up": self._first_bytes if index == 0 else 0,
+            "bytes_down": 0,
             "groups": len(table),
             "matching_loss": self._match(table, index),
         }
+        if self._source is not None:
+            self._report["bytes_up"] += self._source.bytes_up
+            self._report["bytes_down"] = self._source.bytes_down
         if not bool(torch.isfinite(self.synthetic.images).all()):
             raise InvalidValueError(
                 f"image_lr={self.matching.image_lr:g} must be smaller: the synthetic images left "
                 f"the range of numbers in round {index}"
             )
         self._untrained_round = index
-        if not self._trains_in(index):
+        if not self._trains_in(index) or (self._skips_empty and not len(table)):
             return weights
         trained, measured = self.train_if_stale(weights)
         self._report |= measured

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -30,6 +33,8 @@ from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
+_LOG = logging.getLogger(__name__)
+
 Metrics = str | OwnMetric | Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric]
 """What is measured on the test data, by names or by callables."""
 
@@ -45,7 +50,7 @@ def run(
     client_ids: Iterable[str] | None = None,
     client_tests: Sequence[Any] | Mapping[str, Any] | None = None,
     validation: object = None,
-    output_dir: str | None = "./results",
+    output_dir: str | Path | None = "./results",
     resume: str | Path | None = None,
     observer: Watching | None = None,
     method: str | BuildMethod | None = None,
@@ -89,7 +94,7 @@ def run(
         In the forms of `test`; no client may hold its samples.  The accuracy on it is
         recorded, and with `early_stopping=True` the run ends when it reaches
         `target_accuracy`.
-    output_dir : str or None
+    output_dir : path or None
         Where the run's folder is made; None keeps everything in memory.
     resume : path, optional
         Continue this run folder, made earlier with the same model and data.
@@ -129,8 +134,10 @@ def run(
         Record, statement, trained model and folder of the run.
     """
     as_observer(observer)  # a mistake here must not cost a round
+    _check_model(model)
+    place: str | None = _as_text(output_dir)
     own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
-    given: dict[str, Any] = {**settings, **names}
+    given: dict[str, Any] = {**{k: _as_text(v) for k, v in settings.items()}, **names}
     parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
     folder = None
     if resume is not None:
@@ -141,20 +148,25 @@ def run(
     else:
         number = None if parts is None else len(parts) or None
         usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": number}
-        usual |= {} if output_dir is None else {"output_dir": output_dir}
+        usual |= {} if place is None else {"output_dir": place}
         brought = own.method is not None or own.mechanism is not None
         config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
+    if test is None and client_tests is None and not config.client_test_fraction:
+        _LOG.warning(
+            "nothing will be measured, and the result's metrics stay empty: give a test set, or "
+            "let clients evaluate on samples of their own (client_test_fraction=0.2)"
+        )
     tests = tests_of(client_tests, clients)
     config, problem = problem_from(config, model, train, test, parts, ids, own, tests, validation)
     # Copied, and maybe nobody else's.
     del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
-    if tracker != "none" and folder is None and output_dir is None:
+    if tracker != "none" and folder is None and place is None:
         raise InvalidValueError(f"tracker={tracker!r} needs an output_dir: it writes to the folder")
     with (
         _tracked(tracker, observer) as tracked,
         _shown(config, tracked, progress and not quiet, quiet) as watching,
     ):
-        return open_and_train(config, problem, folder, output_dir, watching)
+        return open_and_train(config, problem, folder, place, watching)
 
 
 shows_settings(run)
@@ -275,6 +287,28 @@ def _own_parts(
         metrics=None if isinstance(metrics, str) else metrics,
     )
     return own, names
+
+
+def _as_text(value: Any) -> Any:
+    """Return paths and devices as the texts that a configuration holds, all else as it is."""
+    if isinstance(value, torch.device):
+        return str(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(
+            f"model={model!r:.60} must be an instance of torch.nn.Module"
+            + (": call the class" if isinstance(model, type) else "")
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise InvalidValueError(
+            "model has lazy layers without weights: call it once on a sample before the run"
+        )
+    wide = next((n for n, p in model.named_parameters() if p.dtype == torch.float64), None)
+    if wide is not None:
+        raise InvalidValueError(f"model must be in float32 ({wide} is float64): use model.float()")
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:

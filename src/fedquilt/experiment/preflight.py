@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
+import torch
+
+from fedquilt.common import trees
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.population import CohortSelector
@@ -36,6 +40,42 @@ def expectations(config: RunConfig, problem: Problem) -> list[str]:
         found = noise_outlook(config, problem.selector, _noised(config, problem))
         lines += [found.line, *([GOES_ON] if found.verdict == "hopeless" else [])]
     return lines
+
+
+def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
+    """Say whose samples have NaN or infinity, before anything is spent, on a terminal alone.
+
+    In modes with noise such a client is not refused, because an error would say something about
+    its data: its update is not finite, and counts as zero at full charge.
+    """
+    if not MODE_TABLE[config.mode].noised or not sys.stderr.isatty():
+        return
+    holders = clients_with_missing_values(problem)
+    if holders:
+        some = ", ".join(holders[:5]) + (", ..." if len(holders) > 5 else "")
+        print(
+            f"for the owner alone: {len(holders)} of {len(problem.task.clients)} clients hold "
+            f"samples with NaN or infinity ({some}): their updates will count as zero, at full "
+            "charge; fill or drop such values before the run",
+            file=sys.stderr,
+        )
+
+
+def clients_with_missing_values(problem: Problem) -> list[str]:
+    """Return the ids, or numbers, of clients that hold a sample which is not finite."""
+    bad: torch.Tensor | None = None
+    for leaf in trees.leaves((problem.task.inputs, problem.task.targets)):
+        if leaf.is_floating_point():
+            finite = torch.isfinite(leaf.reshape(len(leaf), -1)).all(1)
+            bad = ~finite if bad is None else bad | ~finite
+    if bad is None or not bool(bad.any()):
+        return []
+    ids = problem.roster.ids
+    return [
+        str(client if ids is None else ids[client])
+        for client in range(len(problem.task.clients))
+        if bool(bad[problem.task.index(client)].any())
+    ]
 
 
 def cohort_line(selector: CohortSelector) -> str:

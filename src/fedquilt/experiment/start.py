@@ -21,7 +21,7 @@ from fedquilt.common.errors import (
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment.loop import Experiment, Watching
-from fedquilt.experiment.preflight import expectations
+from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_values
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
@@ -75,6 +75,7 @@ def open_and_train(
         stack.callback(method.close)
         if observer is not None:
             watching.expects(config, expectations(config, problem))
+            tell_owner_of_missing_values(config, problem)
         federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())
         clients = make_client_evaluation(

@@ -27,6 +27,41 @@ Inside, every coordinate has the noise s_t and is divided by
 
 where k_j of the m clients of the roster hold j and D divides whole models: a public
 number again, so this is post-processing and the cost of a round is the same.
+
+| edge case | what happens |
+|---|---|
+| clip 0: what is left pays the bit alone | the update becomes zero, counts, and costs the bit |
+| no allowance left | the client is not eligible; the ledger refuses what would pass it |
+| an update with NaN or Inf | counts as zero, is charged in full, and is in no public record |
+| an update of zeros | stays zero, also with `normalise`; adds no bit |
+| an empty cohort | nothing is planned, charged or released; the model stays as it is |
+| nothing arrives of a client | its charge is taken back, unless a secret coin asked it |
+
+A round by hand: two clients with the whole budget mu^2 = 1, ten rounds, clip 1.
+
+>>> from fedquilt.aggregation import RunningMean
+>>> from fedquilt.privacy.noise import SeededNoise
+>>> from fedquilt.privacy.policies import EvenPolicy
+>>> settings = CertifiedSettings(tensor_names=("w",), frozen_names=(), delta=1e-5,
+...                              clip_norm=1.0, clip_cap=2.0, divisor=2.0)
+>>> mechanism = Certified(settings, EvenPolicy(1.0, 10), BandedNoise(SeededNoise(0)), None, 2)
+>>> who, left, joins = np.array([0, 1]), np.array([1.0, 1.0]), np.zeros(2)
+>>> plan = mechanism.plan_round(0, who, left, joins, 0)
+>>> plan.charges.round(3).tolist(), round(plan.noise_std, 3), plan.clips
+([0.1, 0.1], 3.162, {0: 1.0, 1: 1.0})
+>>> plan = mechanism.shrink_to(plan, plan.charges)  # all of it was granted
+>>> mechanism.open_round(plan)
+>>> total, tally = RunningMean(2), RoundTally()
+>>> for client, sent in enumerate([[3.0, 4.0], [float("nan"), 1.0]]):
+...     received = mechanism.receive(plan, client, torch.tensor(sent), 1)
+...     clipped = mechanism.clip(plan, received, tally)
+...     print(clipped.finite, [round(x, 3) for x in clipped.vector.tolist()])
+...     total.add(clipped.vector, clipped.weight)
+True [0.6, 0.8]
+False [0.0, 0.0]
+>>> update, report = mechanism.release(plan, total, tally)
+>>> round(report.noise_std, 3), report.clipped_fraction  # on the mean; of the cohort
+(1.581, 0.5)
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.bounds import format_bound
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import BudgetExceededError, InvalidValueError
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.accounting.release import Adjacency
 from fedquilt.privacy.clip import QuantileClipper, norm
-from fedquilt.privacy.ledger.errors import BudgetExceededError
 from fedquilt.privacy.mechanism import (
     Contribution,
     NoiseReport,

@@ -149,6 +149,11 @@ def named_clients(
 ) -> tuple[Sequence[Any], Iterable[str] | None]:
     """Return index lists and ids, where `clients` may be a mapping from one to the other."""
     if not isinstance(clients, Mapping):
+        if not hasattr(clients, "__len__") or not hasattr(clients, "__getitem__"):
+            raise InvalidValueError(
+                f"clients={clients!r:.60} must be a list of index lists, one a client, or a "
+                "mapping from names to them; fedquilt.data.split_clients deals samples to clients"
+            )
         return clients, client_ids
     if client_ids is not None:
         raise InvalidValueError(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.config.choices import NARROW_METHODS
@@ -57,6 +57,7 @@ from fedquilt.training.optimizers import Factory
 
 _LOG = logging.getLogger("fedquilt")
 
+_TRIED_SAMPLES = 256  # of the test set, by metrics of somebody's own
 _ON_TEST = ("test_", "tiers")
 """How the names of what is measured on test samples begin."""
 
@@ -265,6 +266,10 @@ def make_problem(
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics
+    metrics = make_metrics(wanted, task.objective, outputs, task.public().targets)
+    # A mistake in a metric must not cost a round; samples of clients are not tried.
+    if own.metrics is not None and tests is not None and SHARED_PEOPLE not in train.notes:
+        _try_metrics(flat.module, task.objective, metrics, tests)
     # Of samples that are dealt otherwise no client is the one who made them.
     by_people = config.partition == "writer" or config.dataset == "custom"
     flat.restore()  # the trials above may have left something behind
@@ -284,7 +289,7 @@ def make_problem(
         input_shape=input_shape,
         front=front,
         own=own,
-        metrics=make_metrics(wanted, task.objective, outputs, task.public().targets),
+        metrics=metrics,
         notes=(*train.notes, *notes),
         withheld=_ON_TEST if SHARED_PEOPLE in train.notes and by_people else (),
         left_out=left_out,
@@ -294,6 +299,26 @@ def make_problem(
             if data is not None
         },
     )
+
+
+def _try_metrics(
+    module: nn.Module,
+    objective: Objective,
+    metrics: Mapping[str, MakeMetric],
+    tests: tuple[Any, Any],
+) -> None:
+    """Measure the initial model on some test samples, so that a metric that fails fails here."""
+    some = [trees.take(part, slice(0, _TRIED_SAMPLES)) for part in tests]
+    for name, make in metrics.items():
+        try:
+            measure(module, objective, {name: make}, *some)
+        except FedquiltError:
+            raise
+        except Exception as error:
+            raise InvalidValueError(
+                f"metric {name!r} must return a number of (outputs, targets); on {len(some[1])} "
+                f"test samples it fails: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:

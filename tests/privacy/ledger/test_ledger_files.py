@@ -21,7 +21,7 @@ from fedquilt.privacy.ledger import (
     LedgerFileError,
     Population,
     balances,
-    files,
+    store,
 )
 from fedquilt.privacy.ledger.entries import Entry
 
@@ -318,7 +318,7 @@ def test_entries_that_were_read_half_are_read_again(
 
 def test_a_snapshot_saves_reading_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balances, "_SNAPSHOT_FLOOR", 1)
-    monkeypatch.setattr(files, "MARK_FROM", 1)
+    monkeypatch.setattr(store, "MARK_FROM", 1)
     with Ledger.open(path, create=True) as ledger:
         population = ledger.population("p", num_clients=3, epsilon=1.0, delta=1e-5)
         run = population.start_run("r", epsilon=1.0)

@@ -23,8 +23,8 @@ from fedquilt.privacy.ledger import (
     LedgerError,
     Population,
     csv_rows,
-    files,
     roster_name,
+    store,
 )
 from fedquilt.privacy.ledger import (
     balances as account,
@@ -135,7 +135,7 @@ def test_processes_join_at_once(path: Path, ledger: Ledger) -> None:
 
 def test_snapshots_of_a_growing_population(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "_SNAPSHOT_FLOOR", 1)
-    monkeypatch.setattr(files, "MARK_FROM", 1)
+    monkeypatch.setattr(store, "MARK_FROM", 1)
     ids: list[str] = []
     for number in range(6):
         ids.insert(0, f"client {number}")

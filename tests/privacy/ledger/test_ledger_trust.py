@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ledger_edits import edit
 
-from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, balances, csv_rows, files
+from fedquilt.privacy.ledger import Ledger, LedgerCorruptError, balances, csv_rows, store
 from fedquilt.privacy.ledger.entries import Entry
 
 CHARGE = 2.0**-6
@@ -42,7 +42,7 @@ def filled(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Monke
     """A ledger with charges and a snapshot; a long one has a mark beside it."""
     monkeypatch.setattr(balances, "_SNAPSHOT_FLOOR", 1)
     if request.param == "long":
-        monkeypatch.setattr(files, "MARK_FROM", 1)
+        monkeypatch.setattr(store, "MARK_FROM", 1)
     with Ledger.open(path, create=True) as ledger:
         population = ledger.population("p", num_clients=4, epsilon=6.0, delta=1e-5)
         run = population.start_run("one", epsilon=3.0)
@@ -50,7 +50,7 @@ def filled(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Monke
             run.settle(run.reserve(index, [0, 1, 2], CHARGE), f"release {index}")
         run.finish()
         population.start_run("two", epsilon=1.0)
-    assert files.mark_path(path).exists() == (request.param == "long")
+    assert store.mark_path(path).exists() == (request.param == "long")
     return path
 
 
@@ -129,7 +129,7 @@ def test_a_long_past_is_hashed_once(filled: Path, hashed: list[int]) -> None:
     with Ledger.open(filled) as ledger:
         assert ledger.population("p").spent().tolist() == [3 * CHARGE] * 3 + [CHARGE]
     assert hashed == [], "what this process wrote and checked needs no second look"
-    assert stat.S_IMODE(files.mark_path(filled).stat().st_mode) == 0o600
+    assert stat.S_IMODE(store.mark_path(filled).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("filled", ["long"], indirect=True)
@@ -137,7 +137,7 @@ def test_a_long_past_is_hashed_once(filled: Path, hashed: list[int]) -> None:
 def test_a_mark_that_does_not_fit_is_worth_nothing(
     filled: Path, hashed: list[int], how: str
 ) -> None:
-    kept = files.mark_path(filled)
+    kept = store.mark_path(filled)
     if how == "touched":
         os.utime(filled)
     elif how == "copied":
@@ -169,13 +169,13 @@ def test_a_short_ledger_is_hashed_every_time(filled: Path, hashed: list[int]) ->
 def test_balances_of_a_bit_that_the_disk_turned(filled: Path) -> None:
     """The file looks as it did, so only what is read is looked at: the balances."""
     edit(filled, EDITS["low balances"])
-    said = files.mark_path(filled).read_text()
-    before = files.read_mark(filled)
+    said = store.mark_path(filled).read_text()
+    before = store.read_mark(filled)
     assert before is None
-    looks = list(files.looks(filled))
+    looks = list(store.looks(filled))
     start = said.index('"file": ') + len('"file": ')
     end = said.index("]", start) + 1
-    files.mark_path(filled).write_text(said[:start] + str(looks) + said[end:])
+    store.mark_path(filled).write_text(said[:start] + str(looks) + said[end:])
     with Ledger.open(filled) as ledger, pytest.raises(LedgerCorruptError, match="add up to"):
         ledger.population("p").spent()
 
@@ -237,12 +237,12 @@ def test_balances_of_no_population_are_found(filled: Path, use: Callable[[Ledger
 def test_a_malformed_mark_is_no_mark(
     path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:
-    monkeypatch.setattr(files, "MARK_FROM", 1)
+    monkeypatch.setattr(store, "MARK_FROM", 1)
     with Ledger.open(path, create=True) as ledger:
         ledger.population("p", num_clients=4, epsilon=6.0, delta=1e-5)
-    said = json.loads(files.mark_path(path).read_text())
+    said = json.loads(store.mark_path(path).read_text())
     fields = {**{name: json.dumps(field) for name, field in said.items()}, key: value}
     text = ", ".join(f'"{name}": {field}' for name, field in fields.items())
-    files.mark_path(path).write_text(f"{{{text}}}")
+    store.mark_path(path).write_text(f"{{{text}}}")
     with Ledger.open(path, read_only=True) as ledger:
         assert ledger.population("p").info.num_clients == 4

@@ -11,26 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.aggregation import Concatenation
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
-    POOLS,
     Condensation,
+    assemble_condensation,
     begun_without_data,
-    groups_per_step,
     init_notes,
     make_round_models,
-    matching_of,
     moves_of_clients,
-    pool_of,
     statistics_notes,
     training_of,
 )
 from fedquilt.condense.real import condensed_by_clients
-from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import Trainer
@@ -161,30 +156,15 @@ def make_fednum(
     augmentation = Augmentation(config.augmentation)
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
-    synthetic, first_bytes = first_images_of(clients, config, sample, classes, model)
-    server = CondensingServer(
-        Trainer(model, sample, training_of(config), augmentation, config.seed),
-        synthetic,
-        round_models,
-        matching_of(config, sample[0].numel(), round_models.num_features),
-        groups_per_step=groups_per_step(config.batch_num, config.avg_num),
-        traffic=lambda: (engine.bytes_up, engine.bytes_down),
-        # Where nobody sent anything the round passes and the model stays as it is.
-        trains_in=lambda round_index: server.report()["groups"] > 0,
-        restarts=config.feature_model in POOLS,
-        pool=pool_of(config),
-        first_bytes=first_bytes,
-        seed=config.seed,
-    )
-    return Condensation(
+    first = first_images_of(clients, config, sample, classes, model)
+    return assemble_condensation(
         config,
+        Trainer(model, sample, training_of(config), augmentation, config.seed),
         engine,
-        server,
-        lambda: Concatenation(sample.device),
-        notes_on(clients, config.init_method),
-        channels=sample.shape[1],
+        first,
+        notes=notes_on(clients, config.init_method),
         num_classes=num_classes,
-        trains_late=False,  # a round in which nobody sent anything leaves the model alone
+        trains_late=False,
     )
 
 

@@ -29,9 +29,7 @@ reservation counts as spent, for every run, from the moment it is on disk.
 * Either way the ledger may report more than was released, and never less.
 """
 
-from fedquilt.privacy.ledger.balances import ClientRow, Summary
-from fedquilt.privacy.ledger.entries import PopulationInfo, Reservation, RunInfo
-from fedquilt.privacy.ledger.errors import (
+from fedquilt.common.errors import (
     BudgetExceededError,
     LedgerBusyError,
     LedgerConflictError,
@@ -40,11 +38,12 @@ from fedquilt.privacy.ledger.errors import (
     LedgerFileError,
     ReservationError,
 )
+from fedquilt.privacy.ledger.entries import PopulationInfo, Reservation, RunInfo
 from fedquilt.privacy.ledger.files import is_ledger
-from fedquilt.privacy.ledger.history import Charge
 from fedquilt.privacy.ledger.ledger import Ledger, csv_rows
 from fedquilt.privacy.ledger.members import check_ids, roster_name
 from fedquilt.privacy.ledger.population import Population, population_name
+from fedquilt.privacy.ledger.rows import Charge, ClientRow, Summary
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.verify import VerifyReport
 

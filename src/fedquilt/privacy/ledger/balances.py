@@ -15,14 +15,14 @@ spent nothing.  They are as long as the population once somebody asks for everyb
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedquilt.common.errors import LedgerCorruptError
 from fedquilt.common.schema import COUNT, ListOf, check
 from fedquilt.common.untrusted import parse_json
 from fedquilt.privacy.ledger import entries
@@ -33,10 +33,9 @@ from fedquilt.privacy.ledger.entries import (
     decode_charges,
     decode_clients,
 )
-from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.members import members_of
 from fedquilt.privacy.ledger.store import Store
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_left, epsilon_spent
+from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
 _Number = TypeVar("_Number", bound=np.generic)
 _SNAPSHOT_FLOOR = 1 << 16  # bytes of charges below which a snapshot is not worth it
@@ -91,7 +90,11 @@ class Balances:
 
     def left_of(self, clients: IntArray) -> FloatArray:
         """Return the lifetime allowance of clients minus spent minus reserved, never below zero."""
-        free = self.info.allowance_mu2 - _at(self.spent, clients) - _at(self.reserved, clients)
+        free = (
+            self.info.allowance_mu2
+            - balances_at(self.spent, clients)
+            - balances_at(self.reserved, clients)
+        )
         return np.maximum(free, 0.0)
 
     def refresh(self, store: Store) -> None:
@@ -343,185 +346,9 @@ def _long_enough(total: FloatArray, count: int) -> FloatArray:
     return _longer(total, max(0, count - total.size))
 
 
-NEAR_END = 0.9
-"""A client that has spent more than this share of its allowance is near the end."""
-
-_NOTHING = 1e-6  # share of the allowance that is too little for another round
-
-
-@dataclass(frozen=True)
-class ClientRow:
-    """What one client has given away and what it has left.
-
-    `client_id` is None in a population that knows its clients by number.
-    `mu2_…` are squared GDP units, which add up; epsilons are what they mean at the
-    population's delta, and do not add up.  `epsilon_left` is the largest epsilon a
-    new run may ask of this client.
-    """
-
-    client: int
-    client_id: str | None
-    joins: int
-    mu2_spent: float
-    epsilon_spent: float
-    mu2_reserved: float
-    mu2_left: float
-    epsilon_left: float
-    epsilon_allowance: float
-    delta: float
-    last_run: str | None
-    last_round: int | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A population at a glance.
-
-    `exhausted` clients have less than a millionth of their allowance left;
-    `near_end` have spent over 90 % of it (in squared GDP units) and are not
-    exhausted; `unbounded` took part in a release without a bound and are counted
-    as exhausted too.
-    """
-
-    population: str
-    clients: int
-    joined: int
-    epsilon_allowance: float
-    delta: float
-    epsilon_max: float
-    epsilon_median: float
-    exhausted: int
-    near_end: int
-    unbounded: int
-    reserved: int
-    open_reservations: int
-    largest_run_epsilon: float
-    adjacency: str
-    named: bool
-
-
-def bounded_epsilons(spent: FloatArray, info: PopulationInfo) -> FloatArray:
-    """Return epsilons that are at most the allowance wherever the spending is.
-
-    Epsilon grows with μ², so spending at most the allowance costs at most its
-    epsilon; the minimum only takes off what rounding up has added.
-    """
-    epsilons = epsilon_spent(spent, info.delta)
-    within = spent <= info.allowance_mu2
-    return np.where(within, np.minimum(epsilons, info.epsilon), epsilons)
-
-
-def payable_epsilons(left: FloatArray, info: PopulationInfo) -> FloatArray:
-    """Return the largest epsilon that a new run may ask of who has `left`.
-
-    Who has the whole allowance can pay all of it, to the last digit.
-    """
-    whole = left >= info.allowance_mu2
-    return np.where(whole, info.epsilon, epsilon_left(left, info.delta))
-
-
-LISTED = 1_000_000
-"""In a larger population those who were in no release and hold nothing are not listed."""
-
-
-def listed_clients(account: Balances, most: int | None = None) -> IntArray:
-    """Return who has a row: everybody, or the `most` who have spent most, dearest first."""
-    count = account.info.num_clients
-    if most is None:
-        return np.arange(count) if count <= LISTED else account.touched()
-    few = np.arange(min(max(most, 0), count))  # in case nobody has spent anything
-    clients = np.union1d(account.touched(), few)
-    return clients[np.lexsort((clients, -_at(account.spent, clients)))][: few.size]
-
-
-def _at(balances: NDArray[_Number], clients: IntArray) -> NDArray[_Number]:
+def balances_at(balances: NDArray[_Number], clients: IntArray) -> NDArray[_Number]:
     """Return the balances of clients; those beyond their end are zero."""
     found = np.zeros(clients.size, dtype=balances.dtype)
     inside = clients < balances.size
     found[inside] = balances[clients[inside]]
     return found
-
-
-def client_rows(
-    account: Balances, places: Mapping[int, tuple[str, int]], clients: IntArray
-) -> Iterator[ClientRow]:
-    """Return the row of each of `clients`; `places` maps an entry to its run and round.
-
-    The figures are those of the moment of the call, however late they are looked at.
-    """
-    info = account.info
-    spent, reserved = _at(account.spent, clients), _at(account.reserved, clients)
-    left = account.left_of(clients)
-    columns = zip(
-        clients.tolist(),
-        [account.ids[client] if info.named else None for client in clients.tolist()],
-        _at(account.joins, clients).tolist(),
-        spent.tolist(),
-        bounded_epsilons(spent, info).tolist(),
-        reserved.tolist(),
-        left.tolist(),
-        payable_epsilons(left, info).tolist(),
-        _at(account.last_entry, clients).tolist(),
-        strict=True,
-    )
-    return (_row(info, places, *values) for values in columns)
-
-
-def _row(
-    info: PopulationInfo,
-    places: Mapping[int, tuple[str, int]],
-    client: int,
-    client_id: str | None,
-    joins: int,
-    *amounts_and_last: Any,
-) -> ClientRow:
-    spent, epsilon, reserved, left, payable, last = amounts_and_last
-    amounts = (spent, epsilon, reserved, left, payable, info.epsilon, info.delta)
-    return ClientRow(client, client_id, joins, *amounts, *places.get(last, (None, None)))
-
-
-def payable_by_all(account: Balances) -> float:
-    """Return the largest epsilon that a new run may ask of everybody."""
-    whole = account.info.allowance_mu2
-    least = account.left_of(account.touched()).min(initial=whole)  # the others have all of it
-    return float(payable_epsilons(np.array([least]), account.info)[0])
-
-
-def summarise(account: Balances) -> Summary:
-    """Return the summary of a population's account."""
-    info, touched = account.info, account.touched()
-    others = info.num_clients - touched.size  # they have all of their allowance
-    spent, reserved = account.spent[touched], account.reserved[touched]
-    left = account.left_of(touched)
-    epsilons = bounded_epsilons(spent, info)
-    exhausted = left <= _NOTHING * info.allowance_mu2
-    near_end = (spent > NEAR_END * info.allowance_mu2) & ~exhausted
-    return Summary(
-        population=info.name,
-        clients=info.num_clients,
-        joined=int(np.count_nonzero(account.joins[touched])),
-        epsilon_allowance=info.epsilon,
-        delta=info.delta,
-        epsilon_max=float(epsilons.max(initial=0.0)),
-        epsilon_median=_median(epsilons, others),
-        exhausted=int(np.count_nonzero(exhausted)),
-        near_end=int(np.count_nonzero(near_end)),
-        unbounded=int(np.count_nonzero(np.isinf(spent))),
-        reserved=int(np.count_nonzero(reserved)),
-        open_reservations=len(account.open),
-        largest_run_epsilon=payable_by_all(account),
-        adjacency=info.adjacency,
-        named=info.named,
-    )
-
-
-def _median(epsilons: FloatArray, zeros: int) -> float:
-    """Return the median of these and so many zeros.
-
-    Of two middle values it is the larger, so that infinity needs no sum.
-    """
-    middle = (epsilons.size + zeros) // 2 - zeros
-    if not 0 <= middle < epsilons.size:  # a zero, or nobody
-        return 0.0
-    value = float(np.partition(epsilons, middle)[middle])
-    return value if not math.isnan(value) else math.inf

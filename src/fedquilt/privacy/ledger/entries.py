@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedquilt.common import checks
-from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.errors import DataError, InvalidValueError, LedgerCorruptError
 from fedquilt.common.schema import (
     ANY_TEXT,
     COUNT,
@@ -48,7 +48,6 @@ from fedquilt.common.schema import (
 )
 from fedquilt.common.untrusted import parse_json
 from fedquilt.config.choices import ADJACENCIES
-from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
 LEDGER = "ledger"
@@ -84,7 +83,7 @@ class Entry:
                their numbers, which go on from those before them
     run        a run may spend so much of it; `clients` sit out
     resume     the run goes on; its open reservations are dropped, nothing had left
-    reserve    `plan_round` of `clients` count as spent, replacing the same round's
+    reserve    `charges` of `clients` count as spent, replacing the same round's
     settle     a release is about to be used; `reservation` becomes spent
     release    nothing left in that round; `reservation` is dropped
     unbounded  a release without a bound; `clients` are at infinity from now on

@@ -1,4 +1,4 @@
-"""The ledger's file: its tables, its durability, its rights, and how far it was checked.
+"""The ledger's file: its tables, its durability and its rights.
 
 Durability: a rollback journal (DELETE) with `synchronous=EXTRA`.  COMMIT returns
 after the database, the journal and the folder have been synced, so a settled
@@ -11,52 +11,27 @@ Rights: a new file is readable and writable by its owner only (0600).  Under
 zero-out adjacency participation and charges are public, so it may be published,
 but publishing is the owner's decision (`export`), and whoever can write to the
 file can rewrite it.  Change the mode at will; it is not touched again.
-
-The mark of verification: a long past is hashed once.  Whoever opens a ledger for its
-balances hashes every entry first.  That takes about half a second for ten thousand entries
-and is always done up to there.  A longer ledger gets a mark when it is closed: the newest
-entry that was checked, digests of the snapshots that were found to be what the entries add
-up to, and what the file looked like then (inode, size, times of change).  The next one who
-opens it believes the mark only while the file looks exactly so; any write by anybody else,
-through SQLite or around it, is a reason to hash everything again.  Entries after the mark
-are hashed in any case.
-
-The mark lies beside the ledger (`ledger.sqlite.verified`, for its owner only), not in the
-user's own folder.  A mark elsewhere would be safer against somebody who may write where
-the ledger lies and not in the home of its owner; but the chain carries no secret, so such
-a person can rewrite the ledger itself, and only heads kept elsewhere tell.  The mark is
-there to save time and not to add protection, and beside the file it is seen, moved and
-deleted together with it.  The mark itself is believed: whoever edits the ledger and writes
-a mark to match is not found by runs.  What it cannot see is a bit that the disk turned by
-itself in an entry that is read no more; `ledger verify` never uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from fedquilt.common.errors import DataError, StorageError
-from fedquilt.common.storage import check_regular, has_locks, write_file
-from fedquilt.common.untrusted import read_json
-from fedquilt.privacy.ledger.drafts import appear, drafting, no_locks
-from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
-from fedquilt.privacy.ledger.errors import (
+from fedquilt.common.errors import (
     LedgerBusyError,
     LedgerCorruptError,
     LedgerError,
     LedgerFileError,
 )
-from fedquilt.privacy.ledger.journal import check_journal
+from fedquilt.common.storage import check_regular, has_locks
+from fedquilt.privacy.ledger.beside import appear, check_journal, drafting, no_locks
+from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
 
 SCHEMA_VERSION = 2
 """2 since populations may have members and an adjacency; 1 is read and continued."""
@@ -252,64 +227,3 @@ def _in_words(path: Path, error: sqlite3.Error) -> LedgerError:
     if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
         return LedgerError(f"ledger {path} belongs to the thread that opened it; open it there")
     return LedgerFileError(f"ledger {path} cannot be used: {error}")
-
-
-MARK_FROM = 10_000
-"""Entries from which on a mark is kept."""
-
-MARK_VERSION = 1
-_MARK_BYTES = 1 << 24
-
-_LARGEST = 2**63 - 1  # of SQLite's whole numbers
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A ledger's newest checked entry, its checked snapshots, and its file at that time."""
-
-    seq: int
-    hash: str
-    file: tuple[int, ...]
-    snapshots: dict[int, str]
-
-
-def mark_path(ledger: Path) -> Path:
-    """Return where the mark of a ledger is."""
-    return ledger.with_name(f"{ledger.name}.verified")
-
-
-def looks(ledger: Path) -> tuple[int, ...]:
-    """Return what changes whenever anybody writes the file."""
-    found = ledger.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def snapshot_digest(row: Sequence[Any]) -> str:
-    """Return what stands for a row of the snapshots: its entry, balances and open numbers."""
-    digest = hashlib.sha256()
-    for value in row:
-        blob = value if isinstance(value, bytes) else str(value).encode()
-        digest.update(len(blob).to_bytes(8, "big") + blob)
-    return digest.hexdigest()
-
-
-def read_mark(ledger: Path) -> Mark | None:
-    """Return the mark if there is one and the file still looks as it did then."""
-    try:
-        saved = read_json(mark_path(ledger), most=_MARK_BYTES)
-        if saved.pop("schema_version") != MARK_VERSION:
-            return None
-        snapshots = {int(key): str(value) for key, value in saved["snapshots"].items()}
-        mark = Mark(saved["seq"], str(saved["hash"]), tuple(saved["file"]), snapshots)
-        fits = mark.file == looks(ledger)
-    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a mark that cannot be read saves no time, and that is all it is for
-    whole = type(mark.seq) is int and 0 < mark.seq <= _LARGEST
-    return mark if fits and whole else None
-
-
-def write_mark(ledger: Path, mark: Mark) -> None:
-    """Replace the mark; where it cannot be written the next check starts from the beginning."""
-    text = json.dumps({"schema_version": MARK_VERSION, **asdict(mark)})
-    with contextlib.suppress(StorageError):
-        write_file(mark_path(ledger), text.encode(), 0o600)

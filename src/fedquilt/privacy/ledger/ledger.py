@@ -16,15 +16,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError, LedgerConflictError, LedgerCorruptError
 from fedquilt.common.printable import printable
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
-from fedquilt.privacy.ledger.backup import copy_ledger
-from fedquilt.privacy.ledger.balances import Balances, ClientRow
-from fedquilt.privacy.ledger.drafts import remove_drafts
+from fedquilt.privacy.ledger.balances import Balances
+from fedquilt.privacy.ledger.beside import remove_drafts
 from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo
-from fedquilt.privacy.ledger.errors import LedgerConflictError, LedgerCorruptError
 from fedquilt.privacy.ledger.files import SCHEMA_VERSION
 from fedquilt.privacy.ledger.members import check_ids
 from fedquilt.privacy.ledger.population import (
@@ -33,7 +31,9 @@ from fedquilt.privacy.ledger.population import (
     check_named,
     create_population,
 )
+from fedquilt.privacy.ledger.rows import ClientRow
 from fedquilt.privacy.ledger.store import Store, now
+from fedquilt.privacy.ledger.verify import copy_ledger
 
 
 def export_ledger(
@@ -274,7 +274,7 @@ class Ledger:
 
     def verify(self, known_heads: Iterable[str] = ()) -> verify.VerifyReport:
         """Recompute the chain and all balances; see `VerifyReport`."""
-        return verify.verify(self._store, known_heads)
+        return verify.verify_ledger(self._store, known_heads)
 
     def export(self, *, clients: bool = True) -> dict[str, Any]:
         """Return the ledger as plain data for JSON; `clients=False` leaves their rows out."""

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError, LedgerCorruptError
 from fedquilt.common.schema import TEXT, ListOf, Object
 from fedquilt.privacy.ledger.entries import Entry, make_body, read_body
-from fedquilt.privacy.ledger.errors import LedgerCorruptError
 from fedquilt.privacy.ledger.units import IntArray
 
 UNKNOWN = -1
@@ -102,7 +101,7 @@ def _as_texts(client_ids: Iterable[str]) -> tuple[str, ...]:
     return ids
 
 
-def roster_digest(ids: Iterable[str]) -> str:
+def ids_digest(ids: Iterable[str]) -> str:
     """Return what stands for these ids in this order."""
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
@@ -116,7 +115,7 @@ def roster_name(dataset: str, ids: Iterable[str]) -> str:
     'digits-2-f30a0f21996fa08f'
     """
     ordered = sorted(ids)
-    return f"{dataset}-{len(ordered)}-{roster_digest([dataset, *ordered])[:16]}"
+    return f"{dataset}-{len(ordered)}-{ids_digest([dataset, *ordered])[:16]}"
 
 
 def members_body(ids: Iterable[str]) -> str:

@@ -11,30 +11,31 @@ import numpy as np
 
 from fedquilt.common import checks
 from fedquilt.common.bounds import format_left
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import BudgetExceededError, InvalidValueError, LedgerConflictError
 from fedquilt.config.choices import ON_SHORT
 from fedquilt.privacy.ledger import entries
-from fedquilt.privacy.ledger.balances import (
-    Balances,
-    ClientRow,
-    Summary,
-    bounded_epsilons,
-    client_rows,
-    listed_clients,
-    payable_by_all,
-    payable_epsilons,
-    summarise,
-)
+from fedquilt.privacy.ledger.balances import Balances
 from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
-from fedquilt.privacy.ledger.errors import BudgetExceededError, LedgerConflictError
-from fedquilt.privacy.ledger.history import Charge, charges_of_population, charges_of_run
 from fedquilt.privacy.ledger.members import (
     UNKNOWN,
     alike,
     check_ids,
+    ids_digest,
     members_body,
     numbers_of,
-    roster_digest,
+)
+from fedquilt.privacy.ledger.rows import (
+    Charge,
+    ClientRow,
+    Summary,
+    bounded_epsilons,
+    charges_of_population,
+    charges_of_run,
+    client_rows,
+    listed_clients,
+    payable_by_all,
+    payable_epsilons,
+    summary_of,
 )
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.store import Store, now
@@ -208,7 +209,7 @@ class Population:
             epsilon = checks.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
         ids = None if client_ids is None else check_ids(client_ids)
-        roster = None if ids is None else roster_digest(ids)
+        roster = None if ids is None else ids_digest(ids)
         with self._store.writing():
             self._account.refresh(self._store)
             self._account.cover()
@@ -273,7 +274,7 @@ class Population:
             # It was begun when clients were known by number; these got their ids later.
             same = np.array_equal(places, np.arange(places.size))
         else:
-            same = info.roster == (None if ids is None else roster_digest(ids))
+            same = info.roster == (None if ids is None else ids_digest(ids))
         if not same:
             raise LedgerConflictError(
                 f"run {info.name!r} was started with other clients, or with the same in another "
@@ -407,7 +408,7 @@ class Population:
 
     def summary(self) -> Summary:
         """Return the population's figures in one record."""
-        return summarise(self._fresh())
+        return summary_of(self._fresh())
 
 
 def create_population(

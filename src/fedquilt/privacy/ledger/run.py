@@ -8,20 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from fedquilt.common import checks
-from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.ledger import entries
-from fedquilt.privacy.ledger.balances import Balances, joins_in_run, reservation_of
-from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
-from fedquilt.privacy.ledger.errors import (
+from fedquilt.common.errors import (
     BudgetExceededError,
+    InvalidValueError,
     LedgerConflictError,
     LedgerCorruptError,
     ReservationError,
 )
+from fedquilt.privacy.ledger import entries
+from fedquilt.privacy.ledger.balances import Balances, joins_in_run, reservation_of
+from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
 from fedquilt.privacy.ledger.store import Store, now
 from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
 
-_PIECE = 1 << 16  # clients whose numbers stay in the processor's cache
+_CHUNK = 1 << 16  # clients whose numbers stay in the processor's cache
 
 
 def remaining(
@@ -41,7 +41,7 @@ def remaining(
 def _left_of_all(
     account: Balances, run: RunInfo, in_run: FloatArray, settled: Reservation | None = None
 ) -> FloatArray:
-    """Return what `remaining` says of every client, in one pass, piece after piece.
+    """Return what `remaining` says of every client, in one pass, chunk after chunk.
 
     `settled` counts as if it were.
     """
@@ -56,11 +56,11 @@ def _left_of_all(
         for reservation in own:
             reserved[reservation.clients] -= reservation.charges_mu2
     left = np.empty(spent.size)
-    for first in range(0, left.size, _PIECE):
-        piece = slice(first, first + _PIECE)
-        part = np.subtract(account.info.allowance_mu2, spent[piece], out=left[piece])
-        part -= reserved[piece]
-        np.minimum(part, run.budget_mu2 - in_run[piece], out=part)
+    for first in range(0, left.size, _CHUNK):
+        chunk = slice(first, first + _CHUNK)
+        part = np.subtract(account.info.allowance_mu2, spent[chunk], out=left[chunk])
+        part -= reserved[chunk]
+        np.minimum(part, run.budget_mu2 - in_run[chunk], out=part)
         np.maximum(part, 0.0, out=part)
     left[run.sits_out] = 0.0
     return left

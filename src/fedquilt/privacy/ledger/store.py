@@ -1,19 +1,49 @@
-"""Transactions on the file, and the questions asked of its entries."""
+"""Transactions on the file, the questions asked of its entries, and how far it was checked.
+
+The mark of verification: a long past is hashed once.  Whoever opens a ledger for its
+balances hashes every entry first.  That takes about half a second for ten thousand entries
+and is always done up to there.  A longer ledger gets a mark when it is closed: the newest
+entry that was checked, digests of the snapshots that were found to be what the entries add
+up to, and what the file looked like then (inode, size, times of change).  The next one who
+opens it believes the mark only while the file looks exactly so; any write by anybody else,
+through SQLite or around it, is a reason to hash everything again.  Entries after the mark
+are hashed in any case.
+
+The mark lies beside the ledger (`ledger.sqlite.verified`, for its owner only), not in the
+user's own folder.  A mark elsewhere would be safer against somebody who may write where
+the ledger lies and not in the home of its owner; but the chain carries no secret, so such
+a person can rewrite the ledger itself, and only heads kept elsewhere tell.  The mark is
+there to save time and not to add protection, and beside the file it is seen, moved and
+deleted together with it.  The mark itself is believed: whoever edits the ledger and writes
+a mark to match is not found by runs.  What it cannot see is a bit that the disk turned by
+itself in an entry that is read no more; `ledger verify` never uses it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fedquilt.common.errors import DataError, LedgerCorruptError, LedgerError, StorageError
+from fedquilt.common.storage import write_file
+from fedquilt.common.untrusted import read_json
 from fedquilt.privacy.ledger import entries, files
-from fedquilt.privacy.ledger.entries import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
-from fedquilt.privacy.ledger.errors import LedgerCorruptError, LedgerError
+from fedquilt.privacy.ledger.entries import (
+    COLUMNS,
+    FINISH,
+    POPULATION,
+    RESUME,
+    RUN,
+    Entry,
+)
 
 _ENTRY = ", ".join(COLUMNS)
 # Entries that an older fedquilt would misread: with one of them a file of schema 1 becomes
@@ -56,7 +86,7 @@ class Store:
     def check(self) -> None:
         """Refuse a ledger whose entries are not what was written; call it in a transaction.
 
-        The first call hashes every entry, or those after the mark (see `files`); later
+        The first call hashes every entry, or those after the mark; later
         ones hash what was appended since.  Whether charges keep the rules is for
         `verify`; that nobody changed them is found here.  Entries are found by SQLite's
         indexes, which no hash covers: where everything is hashed, these are compared too.
@@ -113,15 +143,15 @@ class Store:
 
     def knows_snapshot(self, population: int, row: tuple[Any, ...]) -> bool:
         """Tell whether this row was checked before, here or when the mark was made."""
-        return self._snapshots.get(population) == files.snapshot_digest(row)
+        return self._snapshots.get(population) == snapshot_digest(row)
 
     def note_snapshot(self, population: int, row: tuple[Any, ...]) -> None:
         """Remember that this row is what the entries add up to."""
-        self._snapshots[population] = files.snapshot_digest(row)
+        self._snapshots[population] = snapshot_digest(row)
 
     def _take_mark(self) -> tuple[int, bytes]:
         """Return how far the ledger was checked before, if that can still be believed."""
-        found = files.read_mark(self.path)
+        found = read_mark(self.path)
         if found is not None:
             digest = self.hash_of(found.seq)
             if isinstance(digest, bytes) and digest.hex() == found.hash:
@@ -131,18 +161,18 @@ class Store:
 
     def _leave_mark(self) -> None:
         """Note how far a long ledger is checked; a reader leaves everything as it is."""
-        if self.read_only or self._checked[0] < files.MARK_FROM or self._connection.in_transaction:
+        if self.read_only or self._checked[0] < MARK_FROM or self._connection.in_transaction:
             return
         # Whatever is wrong now is found, and said, by the next one who opens the ledger.
         with contextlib.suppress(LedgerError, OSError), self.reading():
             self.check()
             columns = "population, seq, spent, joins, last_entry, open"
             rows = list(self.select(f"SELECT {columns} FROM snapshots"))
-            there = {row[0]: files.snapshot_digest(row[1:]) for row in rows}
+            there = {row[0]: snapshot_digest(row[1:]) for row in rows}
             kept = {key: v for key, v in there.items() if self._snapshots.get(key) == v}
             seq, digest = self._checked
-            written = files.Mark(seq, digest.hex(), files.looks(self.path), kept)
-            files.write_mark(self.path, written)
+            written = Mark(seq, digest.hex(), looks(self.path), kept)
+            write_mark(self.path, written)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -297,3 +327,68 @@ class Store:
         if newest is None:
             raise LedgerCorruptError(f"ledger {self.path}: there is no run {run}")
         return newest
+
+
+MARK_FROM = 10_000
+"""Entries from which on a mark is kept."""
+
+
+MARK_VERSION = 1
+
+
+_MARK_BYTES = 1 << 24
+
+
+_LARGEST = 2**63 - 1  # of SQLite's whole numbers
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A ledger's newest checked entry, its checked snapshots, and its file at that time."""
+
+    seq: int
+    hash: str
+    file: tuple[int, ...]
+    snapshots: dict[int, str]
+
+
+def mark_path(ledger: Path) -> Path:
+    """Return where the mark of a ledger is."""
+    return ledger.with_name(f"{ledger.name}.verified")
+
+
+def looks(ledger: Path) -> tuple[int, ...]:
+    """Return what changes whenever anybody writes the file."""
+    found = ledger.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def snapshot_digest(row: Sequence[Any]) -> str:
+    """Return what stands for a row of the snapshots: its entry, balances and open numbers."""
+    digest = hashlib.sha256()
+    for value in row:
+        blob = value if isinstance(value, bytes) else str(value).encode()
+        digest.update(len(blob).to_bytes(8, "big") + blob)
+    return digest.hexdigest()
+
+
+def read_mark(ledger: Path) -> Mark | None:
+    """Return the mark if there is one and the file still looks as it did then."""
+    try:
+        saved = read_json(mark_path(ledger), most=_MARK_BYTES)
+        if saved.pop("schema_version") != MARK_VERSION:
+            return None
+        snapshots = {int(key): str(value) for key, value in saved["snapshots"].items()}
+        mark = Mark(saved["seq"], str(saved["hash"]), tuple(saved["file"]), snapshots)
+        fits = mark.file == looks(ledger)
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a mark that cannot be read saves no time, and that is all it is for
+    whole = type(mark.seq) is int and 0 < mark.seq <= _LARGEST
+    return mark if fits and whole else None
+
+
+def write_mark(ledger: Path, mark: Mark) -> None:
+    """Replace the mark; where it cannot be written the next check starts from the beginning."""
+    text = json.dumps({"schema_version": MARK_VERSION, **asdict(mark)})
+    with contextlib.suppress(StorageError):
+        write_file(mark_path(ledger), text.encode(), 0o600)

@@ -1,4 +1,4 @@
-"""Checking a ledger from the first entry to the last.
+"""Checking a ledger from the first entry to the last, and copies that were checked so.
 
 | what happened to the file                     | what finds it                     |
 |-----------------------------------------------|-----------------------------------|
@@ -9,22 +9,41 @@
 | an older copy put back, the chain rewritten   | known heads only                  |
 
 Each run keeps the heads it has seen; give them as `known_heads`.
+
+Copying the file alone is not enough.  While an entry is written, and after a kill in the
+middle of that, the file `<ledger>-journal` beside it is part of the ledger: it holds what has
+to be put back.  A ledger without its journal may be damaged; a ledger beside the journal of
+another one will be.  SQLite's own backup reads through the journal, under a lock.
+
+A copy is built under another name, checked from its first entry to its last, and appears under
+its own name in one step.  What it replaces is locked meanwhile, so nothing can be entered
+between the look at its entries and the exchange.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.ledger import entries
+from fedquilt.common.errors import (
+    InvalidValueError,
+    LedgerBusyError,
+    LedgerCorruptError,
+    LedgerError,
+    LedgerFileError,
+)
+from fedquilt.common.storage import sync_folder
+from fedquilt.privacy.ledger import entries, files
 from fedquilt.privacy.ledger.balances import Balances, spent_in_run
+from fedquilt.privacy.ledger.beside import appear, drafting
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, Entry, PopulationInfo, RunInfo
-from fedquilt.privacy.ledger.errors import LedgerBusyError, LedgerError, LedgerFileError
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import allowance_mu2
 
@@ -51,7 +70,7 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(store: Store, known_heads: Iterable[str] = ()) -> VerifyReport:
+def verify_ledger(store: Store, known_heads: Iterable[str] = ()) -> VerifyReport:
     """Check the file, the chain, the rules, the balances and the known heads.
 
     Writers wait while it runs, so that it sees one state.
@@ -224,3 +243,94 @@ def _check_worth(entry: Entry, mu2: float, epsilon: float, delta: float) -> None
             f"entry {entry.seq} allows mu²={mu2!r}, more than epsilon={epsilon!r}, "
             f"delta={delta!r} pay for"
         )
+
+
+def copy_ledger(
+    source: Store,
+    target: Path,
+    *,
+    replace: bool,
+    known_heads: Iterable[str] = (),
+    timeout: float = 30.0,
+) -> VerifyReport:
+    """Copy an open ledger to `target`; return what the check of the copy found.
+
+    Parameters
+    ----------
+    source
+        The ledger.  Others may write to it meanwhile; the copy is one state of it.
+    target
+        The file; a link leads to the file that it names.
+    replace
+        Whether a ledger may be there.  It is replaced only when the copy has every one of
+        its entries.
+    known_heads
+        Heads that the copy must have.
+    timeout
+        Seconds to wait for others who use the ledger at `target`.
+    """
+    target = target.resolve()
+    if target.exists() and target.samefile(source.path):
+        raise LedgerFileError(f"ledger {source.path} and {target} are one file")
+    if target.exists() and not replace:
+        raise LedgerFileError(f"{target} exists; name another file, or say that it is replaced")
+    if not target.parent.is_dir():
+        raise LedgerFileError(f"ledger {target}: the folder {target.parent} does not exist")
+    with files.translated(target), drafting(target, timeout) as draft:
+        source.copy_to(draft)
+        report = _checked(draft, source.path, known_heads)
+        _put(draft, target, timeout)
+        sync_folder(target.parent)
+    return report
+
+
+def _checked(draft: Path, source: Path, known_heads: Iterable[str]) -> VerifyReport:
+    with contextlib.closing(Store(draft, read_only=True, timeout=0.0)) as copy:
+        report = verify_ledger(copy, known_heads)
+    if not report.ok:
+        raise LedgerCorruptError(
+            f"ledger {source} is NOT WHOLE, and was not copied: {'; '.join(report.problems)}"
+        )
+    return report
+
+
+def _put(draft: Path, target: Path, timeout: float) -> None:
+    """Give the draft its name, over nothing or over a ledger that has no more than it has."""
+    if not target.exists():
+        _put_new(draft, target)
+        return
+    try:
+        there = Store(target, read_only=False, timeout=timeout)
+    except LedgerFileError as error:
+        raise LedgerFileError(
+            f"whether {target} is newer cannot be told, and it was left as it is: {error}. To go "
+            "on without it, move it away, together with its -journal"
+        ) from error
+    with contextlib.closing(there), there.writing():
+        lacking = _lacking(draft, there)
+        if lacking:
+            raise LedgerError(
+                f"ledger {target} has {lacking} entries that the copy lacks; in its place the "
+                "copy would forget what clients have spent. Nothing was changed"
+            )
+        os.replace(draft, target)
+
+
+def _put_new(draft: Path, target: Path) -> None:
+    journal = target.with_name(f"{target.name}-journal")
+    if os.path.lexists(journal):
+        raise LedgerFileError(
+            f"{journal} belongs to a ledger that is no longer there and would damage the copy: "
+            "put that ledger back, or remove the journal"
+        )
+    appear(draft, target)
+
+
+def _lacking(draft: Path, there: Store) -> int:
+    """Return how many entries of the ledger `there`, its head included, the draft lacks."""
+    hashes = {
+        row[0] for row in there.select("SELECT hash FROM entries UNION SELECT hash FROM head")
+    }
+    heads = [one.hex() if isinstance(one, bytes) else repr(one) for one in hashes]
+    with contextlib.closing(Store(draft, read_only=True, timeout=0.0)) as copy, copy.reading():
+        return len(missing_heads(copy, heads))

@@ -15,7 +15,7 @@ from fedquilt._version import __version__
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.ledger import Charge, Population
-from fedquilt.privacy.ledger.balances import NEAR_END, payable_epsilons
+from fedquilt.privacy.ledger.rows import NEAR_END, payable_epsilons
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent, falls_short
 from fedquilt.report.series import short, upward
 from fedquilt.report.views.spend import open_ledger

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from fedquilt.common.errors import FedquiltError
 from fedquilt.privacy.ledger import Charge, Ledger, Population, RunInfo
-from fedquilt.privacy.ledger.balances import bounded_epsilons
-from fedquilt.privacy.ledger.members import roster_digest
+from fedquilt.privacy.ledger.members import ids_digest
+from fedquilt.privacy.ledger.rows import bounded_epsilons
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.record.folder import RunFolder
 from fedquilt.report.series import short, upward
@@ -230,7 +230,7 @@ def places_of_run(
     first = int(inside[0]) if inside.size else 0
     for tried in (np.arange(size), inside, np.arange(first, size)):
         places = tried[:num_clients]
-        if places.size == num_clients and roster_digest([names[i] for i in places]) == run.roster:
+        if places.size == num_clients and ids_digest([names[i] for i in places]) == run.roster:
             return places
     return None
 
