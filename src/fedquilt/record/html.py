@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedquilt.common.bounds import format_bound
+from fedquilt.common.colors import LIGHT
 from fedquilt.privacy.statement import Statement
 
 _WIDTH, _HEIGHT = 360, 120
@@ -98,7 +99,7 @@ def _chart(metric: str, rounds: Sequence[float], values: Sequence[float | None])
         f"<svg role='img' aria-label='{label}' width='{_WIDTH}' height='{_HEIGHT}' "
         f"viewBox='0 0 {_WIDTH} {_HEIGHT}'>"
         f"<line x1='30' x2='{_WIDTH - 10}' y1='{_HEIGHT - 20}' y2='{_HEIGHT - 20}' stroke='#888'/>"
-        f"<polyline points='{placed}' fill='none' stroke='#0072b2' stroke-width='2'/>"
+        f"<polyline points='{placed}' fill='none' stroke='{LIGHT['blue']}' stroke-width='2'/>"
         f"<text x='0' y='16' font-size='11' fill='#888'>{top:.3g}</text>"
         f"<text x='0' y='{_HEIGHT - 16}' font-size='11' fill='#888'>0</text>"
         f"<text x='{_WIDTH // 2}' y='{_HEIGHT - 4}' font-size='11' fill='#888' "

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt.common.colors import DARK, LIGHT, identities
 from fedquilt.common.spread import spread
-from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.clients import client_groups
 from fedquilt.report.runs import RunSeries, differences, entry_of_view, group_by_config, levels
 from fedquilt.report.series import shorts
+from fedquilt.report.style import mode_colors
 
 SCRIPTS = (
     *("dom.js", "chart.js", "roster.js", "clients.js", "sections.js"),
@@ -35,8 +36,6 @@ PRIVATE_WARNING = (
 LEDGER_WARNING = (
     "FOR THE OPERATOR: this page names clients and says when they were charged. Do not pass it on."
 )
-_PALETTE = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey")
-_DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 
 def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool = False) -> str:
@@ -47,7 +46,7 @@ def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool =
     ready = "ledger" in view or "series" in view
     data = dict(view) if ready else with_comparison(view)
     script = f'(() => {{\n"use strict";\n{"".join(_asset(name) for name in SCRIPTS)}}})();'
-    style = _asset("page.css")
+    style = _palette() + _asset("page.css")
     named = title or _title(data)
     parts = {
         "policy": content_policy(style, script, live=live),
@@ -166,15 +165,29 @@ def _five(value: float | None) -> float | None:
 
 
 def _styles(series: Sequence[RunSeries]) -> list[dict[str, str]]:
-    """Give each series a colour and a dash of its own: a mode's colour where it is alone."""
-    modes = [one.mode for one in series]
-    alone = len(set(modes)) == len(modes) and all(mode in MODE_TABLE for mode in modes)
-    styles = []
-    for place, one in enumerate(series):
-        name = MODE_TABLE[one.mode].color if alone else _PALETTE[place % len(_PALETTE)]
-        turn = place % len(_DASHES) if alone else (place // len(_PALETTE)) % len(_DASHES)
-        styles.append({"color": name, "dash": _DASHES[turn]})
-    return styles
+    """Return how each series looks: colour, dash and marker."""
+    looks = identities([one.mode for one in series], mode_colors())
+    return [
+        {"color": one.color, "dash": " ".join(map(str, one.dash)), "marker": one.marker}
+        for one in looks
+    ]
+
+
+def _palette() -> str:
+    """Return the colours of series as variables of the style: light, dark, and light on paper."""
+
+    def lines(colors: Mapping[str, str]) -> str:
+        return " ".join(f"--{name}: {value};" for name, value in colors.items())
+
+    dark, light = lines(DARK), lines(LIGHT)
+    return (
+        f":root {{ {light} }}\n"
+        "@media (prefers-color-scheme: dark) { "
+        f':root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f':root[data-theme="dark"] {{ {dark} }}\n'
+        '@media print { :root, :root:not([data-theme="light"]), '
+        f':root[data-theme="dark"] {{ {light} }} }}\n'
+    )
 
 
 def _pairs(series: Sequence[RunSeries]) -> list[dict[str, Any]]:

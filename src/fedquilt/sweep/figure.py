@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedquilt.common.colors import identities
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.style import (
-    PALETTE,
+    as_look,
     drawing,
     figure_path,
     figure_settings,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-_DASHES = ("-", "--", ":", "-.")
 _WIDE = 20  # a ratio of largest to smallest value that asks for a logarithmic axis
 
 
@@ -61,6 +61,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: st
     families = _values(rows, keys[1]) if len(keys) > 1 else [None]
     numeric = all(_is_number(value) for value in _values(rows, first))
     places = {_name(value): i for i, value in enumerate(_values(rows, first))}
+    looks = [as_look(one) for one in identities([""] * len(families), {})]
     for index, family in enumerate(families):
         own = [r for r in rows if family is None or r["values"][keys[1]] == family]
         table = _averaged(own, first)
@@ -68,16 +69,15 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: st
             continue
         xs = [value if numeric else places[_name(value)] for value, *_ in table]
         means, lows, highs = (np.asarray([entry[k] for entry in table]) for k in (1, 2, 3))
-        color, dash = PALETTE[index % len(PALETTE)], _DASHES[index % len(_DASHES)]
+        look = looks[index]
         label = None if family is None else f"{keys[1]} = {_name(family)}"
         errors = np.abs(np.vstack([means - lows, highs - means]))
         axes.errorbar(
             xs,
             means,
             np.nan_to_num(errors),
-            color=color,
-            ls=dash,
-            marker="o",
+            **look.line,
+            marker=look.marker,
             capsize=3,
             label=label,
         )
