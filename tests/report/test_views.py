@@ -21,6 +21,8 @@ import fedquilt
 from command_line import Said
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError
+from fedquilt.config import build_config
+from fedquilt.experiment.api import run_config
 from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.result import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
@@ -228,6 +230,34 @@ def test_what_a_bound_means_to_who_guesses(epsilon: float, times: str) -> None:
     assert 100 * exact <= shown <= 100 * exact + 0.1
     looser = guess_sentence(epsilon, 1e-5, "zero-out", gaussian=False)
     assert float(re.findall(r"at most ([\d.]+) times", looser)[0]) > shown
+
+
+def test_the_noise_of_a_page_is_the_figure_of_a_plan(certified: Path) -> None:
+    """One figure for the noise everywhere: that of the whole run, after its last round."""
+    view = run_view(certified)
+    lines = [json.loads(line) for line in (certified / "rounds.jsonl").read_text().splitlines()]
+    size, rounds = 64 * 10 + 10, len(lines)
+    noise, clip = lines[0]["noise_std"], lines[0]["clip_value"]
+    assert all((line["noise_std"], line["clip_value"]) == (noise, clip) for line in lines)
+    expected = np.sqrt(size) * noise / clip / np.sqrt(rounds)
+    assert view["noise_ratio"][-1] == pytest.approx(expected, rel=1e-3)
+    assert view["noise_ratio"][0] == pytest.approx(expected * np.sqrt(rounds), rel=1e-3)
+
+
+def test_shares_are_of_units_that_add_up(certified: Path) -> None:
+    spend = run_view(certified)["spend"]
+    for epsilon, share in zip(spend["epsilons"], spend["shares"], strict=True):
+        given = gaussian_mu(epsilon, 1e-5) ** 2 if epsilon else 0.0
+        assert share == pytest.approx(given / gaussian_mu(spend["budget"], 1e-5) ** 2, abs=2e-3)
+
+
+def test_what_the_mode_has_by_default_is_no_change(tmp_path: Path) -> None:
+    config = build_config({"mode": "certified", "num_rounds": 2, "output_dir": str(tmp_path)})
+    done = run_config(config)
+    assert done.folder is not None
+    changed = [name for name, _, usual in run_view(done.folder)["config"] if not usual]
+    assert {"num_rounds", "output_dir", "mode"} <= set(changed)
+    assert not {"epsilon", "clip_norm", "model", "learning_rate"} & set(changed)
 
 
 def test_names_of_the_ledger_and_where_it_lies_are_the_owner_s(

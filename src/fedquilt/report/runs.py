@@ -389,11 +389,11 @@ def levels(series: Sequence[RunSeries]) -> list[PrivacyLevel]:
     found: dict[tuple[float, float, str], list[int]] = {}
     for index, one in enumerate(series):
         if one.epsilon is not None and one.delta is not None and math.isfinite(one.epsilon):
-            near = (_asked(one), one.delta, one.adjacency)
+            near = (asked_epsilon(one), one.delta, one.adjacency)
             home = next((key for key in found if _same(key, near)), near)
             found.setdefault(home, []).append(index)
     named = [
-        PrivacyLevel(_heading(key), tuple(sorted(own, key=lambda i: _rank(series[i]))))
+        PrivacyLevel(_heading(key), tuple(sorted(own, key=lambda i: rank(series[i]))))
         for key, own in sorted(found.items())
     ]
     inside = {index for level in named for index in level.series}
@@ -403,14 +403,15 @@ def levels(series: Sequence[RunSeries]) -> list[PrivacyLevel]:
     return named + [PrivacyLevel(heading, own) for heading, own in others if own]
 
 
-def _asked(one: RunSeries) -> float:
+def asked_epsilon(one: RunSeries) -> float:
     """Return the epsilon that was asked for, or the one that was reached where that is more."""
     reached = one.epsilon or 0.0
     asked = as_number(one.entries[0].settings.get("epsilon"))
     return asked if math.isfinite(asked) and asked >= reached else reached
 
 
-def _rank(one: RunSeries) -> float:
+def rank(one: RunSeries) -> float:
+    """Return a number that is smaller the better the headline metric of a series is."""
     if one.spread.mean is None:
         return math.inf
     return -one.spread.mean if is_share(one.metric) else one.spread.mean

@@ -49,6 +49,7 @@ def claim_view(
             "notes": [],
             "epsilon_max": None,
             "delta": None,
+            "figure": "ε: no statement yet",
             "lifetime": _plain(_lifetime(None, math.inf, total, config)),
         }
     try:
@@ -66,6 +67,7 @@ def claim_view(
         "explained": _explained(statement, whole, config, shared=lifetime is not None),
         "facts": [*_alone(statement, lifetime), *_facts(statement)],
         "notes": [_without_place(note, hidden) for note in statement.notes],
+        "figure": f"ε ≤ {format_bound(whole)}" if math.isfinite(whole) else "ε = ∞",
         "epsilon_max": record["epsilon_max"],
         "delta": record["delta"],
         "adjacency": record["adjacency"],
@@ -155,7 +157,8 @@ def together_view(
             where = f"the runs of the ledger's population {spend['population']}"
             known = found.get(where)
             if known is None or float(known["epsilon"]) < float(lifetime["epsilon"]):
-                found[where] = _shared(where, lifetime["runs"], lifetime["epsilon"], spend["delta"])
+                given = (lifetime["runs"], lifetime["epsilon"], spend["delta"])
+                found[where] = _shared(where, *given, spend["adjacency"])
     for name, members in sweeps.items():
         own = [runs[i] for i in members if runs[i]["rounds"] or runs[i]["finished"]]
         if len(own) < 2 or all(run["claim"].get("lifetime") for run in own):
@@ -166,7 +169,8 @@ def together_view(
             amplified=any(run["roster_is"] == "available" for run in own),
         )
         where = f"the runs of the sweep {name}"
-        found[where] = _shared(where, len(own), upward(epsilon), delta)
+        adjacency = own[0]["claim"].get("adjacency") or "zero-out"
+        found[where] = _shared(where, len(own), upward(epsilon), delta, adjacency)
     return list(found.values())
 
 
@@ -183,7 +187,9 @@ def _delta(run: Mapping[str, Any]) -> float | None:
     return found if found is not None else (run.get("spend") or {}).get("delta")
 
 
-def _shared(where: str, runs: int | None, epsilon: Any, delta: float | None) -> dict[str, Any]:
+def _shared(
+    where: str, runs: int | None, epsilon: Any, delta: float | None, adjacency: str
+) -> dict[str, Any]:
     looks = "" if runs is None else f" {runs} looks were taken at the clients' data."
     bounded = math.isfinite(float(epsilon)) and delta is not None
     if bounded:
@@ -198,6 +204,10 @@ def _shared(where: str, runs: int | None, epsilon: Any, delta: float | None) -> 
         "epsilon": epsilon,
         "delta": delta,
         "bounded": bounded,
+        "figure": f"ε ≤ {format_bound(float(epsilon))}" if bounded else "ε = ∞",
+        "guess": guess_sentence(float(epsilon), delta or 0.0, adjacency, gaussian=True)
+        if bounded
+        else "",
         "headline": headline,
         "text": f"A client that was in all of {where} has given away that much.{looks}{chosen}",
     }

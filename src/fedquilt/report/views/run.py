@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
+from fedquilt.common.errors import FedquiltError
+from fedquilt.config import (
+    MODE_TABLE,
+    RunConfig,
+    build_config,
+    option_fields,
+    write_config_file,
+)
+from fedquilt.privacy.feasibility import HOPELESS, WORKABLE
 from fedquilt.record.folder import RunFolder
-from fedquilt.record.result import published, split_private
+from fedquilt.record.result import CUSTOM, published, split_private
 from fedquilt.report.runs import parts_of
 from fedquilt.report.series import headline, short, shorts
 from fedquilt.report.views.claim import claim_view
@@ -70,6 +80,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "finished": result is not None,
         "rounds": len(lines),
         "planned": config.num_rounds,
+        "resume": None if result is not None else _resume(config, folder, private),
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
         "claim": claim_view(
@@ -79,6 +90,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),
         "noise_ratio": _noise_ratio(folder, lines),
+        "noise_limits": [WORKABLE, HOPELESS],
         "num_clients": num_clients,
         "cohort_sizes": [len(cohort) for cohort in cohorts],
         "roster": [encode_roster(cohort, num_clients) for cohort in cohorts],
@@ -156,24 +168,34 @@ def _per_round(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """Return the noise of each round against the largest signal it could meet.
+    """Return the noise of all rounds so far against the largest signal they could carry.
 
-    √d · noise_std / clip, with d trained numbers: public, because it follows from options
-    and charges (see `privacy.feasibility`).  Where less than the whole model is noised
-    this is not known from the folder, and neither for a condensation.
+    √(d Σ noise_std²) / Σ clip, with d trained numbers: after the last round it is the figure that
+    a plan is judged by (`privacy.feasibility`).  It is public, because it follows from options
+    and charges.  Where less than the whole model is noised it is not known from the folder, and
+    neither for a condensation.
     """
     config = folder.read_config()
     covered = config.is_bounded(covered=config.patterns("noise_layers") == ("all",))
     size = _model_size(folder) if covered and config.method != "condense" else 0
     if not size or config.trainable != "all":
         return None
-    ratios = [
-        math.sqrt(size) * line["noise_std"] / (line["clip_value"] * line.get("agg_scale", 1.0))
-        if line.get("noise_std") and line.get("clip_value")
-        else None
-        for line in lines
-    ]
+    noise, signal, ratios = 0.0, 0.0, []
+    for line in lines:
+        if line.get("noise_std") and line.get("clip_value"):
+            noise += line["noise_std"] ** 2
+            signal += line["clip_value"] * line.get("agg_scale", 1.0)
+        ratios.append(math.sqrt(size * noise) / signal if signal else None)
     return shorts(ratios, 4)
+
+
+def _resume(config: RunConfig, folder: RunFolder, private: bool) -> str:
+    """Return how a run that has not ended goes on."""
+    place = str(folder.path.resolve()) if private else folder.path.name
+    if CUSTOM in (config.model, config.method, config.dataset):
+        return f"fedquilt.run(..., resume={place!r})"
+    command = "condense" if config.method == "condense" else "run"
+    return f"fedquilt {command} --resume {shlex.quote(place)}"
 
 
 def _model_size(folder: RunFolder) -> int:
@@ -194,11 +216,20 @@ def _joins(cohorts: Sequence[Sequence[int]], num_clients: int) -> list[int]:
 
 
 def _settings(config: RunConfig, private: bool) -> list[list[Any]]:
-    """Return [option, value, whether it is the default] for every option."""
+    """Return [option, value, whether it is what the mode has by default] for every option."""
     fields, values = option_fields(type(config)), config.as_dict()
+    usual = {name: item.default for name, item in fields.items()}
+    with contextlib.suppress(FedquiltError):  # a mode of somebody's own data may ask for more
+        asked = {"mode": config.mode, "method": config.method, "dataset": config.dataset}
+        usual = build_config(asked).as_dict()
+    chosen = ("mode", "method", "dataset", "seed")
     return [
-        [name, _shown(name, values.get(name), private), values.get(name) == item.default]
-        for name, item in fields.items()
+        [
+            name,
+            _shown(name, values.get(name), private),
+            name not in chosen and values.get(name) == usual.get(name),
+        ]
+        for name in fields
     ]
 
 

@@ -86,7 +86,9 @@ def _spend(
         "adjacency": info.adjacency.replace("_", "-"),
         "unbounded": len(charges) - len(paid),
         "rounds": _by_round(paid, len(cohorts), num_clients, info.delta),
-        "epsilons": _by_client(paid, population, folder, num_clients, same),
+        **_by_client(
+            paid, population, folder, num_clients, same, allowance_mu2(epsilon, info.delta)
+        ),
         "charges": _single(paid, cohorts, same),
         "lifetime": lifetime,
         "ids": _ids(population, places) if private else None,
@@ -149,9 +151,17 @@ def _by_round(
 
 
 def _by_client(
-    paid: Sequence[Charge], population: Population, folder: RunFolder, num_clients: int, same: bool
-) -> list[Any] | None:
-    """Return each client's epsilon in this run, in the run's order; None where it is not known."""
+    paid: Sequence[Charge],
+    population: Population,
+    folder: RunFolder,
+    num_clients: int,
+    same: bool,
+    epsilon: float,
+) -> dict[str, list[Any] | None]:
+    """Return each client's epsilon in this run and its share of the budget, in the run's order.
+
+    Shares are of squared GDP units, which add up; None where charges are not known by client.
+    """
     spent: NDArray[np.float64] | None = None
     if same:
         spent = np.zeros(num_clients)
@@ -161,8 +171,12 @@ def _by_client(
         saved = folder.load_checkpoint()
         spent = None if saved is None else saved.state.get("account.spent")
     if spent is None or spent.size != num_clients:
-        return None
-    return [upward(float(value)) for value in bounded_epsilons(spent, population.info)]
+        return {"epsilons": None, "shares": None}
+    budget = allowance_mu2(epsilon, population.info.delta)
+    return {
+        "epsilons": [upward(float(value)) for value in bounded_epsilons(spent, population.info)],
+        "shares": [short(min(1.0, float(value) / budget), 4) for value in spent],
+    }
 
 
 def _single(paid: Sequence[Charge], cohorts: Cohorts, same: bool) -> list[Any] | None:
