@@ -19,6 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, make_server_optimizer
+from fedquilt.common.observer import accept_old_names
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset
@@ -173,6 +175,8 @@ class Method(ABC):
     """Whether clients train the model, so that what training moves travels."""
     holds_parts = False
     """Whether a client's vector may belong to a part of the whole one."""
+    client_widths: Sequence[Fraction] | None = None
+    """What part of the model each client can hold, where the method asks; public."""
     evaluates_slowly = False
     """Whether `before_evaluation` takes long; a checkpoint is then written before it."""
 
@@ -240,18 +244,24 @@ class Method(ABC):
         """Return the model, up to date with all releases, and the measurements of that."""
         return weights, {}
 
-    def look(
-        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    def extra_metrics(
+        self, weights: torch.Tensor, round_index: int, measured: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Return what else the released model shows on test data, beside what was `looked` at.
+        """Return what else the released model shows on test data, beside what was `measured`.
 
         Of a bounded run only what `record.ROUND_PUBLIC` names is published.
         """
         return {}
 
-    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+    def save_artifacts(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the method's own files after so many rounds (None: at the end); return where."""
         return None
+
+    look, keep = extra_metrics, save_artifacts
+
+    def __init_subclass__(cls) -> None:
+        """Read `look` and `keep`, as `extra_metrics` and `save_artifacts` were called."""
+        accept_old_names(cls, {"look": "extra_metrics", "keep": "save_artifacts"})
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what result.json says beyond what every run says."""

@@ -23,7 +23,7 @@ from hostile_models import KINDS, MODELS, NOTHING, audit_data
 from watched_runs import Recorder, Seen, differing, watched_run
 from whole_cases import WholeCase
 
-from fedquilt import round
+from fedquilt import federation
 from fedquilt.audit.canary import Net
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
@@ -39,6 +39,7 @@ from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
 from fedquilt.training.trainers.autograd import train_client
 from fedquilt.training.trainers.vmap import BatchedEngine, BatchTable
+from tiers import one_of_each, rest_is_slow
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
 
@@ -81,7 +82,12 @@ REFUSABLE = {
 """State that cannot be put back, and sums of one's own, may be refused; the rest must run."""
 
 
-@pytest.mark.parametrize("case", HOLDS)
+def own_part(case: str) -> str:
+    """Return what is somebody's own in a case: "late", "optimizer", "median"."""
+    return case.split(",")[0].split(" with ")[0]
+
+
+@pytest.mark.parametrize("case", rest_is_slow([*HOLDS], one_of_each([*HOLDS], own_part)))
 def test_own_code_moves_no_more_than_is_charged(case: str) -> None:
     if "flower" in case:
         pytest.importorskip("flwr")
@@ -167,7 +173,7 @@ def test_the_state_of_an_optimiser_that_nobody_puts_back_is_found(
 def test_a_sum_that_is_believed_to_be_a_sum_is_found(
     monkeypatch: pytest.MonkeyPatch, case: str, least: float
 ) -> None:
-    for module in (assemble, round):
+    for module in (assemble, federation):
         monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
     monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
     (finding,) = whole_runs.replay_worlds([f"{case}, sequential"], kinds=("nothing",))

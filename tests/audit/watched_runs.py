@@ -81,7 +81,7 @@ class Recorder(Observer):
         """Note progress within a round."""
         self.events.append(["working", what, share])
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Note where images were written."""
         self.events.append(["kept", str(path)])
 

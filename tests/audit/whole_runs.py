@@ -69,10 +69,10 @@ from fedquilt.audit.canary import SIDE
 from fedquilt.audit.findings import plain_table, replay_table, scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.vectors import norm
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.experiment import api as experiment
-from fedquilt.privacy.clip import norm
 from fedquilt.record.result import RunResult
 from fedquilt.training.hardware import one_thread
 

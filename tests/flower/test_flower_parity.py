@@ -14,6 +14,7 @@ from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import build_problem
 from fedquilt.training.engines.local import HandEngine
+from tiers import rest_is_slow
 
 BASE: dict[str, Any] = {
     "num_clients": 8,
@@ -83,7 +84,12 @@ def distance(one: RunResult, other: RunResult) -> float:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"condensation", "condensation, global", "depthfl"}
+
+
+@pytest.mark.parametrize(
+    "case", rest_is_slow([*CASES], [case for case in CASES if case not in LONG])
+)
 def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     here, there = both(case, "flower")
     assert there.result["cohorts"] == here.result["cohorts"]

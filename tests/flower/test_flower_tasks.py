@@ -12,12 +12,14 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 import fedquilt
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
-from fedquilt.config import build_config
+from fedquilt.config import CondenseConfig, RunConfig, build_config, option_fields
+from fedquilt.config.option import Flag, kinds_of
+from fedquilt.config.run import option_names
 from fedquilt.flower import wire
 from fedquilt.flower.client_registry import PlaceRegistry
 from fedquilt.flower.node import client_app, new_model
@@ -189,12 +191,76 @@ def test_a_node_reads_what_the_server_meant(case: str) -> None:
     config = build_config({**own, **CONFIGS[case]}, own=True)
     read = wire.read_settings(wire.settings_text(config))
     assert type(read) is type(config)
-    other = {
-        name
-        for name, value in config.as_dict().items()
-        if read.as_dict()[name] != value and name not in ("metrics", "engine", "availability")
-    }
-    assert other <= {"eval_every"}, "places, accounts and evaluation are the server's own"
+    for name in option_names(Flag.NODES, type(config)):
+        assert getattr(read, name) == getattr(config, name), name
+
+
+FREE_TEXTS = {"trainable", "whole", "tiers", "noise_layers", "embed_layer", "augmentation"}
+"""Options without a list of choices that nodes are told: patterns and names, never a path."""
+
+
+@pytest.mark.parametrize("kind", [RunConfig, CondenseConfig])
+def test_a_node_is_told_nothing_that_is_not_declared_for_it(kind: type[RunConfig]) -> None:
+    """Every option at a value of its own, the texts as paths on the server's disk."""
+    config = build_config({"method": kind().method, "mode": kind().mode})
+    assert type(config) is kind
+    secret: dict[str, Any] = {}
+    for number, (name, kinds) in enumerate(kinds_of(kind).items()):
+        if name not in ("mode", "method"):
+            marked = f"/srv/hospital-A/{name}.csv" if str in kinds else 60907000 + number
+            secret[name] = True if bool in kinds else marked
+            object.__setattr__(config, name, secret[name])  # whatever the rules say of it
+    text = wire.settings_text(config)
+    allowed = option_names(Flag.NODES, kind)
+    assert set(json.loads(text)) <= set(allowed)
+    for name, value in secret.items():
+        if name not in allowed or name == "tiers":
+            assert value is True or str(value) not in text
+    rules = {name: item.metadata["rule"] for name, item in option_fields(kind).items()}
+    free = {n for n in allowed if str in kinds_of(kind)[n] and "choices" not in rules[n]}
+    assert free <= FREE_TEXTS
+
+
+WIDE = ["1", "1/2", "1/2", "1"]
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord", "mfl", "smallest", "largest_only"])
+def test_widths_of_a_table_travel_and_its_path_does_not(method: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    table = tmp_path / "hospital-A.csv"
+    table.write_text("client,width\n" + "".join(f"{i},{w}\n" for i, w in enumerate(WIDE)))
+    grid = Recording(client_app(make, client_data), COUNT)
+    options: dict[str, Any] = {"mode": "fedavg", "method": method, "tiers": str(table)}
+    options |= {"num_rounds": 2, "seed": 3, "learning_rate": 0.1}
+    places = PlaceRegistry(grid, COUNT)
+    there = run_on_grid(grid, places, make, held_by_the_server, options, HOW)
+    told = {order.content["config"]["settings"] for order in grid.orders}
+    assert told
+    assert all("hospital-A" not in text for text in told)
+    here = fedquilt.run(
+        new_model(make, 3),
+        [samples(i) for i in range(COUNT)],
+        held_by_the_server(),
+        output_dir=None,
+        **options,
+    )
+    for name, tensor in here.state_dict.items():
+        assert float((tensor - there.state_dict[name]).abs().max()) <= 1e-5
+
+
+class Recording(InProcessGrid):
+    """A grid that keeps the orders of its nodes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.orders: list[Message] = []
+
+    def _answer(self, message: Message) -> list[Message]:
+        if message.metadata.message_type == "train":
+            self.orders.append(message)
+        return super()._answer(message)
 
 
 def test_samples_that_only_clients_hold_cannot_evaluate_a_model() -> None:

@@ -61,9 +61,9 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        ([], ["coreset", "fedavg"]),
+        pytest.param([], ["coreset", "fedavg"], marks=pytest.mark.slow),
         (["--baselines", "all"], ["coreset", "dm", "feddm", "fedavg"]),
-        (["--baselines", " dm , fedavg"], ["dm", "fedavg"]),
+        pytest.param(["--baselines", " dm , fedavg"], ["dm", "fedavg"], marks=pytest.mark.slow),
     ],
 )
 def test_rows_below_that_of_the_condensation(

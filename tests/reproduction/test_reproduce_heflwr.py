@@ -91,7 +91,7 @@ def test_a_width_s_score_is_the_mean_over_its_clients() -> None:
     weights = method._flat.vector.clone()
     own = [method._score(method.own_model(c, weights, 0).module)["accuracy"] for c in range(4)]
     assert len(set(own)) > 1
-    looked = method.look(weights, 0, {})["tiers"]
+    looked = method.extra_metrics(weights, 0, {})["tiers"]
     assert looked["1/2"]["accuracy"] == pytest.approx(sum(own) / 4)
     method.close()
 

@@ -381,6 +381,7 @@ print(len(left), len(os.listdir(here)), [name for name in os.listdir(here) if na
 """
 
 
+@pytest.mark.slow
 def test_sockets_of_a_killed_process_are_removed_by_the_next_and_its_own_by_itself() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # names of sockets are short
         ended = subprocess.run(

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.audit.worlds import KnownNoise, World
+from fedquilt.common.vectors import norm
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.clip import norm
 from fedquilt.privacy.poisson import AmplifiedCertified
 
 # What float64 rounding may add, relative to the numbers that were added and subtracted.

@@ -24,12 +24,7 @@ from fedquilt.cli.run import (
 from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.config.condense import (
-    ALIASES,
-    COMMON_OF_CONDENSE,
-    CONDENSE_PRESETS,
-    NOT_FOR_CONDENSE,
-)
+from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
@@ -43,7 +38,7 @@ PRESET_OPTION = typer.Option(
 )
 
 
-@takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES, common=COMMON_OF_CONDENSE)
+@takes_run_options(kind=CondenseConfig, also=ALIASES)
 @interruptible("condense")  # also while it loads
 def condense(
     settings: dict[str, Any],

@@ -150,7 +150,7 @@ class Watcher(Observer):
         if self._progress is not None:
             self._progress.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass on the file of a condensation's images."""
         if self._on_kept is not None:
             self._on_kept(path)

@@ -138,7 +138,7 @@ class Condensation(Method):
         """
         return self.images.train_if_stale(weights) if self._trains_late else (weights, {})
 
-    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+    def save_artifacts(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""
         # On the way all images are kept: those of one round must fit those of another.
         stored = self.images.grown() if rounds is None else self.images.synthetic

@@ -32,14 +32,9 @@ from fedquilt.config.condense import (
 )
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
+from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT
 from fedquilt.config.run import RunConfig, option_fields
-from fedquilt.config.uses import (
-    CLIENTS,
-    OWN_CLIENTS,
-    SPLIT,
-    refuse_idle,
-    says_something,
-)
+from fedquilt.config.uses import is_effective, reject_unused
 
 SCHEMA_VERSION = 1
 BESIDE = ("preset", "tracker", "quiet")
@@ -93,20 +88,20 @@ def build_config(
     rest = {key: value for key, value in from_file.items() if key not in said}
     config = _made(kind, {**usual, **given}, file, rest)
     if not own:
-        check_company(config)
+        require_two_clients(config)
     if brought:
         return config
     whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
     runs = [{**whole, **arm} for arm in arms] or [whole]
-    refuse_idle(said, runs)
+    reject_unused(said, runs)
     if not _is_record(from_file, kind):
         # A file that names no mode, or another than was typed, is meant for several.
         shared = "mode" in said and from_file.get("mode") != said["mode"]
         try:
-            refuse_idle(rest, [{**whole, "mode": m} for m in MODE_TABLE] if shared else runs)
+            reject_unused(rest, [{**whole, "mode": m} for m in MODE_TABLE] if shared else runs)
         except InvalidValueError as error:
             raise InvalidValueError(f"{error} (in {file})") from error
-    idle = [key for key in base if key not in given and not says_something(key, whole)]
+    idle = [key for key in base if key not in given and not is_effective(key, whole)]
     fields = option_fields(kind)
     return config if arms else config.replace(**{key: fields[key].default for key in idle})
 
@@ -119,7 +114,7 @@ def kind_of(settings: Mapping[str, Any], file: str | Path | None = None) -> type
     return CondenseConfig if method == CondenseConfig.method else RunConfig
 
 
-def check_company(config: RunConfig) -> None:
+def require_two_clients(config: RunConfig) -> None:
     """Raise where noise would have to hide the only client of a data set."""
     if config.mode == DEFAULT_MODE and config.num_clients == 1:
         raise InvalidValueError(

@@ -16,7 +16,8 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
-from fedquilt.config.keywords import Settings, shows_settings
+from fedquilt.config.keywords import Settings
+from fedquilt.config.uses import shows_settings
 from fedquilt.experiment.loop import Watching
 from fedquilt.experiment.start import open_and_train
 from fedquilt.method import RemoteEngine

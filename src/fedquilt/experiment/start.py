@@ -25,6 +25,7 @@ from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_va
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
+from fedquilt.privacy.run_account import open_witness
 from fedquilt.record.folder import RunFolder, run_stem
 from fedquilt.record.result import RunResult, load
 from fedquilt.setup.account import (
@@ -35,7 +36,6 @@ from fedquilt.setup.account import (
     is_bounded,
     needs_account,
     open_account,
-    open_witness,
 )
 from fedquilt.setup.client_evaluation import make_client_evaluation
 from fedquilt.setup.federation import (

@@ -34,6 +34,8 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
 from fedquilt.config import RunConfig, build_config
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.data import Samples, as_samples
 from fedquilt.experiment.api import run_problem
 from fedquilt.experiment.loop import Watching
@@ -55,12 +57,6 @@ from fedquilt.training import Objective, Task
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
-_OPERATORS = frozenset(
-    {
-        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
-        "num_clients",
-    }
-)
 _PREFIX = "FEDQUILT_FLOWER_"
 
 
@@ -97,9 +93,9 @@ class NodesFile(Observer):
         """Pass progress on."""
         self._inner.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass a file's name on."""
-        self._inner.kept(path)
+        self._inner.on_artifact(path)
 
 
 def without_data(problem: Problem) -> Problem:
@@ -260,7 +256,7 @@ def run_from(
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
     count = options.pop("num_clients", None)
-    named = sorted(set(options) & _OPERATORS)
+    named = sorted(set(options) & set(option_names(Flag.OPERATOR)))
     if named:
         raise InvalidValueError(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "

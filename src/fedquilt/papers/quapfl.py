@@ -24,6 +24,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
+from fedquilt.common.vectors import norm
 from fedquilt.config import (
     HYPERPARAMETERS,
     OUTPUT_CONFIG,
@@ -43,7 +44,7 @@ from fedquilt.population import (
     checked_ids,
     propensities,
 )
-from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
+from fedquilt.privacy.clip import FixedClipper, QuantileClipper
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement
@@ -351,12 +352,14 @@ class QuAPFLServer:
         After them who will join, and what the noise will do.
         """
         config = self._run_config
-        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "max_agg_norm")
-        words = [f"{key}: {getattr(config, key)}" for key in listed]
-        words.append(f"epsilon_total: {config.epsilon}")
-        words.append(f"epsilon_base: {config.epsilon / config.num_rounds:.6f}")
+        words = (
+            f"mode: {config.mode}, num_rounds: {config.num_rounds}, "
+            f"learning_rate: {config.learning_rate}, max_clip: {config.max_clip}, "
+            f"max_agg_norm: {config.max_agg_norm}, epsilon_total: {config.epsilon}, "
+            f"epsilon_base: {config.epsilon / config.num_rounds:.6f}"
+        )
         problem = dataclasses.replace(self._problem, selector=self._selector)
-        return [", ".join(words), *expectations(config, problem)]
+        return [words, *expectations(config, problem)]
 
 
 class LocalUpdate(np.ndarray[Any, np.dtype[Any]]):

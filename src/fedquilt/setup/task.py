@@ -21,7 +21,7 @@ from torch import nn
 from fedquilt.common import trees
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import Samples
@@ -323,7 +323,8 @@ def _try_metrics(
 
 def _refuse_unknown(config: RunConfig, own: Own) -> None:
     """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
-    for name in ("method", "engine", "loss", "optimizer", "metrics"):
+    brings = [name for name, item in option_fields().items() if item.metadata["rule"].get("own")]
+    for name in brings:
         brought = getattr(own, name)
         if name == "engine" and brought is None:
             brought = own.remote

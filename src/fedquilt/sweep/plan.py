@@ -20,8 +20,9 @@ from fedquilt.common.schema import COUNT, NAME, Anything, ListOf, Object, check
 from fedquilt.common.storage import check_own_folder, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
-from fedquilt.config.files import check_company, method_defaults
-from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
+from fedquilt.config.files import method_defaults, require_two_clients
+from fedquilt.config.option import CLIENTS, SPLIT
+from fedquilt.config.uses import reject_unused
 from fedquilt.record.schema import check_schema, readable
 
 SCHEMA_VERSION = 1
@@ -244,9 +245,9 @@ def make_plan(
     runs = []
     for settings in chosen:
         config = plain_config({**plain, **settings, "seed": seeds[0]})
-        check_company(config)
+        require_two_clients(config)
         runs.append({**config.as_dict(), CLIENTS: SPLIT})
-    refuse_idle({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
+    reject_unused({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
     return Plan(plain, tuple(keys), tuple(points))
 
 

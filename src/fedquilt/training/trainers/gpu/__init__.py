@@ -113,7 +113,7 @@ class PlannedTraining:
         seen = group.seen.to(start.device)
         sums = self._run(self._program, start, tables, learning_rate)
         updates = self._updates(self._program, start, count)
-        # One by one, as `privacy.clip.norm` computes them: a row's bits are its own affair.
+        # One by one, as `common.vectors.norm` computes them: a row's bits are its own affair.
         lengths = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in updates]
         figures = torch.stack([(sums / seen).to(torch.float64), torch.stack(lengths)])
         return Running(group.clients, updates, figures)
