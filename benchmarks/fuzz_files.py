@@ -608,7 +608,7 @@ def use_ledger(case: Path) -> object:
     with Ledger.open(case / "l.sqlite") as ledger:
         population = ledger.population("by number")
         population.start_run("first", epsilon=3.0)
-        run = population.start_run("new", epsilon=1.0, on_short="sit_out")
+        run = population.start_run("new", epsilon=1.0, if_exhausted="sit_out")
         run.settle(run.reserve(0, [4, 5], 0.001), "fresh")
         run.finish()
         return [(p.summary(), p.spent(), list(p.rows())) for p in ledger.populations()]

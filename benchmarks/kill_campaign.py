@@ -101,7 +101,7 @@ def run_or_resume(parent: Path, ledger: Path, rounds: int, number: int) -> None:
         epsilon=2.0,
         delta=DELTA,
         allowance=ALLOWANCE,
-        on_short="sit_out",
+        if_exhausted="sit_out",
         ledger=str(ledger),
         population="everybody",
         seed=0,  # another seed would deal other clients

@@ -291,7 +291,7 @@ AMPLIFIED = {"amplification": True, "selection": "poisson", "policy": "worst_cas
 def test_a_refused_amplification_leaves_nothing_behind(tmp_path: Path) -> None:
     own(tmp_path, {"a": [0], "b": [1]}, epsilon=1.0, allowance=3.0)
     before = kinds(tmp_path / "own.sqlite")
-    settings = {**AMPLIFIED, "on_short": "sit_out", "allowance": None, "clients_per_round": 1}
+    settings = {**AMPLIFIED, "if_exhausted": "sit_out", "allowance": None, "clients_per_round": 1}
     with pytest.raises(InvalidValueError, match="needs clients with an untouched account"):
         own(tmp_path, {"a": [0], "n": [1]}, **settings)
     assert kinds(tmp_path / "own.sqlite") == before
@@ -338,7 +338,7 @@ def test_the_statement_says_what_the_whole_life_cost(tmp_path: Path) -> None:
 
 def test_a_lifetime_without_a_bound_is_said(tmp_path: Path) -> None:
     certify(tmp_path, mode="fedavg", clients_per_round=1)
-    strict = certify(tmp_path, on_short="sit_out")
+    strict = certify(tmp_path, if_exhausted="sit_out")
     assert strict.statement.is_bounded
     assert any("some client has no bound" in note for note in strict.statement.notes)
 
@@ -452,7 +452,7 @@ def test_own_clients_are_found_by_id(tmp_path: Path) -> None:
     assert second["west"] == second["east"] - first["east"]
     with pytest.raises(BudgetExceededError, match=r"1 of 2 clients .* \(client 'east' has"):
         own(tmp_path, {"newer": [3], "east": [4, 5]}, epsilon=5.0)
-    result = own(tmp_path, {"new": [3], "east": [4, 5]}, epsilon=5.0, on_short="sit_out")
+    result = own(tmp_path, {"new": [3], "east": [4, 5]}, epsilon=5.0, if_exhausted="sit_out")
     assert result.result["joins"] == [2, 0]
 
 
@@ -762,7 +762,7 @@ def test_a_received_configuration_names_no_ledger(tmp_path: Path) -> None:
     certify(tmp_path, population="people")
     ledger = tmp_path / "clients.sqlite"
     config = tiny(mode="fedavg", num_clients=6, ledger=str(ledger), population="people")
-    folder = RunFolder.create(config.replace(spend_everything=True), str(tmp_path / "received"))
+    folder = RunFolder.create(config.replace(allow_unbounded=True), str(tmp_path / "received"))
     folder.close()
     before = ledger.read_bytes()
     known = r"no ledger\.json, by which that ledger knows it: restore ledger\.json"

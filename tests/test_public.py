@@ -46,7 +46,7 @@ CONDENSED = {
     "model_epochs": 1,
 }
 COIN = {"selection": "poisson", "amplification": True, "policy": "worst_case"}
-GROWN = {**CONDENSED, "mode": "certified", "mean_rounds": 1, "drawings": 20, "epsilon": 6.0}
+GROWN = {**CONDENSED, "mode": "certified", "mean_rounds": 1, "synthetic_images": 20, "epsilon": 6.0}
 BOUNDED: dict[str, dict[str, Any]] = {
     "certified": SECRET,
     "rehearsal": {**SECRET, "noise_seed": 3},

@@ -41,7 +41,7 @@ CONDENSED = {
     "mean_rounds": 1,
     "eval_every": 1,
     "ipc": 1,
-    "drawings": 40,
+    "synthetic_images": 40,
     "model_epochs": 2,
 }
 # Who is kept in each round: nobody, one, some, all.

@@ -142,7 +142,7 @@ def test_a_condensation_says_it_of_its_front_and_of_its_defaults() -> None:
             "num_clients": 5,
             "num_rounds": 1,
             "ipc": 1,
-            "drawings": 20,
+            "synthetic_images": 20,
             "model_epochs": 1,
         }
     )

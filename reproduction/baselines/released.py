@@ -114,7 +114,7 @@ def released(config: CondenseConfig, finished: RunResult) -> Release:
         raise InvalidValueError(f"{finished.folder} has lost its checkpoint, which holds the head")
     images = finished.synthetic.images
     shape, head = tuple(images.shape[1:]), torch.from_numpy(checkpoint.state["server.head"])
-    front = make_feature_model(config.front, shape, len(head)).front
+    front = make_feature_model(config.feature_extractor, shape, len(head)).front
     return Release(head, front, images, *normalisation(config, shape[0]))
 
 
@@ -154,7 +154,8 @@ def _head(
     accuracy = float((scores.argmax(dim=1) == targets).float().mean())
     loss = float(functional.cross_entropy(scores, targets))
     return (accuracy, loss), (
-        f"the released head itself on the public front {config.front}; no images are needed"
+        f"the released head itself on the public front {config.feature_extractor}; no images are "
+        "needed"
     )
 
 

@@ -117,7 +117,7 @@ def _config(settings: dict[str, Any], ledger: Path) -> RunConfig:
         "device": "cpu",
         "epsilon": 3.0,
         "ledger": str(ledger),
-        "on_short": "sit_out",
+        "if_exhausted": "sit_out",
     }
     return plain_config({**shared, **settings})
 

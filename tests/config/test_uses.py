@@ -37,8 +37,8 @@ IDLE: list[dict[str, Any]] = [
     {"mode": "certified", "private_quantile": 0.5},
     {"tiers": "1,1/2"},
     {"population": "x"},
-    {"on_short": "sit_out"},
-    {"spend_everything": True},
+    {"if_exhausted": "sit_out"},
+    {"allow_unbounded": True},
     {"noise_layers": "fc*"},
     {"server_momentum": 0.5},
     {"validation_fraction": 0.2},
@@ -94,7 +94,7 @@ def _toml(value: Any) -> str:
 
 USED: list[dict[str, Any]] = [
     {"mode": "fedavg", "ledger": "l", "epsilon": 3.0, "delta": 1e-6, "population": "p"},
-    {"mode": "quap_fl", "ledger": "l", "spend_everything": True},
+    {"mode": "quap_fl", "ledger": "l", "allow_unbounded": True},
     {"mode": "certified", "policy": "cap", "max_joins": 3},
     {"mode": "certified", "policy": "paper", "budget_alpha": 0.4},
     {"mode": "certified", "clipping": "quantile", "private_quantile": 0.4},

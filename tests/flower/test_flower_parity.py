@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "noise_seed": 3,
         "mean_rounds": 1,
         "model_epochs": 2,
-        "drawings": 20,
+        "synthetic_images": 20,
     },
 }
 # Images are matched to tables that agree; a few steps of it stay near.

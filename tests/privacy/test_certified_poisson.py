@@ -226,7 +226,7 @@ def test_touched_accounts_and_part_budgets_are_refused(folder: Path) -> None:
     config, problem = make_problem(CLIENTS, num_rounds=4)
     run_round(make_federation(config, problem, folder / "touched", "before"), 0)
     with pytest.raises(InvalidValueError, match="untouched account"):
-        amplified(folder / "touched", on_short="sit_out", epsilon=1.0)
+        amplified(folder / "touched", if_exhausted="sit_out", epsilon=1.0)
     with pytest.raises(InvalidValueError, match="whole allowance"):
         amplified(folder / "part", epsilon=1.0, allowance=2.0)
 

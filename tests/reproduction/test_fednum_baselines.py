@@ -37,7 +37,7 @@ BOUNDED: dict[str, Any] = {
     "mean_rounds": 1,
     "eval_every": 2,
     "ipc": 1,
-    "drawings": 20,
+    "synthetic_images": 20,
     "model_epochs": 2,
     "epsilon": 6,
 }

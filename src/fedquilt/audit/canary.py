@@ -34,10 +34,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
-from fedquilt.audit.findings import plain_table, scratch_folder
-from fedquilt.audit.worlds import Witness, World, known_entropy
+from fedquilt.audit.findings import plain_table, released_sum, scratch_folder
+from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
@@ -283,11 +282,11 @@ def _release(config: RunConfig, problem: Problem, method: Method, place: Path) -
     account = open_account(config, problem, path, "canary")
     try:
         own = copy.copy(method)
-        own.server = server = Witness(method.server)
+        own.server = server = WatchedServer(method.server)
         federation = build_federation(config, problem, account, own)
         world = World(federation, server, account, None, 1.0)
         world.run(0)
-        released = comparisons.released_sum(world)
+        released = released_sum(world)
     finally:
         account.close()
     if released is None:
@@ -300,5 +299,7 @@ def clip_taken_away(missing: bool) -> contextlib.AbstractContextManager[object]:
     return patch.object(Certified, "clip", _left_alone) if missing else contextlib.nullcontext()
 
 
-def _left_alone(mechanism: Certified, contribution: Contribution) -> Contribution:
+def _left_alone(
+    mechanism: Certified, plan: object, contribution: Contribution, tally: object
+) -> Contribution:
     return contribution

@@ -51,7 +51,7 @@ class World:
     """A federation with or without one client's data, and its newest round."""
 
     federation: Federation
-    server: Witness
+    server: WatchedServer
     account: RunAccount
     victim: int | None
     seconds: float
@@ -103,7 +103,7 @@ class World:
         }
 
 
-class Witness:
+class WatchedServer:
     """A server's step that remembers the release it was given."""
 
     def __init__(self, server: ServerStep) -> None:
@@ -214,7 +214,7 @@ def make_worlds(
         mechanism = _copied(pattern.mechanism, first, account)
         _give_noise(mechanism, noise)
         method = build_method(config, its_problem)
-        server = Witness(_server(case, method))
+        server = WatchedServer(_server(case, method))
         if case.norms:
             method.engine = Prescribed(prescribed(case, seed, method), victim)
         method.server = server

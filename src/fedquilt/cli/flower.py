@@ -121,8 +121,8 @@ def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
         print(f"last run: {printable(last)} ({rounds_of(last)} rounds, {ended})")
 
 
-@flower.command()
-def run(
+@flower.command("run")
+def submit(
     run_config: Annotated[str | None, CONFIG] = None,
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:

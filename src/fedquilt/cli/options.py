@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import typer
@@ -57,11 +57,11 @@ def takes_run_options(
             if parameter.name != "settings"
         ]
         shown = option_names(Flag.COMMON_CONDENSE if condenses else Flag.COMMON, kind)
-        parameters = [*own, _help_all()]
+        parameters = [*own, _help_all(old)]
         parameters += [_parameter(fields[name], kind, hidden=name not in shown) for name in names]
-        for other, name in old.items():
-            before = _parameter(fields[name], kind, hidden=True, called=other)
-            parameters.append(before)
+        parameters += [
+            _parameter(fields[name], kind, hidden=True, called=other) for other, name in old.items()
+        ]
         kinds = kinds_of(kind)
         parameters += [
             _second_name(other, fields[name], float if float in kinds[name] else int)
@@ -79,13 +79,14 @@ def takes_run_options(
 _HELP_ALL = "help_all"
 
 
-def _help_all() -> inspect.Parameter:
-    """Return the option that lists every option."""
+def _help_all(left_out: Collection[str]) -> inspect.Parameter:
+    """Return the option that lists every option but these."""
 
     def show(context: typer.Context, asked: bool) -> None:
         if not asked:
             return
-        hidden = [item for item in context.command.params if getattr(item, "hidden", False)]
+        listed = [item for item in context.command.params if item.name not in left_out]
+        hidden = [item for item in listed if getattr(item, "hidden", False)]
         try:
             for item in hidden:
                 item.hidden = False  # type: ignore[attr-defined]

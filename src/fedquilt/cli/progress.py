@@ -83,7 +83,7 @@ def _terminable() -> Iterator[list[int]]:
 
 
 @contextmanager
-def drawing(what: str) -> Iterator[None]:
+def optional_drawing(what: str) -> Iterator[None]:
     """Let a command go on without a figure that cannot be made, and say why.
 
     The run is finished and paid for: what may be claimed is worth more than a picture, whatever
@@ -163,7 +163,7 @@ class Watcher(Observer):
 
 
 @contextmanager
-def watch(
+def run_observer(
     label: str,
     shown: bool,
     trackers: str = "none",

@@ -328,7 +328,7 @@ def _make_bounded(
             "and no images follow from it"
         )
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
-    front = make_feature_model(config.front, shape, num_classes).front.to(device)
+    front = make_feature_model(config.feature_extractor, shape, num_classes).front.to(device)
     released = Released.nothing(num_classes, count_features(front), device)
     # Updates are scaled to the clip, so the step is in units of it.
     step = config.head_step / config.clip_norm
@@ -344,14 +344,15 @@ def _make_bounded(
         front,
         mean=mean,
         std=std,
-        drawings=config.drawings,
+        drawings=config.synthetic_images,
         growing=GrowingSettings(),
         seed=config.seed,
     )
     notes = (
         "clients send one bounded vector a round, over all classes; the synthetic images and "
         "the model are computed from the noised sums alone",
-        f"features come from a public front ({config.front}) and images begin as public drawings",
+        f"features come from a public front ({config.feature_extractor}) and images begin as "
+        "public drawings",
         *_choice_notes(config),
     )
     size = released.means_total.numel()
@@ -369,7 +370,7 @@ def _make_bounded(
 def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
     """Say on which data the front and the defaults of a condensation were chosen."""
     chosen = {
-        "the front's settings": CHOSEN_ON[config.front],
+        "the front's settings": CHOSEN_ON[config.feature_extractor],
         "the condensation's default settings": CHOSEN_ON["condensation"],
     }
     notes = (choice_note(what, where, config.dataset) for what, where in chosen.items())

@@ -7,6 +7,7 @@ with it; where the package has another name for the same thing, both are underst
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
+    FEATURE_EXTRACTORS,
     FEATURE_MODELS,
-    FRONTS,
     IMAGE_OPTIMIZERS,
     INIT_METHODS,
     LOGIT_LOSSES,
@@ -25,7 +26,14 @@ from fedquilt.config.choices import (
 )
 from fedquilt.config.modes import CONDENSE_MODES
 from fedquilt.config.option import AnyBut, Case, Flag, declare, declare_again
-from fedquilt.config.run import CERTIFIED, OF_SPLIT, RunConfig, option_fields, option_names
+from fedquilt.config.run import (
+    CERTIFIED,
+    OF_SPLIT,
+    RunConfig,
+    old_names,
+    option_fields,
+    option_names,
+)
 
 # The FedNum document's name on the left, the package's on the right.
 ALIASES = {
@@ -230,17 +238,18 @@ class CondenseConfig(RunConfig):
         0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0,
         uses=_TRAINED_POOL)
 
-    front: str = declare(
+    feature_extractor: str = declare(
         "hog-linear", _BOUNDED,
-        "The fixed front that certified statistics are taken through; chosen on MNIST.", F.NODES,
-        choices=FRONTS, uses=CERTIFIED)
+        "The fixed feature extractor that certified statistics are taken through; chosen on MNIST.",
+        F.NODES, was="front", choices=FEATURE_EXTRACTORS, uses=CERTIFIED)
     mean_rounds: int | None = declare(
         None, _BOUNDED, "First rounds, which ask for class means; absent: a fifth.", F.NODES,
         at_least=1, uses=CERTIFIED)
     head_step: float = declare(
         0.8, _BOUNDED, "Step of the head in the other rounds.", F.NODES, above=0, uses=CERTIFIED)
-    drawings: int = declare(
-        15000, _BOUNDED, "Public drawings that images are begun from.", at_least=1, uses=CERTIFIED)
+    synthetic_images: int = declare(
+        15000, _BOUNDED, "Public drawings that the condensed images begin as.", was="drawings",
+        at_least=1, uses=CERTIFIED)
 
     split_file: str | None = declare(
         None, "Data", "Who holds which samples, in the published FedNum code's JSON form.",
@@ -306,8 +315,10 @@ class CondenseConfig(RunConfig):
                 "clipping='quantile' must be 'fixed' with normalise_updates=True: every vector "
                 "is scaled to the clip, and its own length plays no part"
             )
-        if self.drawings < self.ipc:
-            raise InvalidValueError(f"drawings={self.drawings} must be >= ipc={self.ipc}")
+        if self.synthetic_images < self.ipc:
+            raise InvalidValueError(
+                f"synthetic_images={self.synthetic_images} must be >= ipc={self.ipc}"
+            )
 
     def _check_foreign(self) -> None:
         """Refuse options that would do nothing, rather than take them silently."""
@@ -383,24 +394,32 @@ def _numbers(
     return numbers * count
 
 
-def package_names(kind: type[RunConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a kind of configuration under the package's own names."""
-    return with_package_names(settings) if issubclass(kind, CondenseConfig) else dict(settings)
+def package_names(
+    kind: type[RunConfig], settings: Mapping[str, Any], *, warns: bool = False
+) -> dict[str, Any]:
+    """Return settings of a kind of configuration under the names that its options have now.
 
-
-def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the FedNum document's names replaced by the package's."""
+    Names of the FedNum document and of the version before are understood; the latter `warns`.
+    """
+    condenses, old = issubclass(kind, CondenseConfig), old_names(kind)
+    others = {**(ALIASES if condenses else {}), **old}
     renamed: dict[str, Any] = {}
     for key, value in settings.items():
-        name = ALIASES.get(key, key)
+        name = others.get(key, key)
         if name in renamed:
-            document = next(word for word, ours in ALIASES.items() if ours == name)
+            other = next(word for word in settings if others.get(word) == name)
             raise InvalidValueError(
-                f"{document}={settings[document]!r} must not be given beside "
+                f"{other}={settings[other]!r} must not be given beside "
                 f"{name}={settings[name]!r}: they are one option"
             )
-        if key == "join_ratio":
+        if condenses and key == "join_ratio":
             # A share of 1 is everybody; as a whole number it would be one client.
             value = checks.number(key, value, above=0, at_most=1)
+        if warns and key in old:
+            warnings.warn(
+                f"{key} is now {name}; the next version will not know {key}",
+                FutureWarning,
+                stacklevel=2,
+            )
         renamed[name] = value
     return renamed

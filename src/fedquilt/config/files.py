@@ -33,7 +33,7 @@ from fedquilt.config.condense import (
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
 from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT
-from fedquilt.config.run import RunConfig, option_fields
+from fedquilt.config.run import RunConfig, old_names, option_fields
 from fedquilt.config.uses import is_effective, reject_unused
 
 SCHEMA_VERSION = 1
@@ -80,7 +80,10 @@ def build_config(
     base = {} if preset is None else dict(presets[checks.choice("preset", preset, presets)])
     if own:
         base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
-    from_file, said = package_names(kind, from_file), package_names(kind, said)
+    # Whoever wrote a file may change it; a run has written down what it was given.
+    by_hand = not _is_record(from_file, kind)
+    from_file = package_names(kind, from_file, warns=by_hand)
+    said = package_names(kind, said, warns=True)
     check_keys(from_file, str(file), kind)
     check_keys(said, "configuration", kind)
     given = {**from_file, **said}
@@ -94,7 +97,7 @@ def build_config(
     whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
     runs = [{**whole, **arm} for arm in arms] or [whole]
     reject_unused(said, runs)
-    if not _is_record(from_file, kind):
+    if by_hand:
         # A file that names no mode, or another than was typed, is meant for several.
         shared = "mode" in said and from_file.get("mode") != said["mode"]
         try:
@@ -270,8 +273,10 @@ def check_keys(
     extra: tuple[str, ...] = (),
 ) -> None:
     """Raise for a key that no option has, naming the nearest one."""
-    known = [*option_fields(kind), *extra]
-    words = [*known, *ALIASES] if issubclass(kind, CondenseConfig) else known
+    words = [*option_fields(kind), *extra]
+    known = {*words, *old_names(kind)}
+    if issubclass(kind, CondenseConfig):
+        words += ALIASES
     for key in settings:
         if key not in known:
             hint = checks.did_you_mean(key, words)

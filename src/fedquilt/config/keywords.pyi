@@ -70,8 +70,8 @@ class RunSettings(TypedDict, total=False):
     population: str | None
     new_population: bool
     allowance: float | None
-    on_short: str
-    spend_everything: bool
+    if_exhausted: str
+    allow_unbounded: bool
     client_test_fraction: float
     evaluation_share: float
     eval_every: int
@@ -114,12 +114,16 @@ class Settings(RunSettings, total=False):
     logit_loss_type: str
     loss_computation: str
     discrimination: float
-    front: str
+    feature_extractor: str
     mean_rounds: int | None
     head_step: float
-    drawings: int
+    synthetic_images: int
     pixel_mean: str | None
     pixel_std: str | None
     communication_rounds: int
     join_ratio: int | float
     eval_gap: int
+    on_short: str
+    spend_everything: bool
+    front: str
+    drawings: int

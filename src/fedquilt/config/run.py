@@ -23,12 +23,12 @@ from fedquilt.config.choices import (
     CLIPPINGS,
     DEVICES,
     ENGINES,
+    IF_EXHAUSTED,
     LOSSES,
     LR_SCHEDULES,
     METHODS,
     NARROW_METHODS,
     NORM_STATISTICS,
-    ON_SHORT,
     PARTITIONS,
     POLICIES,
     PRECISIONS,
@@ -128,9 +128,9 @@ class RunConfig:
         "quap_fl, quap_fl_client.", F.NODES | _BOTH, choices=MODES)
     model: str = declare(
         "auto", _TRAINING,
-        "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data "
-        "set's.", _BOTH | F.APP | F.PARAMETER)
+        "hog-linear, scatter-linear (a head on frozen features, chosen on MNIST), linear, mlp, "
+        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data set's.",
+        _BOTH | F.APP | F.PARAMETER)
     trainable: str = declare(
         "all", _TRAINING, "Patterns of parameter names, joined by commas; the rest is frozen.",
         F.NODES | F.COMMON | F.NOT_CONDENSE)
@@ -314,15 +314,15 @@ class RunConfig:
     allowance: float | None = declare(
         None, _LEDGER, "Lifetime epsilon of new clients; absent: epsilon.", _BOTH, above=0,
         limit=1e4, uses=({"mode": _CLAIMING}, _IN_LEDGER))
-    on_short: str = declare(
+    if_exhausted: str = declare(
         "refuse", _LEDGER,
         "When clients have less left than epsilon: refuse the run, or let them sit out.",
-        choices=ON_SHORT, uses=(_IN_LEDGER,))
+        was="on_short", choices=IF_EXHAUSTED, uses=(_IN_LEDGER,))
 
-    spend_everything: bool = declare(
+    allow_unbounded: bool = declare(
         False, _LEDGER,
         "Let a run that claims nothing put clients of the ledger at infinity, for ever.",
-        F.OPERATOR, uses=(_IN_LEDGER,))
+        F.OPERATOR, was="spend_everything", uses=(_IN_LEDGER,))
 
     client_test_fraction: float = declare(
         0.0, _RUN,

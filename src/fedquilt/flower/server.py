@@ -8,7 +8,7 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
-| `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
+| `FEDQUILT_FLOWER_ALLOW_UNBOUNDED` | `yes`: runs that claim nothing may end bounds in the ledger |
 | `FEDQUILT_FLOWER_TRACKER` | trackers of runs (`wandb,tensorboard,mlflow`); default none |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
 
@@ -33,7 +33,8 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, build_config, package_names
+from fedquilt.config.files import kind_of
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
 from fedquilt.data import Samples, as_samples
@@ -58,6 +59,7 @@ from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
 _PREFIX = "FEDQUILT_FLOWER_"
+_UNBOUNDED = ("ALLOW_UNBOUNDED", "SPEND_EVERYTHING")  # the latter of versions before
 
 
 NODES_FILE = "nodes.jsonl"
@@ -255,6 +257,7 @@ def run_from(
 ) -> RunResult:
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
+    options = package_names(kind_of(options), options, warns=True)
     count = options.pop("num_clients", None)
     named = sorted(set(options) & set(option_names(Flag.OPERATOR)))
     if named:
@@ -276,8 +279,8 @@ def run_from(
         value = os.environ.get(_PREFIX + name.upper())
         if value:
             options[name] = value
-    if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
-        options["spend_everything"] = True
+    if "yes" in (os.environ.get(_PREFIX + name) for name in _UNBOUNDED):
+        options["allow_unbounded"] = True
     with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
         return run_on_grid(
             grid,

@@ -25,6 +25,7 @@ import numpy as np
 
 from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import CondenseConfig, package_names
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
@@ -214,7 +215,7 @@ def entry_of_result(result: Mapping[str, Any], name: str = "") -> Entry:
             mode=str(result["mode"]),
             dataset=str(metadata.get("dataset")),
             seed=int(metadata["seed"]),
-            settings=dict(_settings(result)),
+            settings=package_names(CondenseConfig, _settings(result)),
             history=dict(history),
             epsilon=epsilon if epsilon >= 0 else math.inf,
             delta=delta if math.isfinite(delta) else None,

@@ -119,12 +119,12 @@ def _start(
     else:
         known = {other.info.name for other in ledger.populations()}
         population = _population(ledger, config, problem)
-        if population.info.name in known and not config.spend_everything:
+        if population.info.name in known and not config.allow_unbounded:
             _check_bound_kept(population, config, problem)
     run = population.start_run(
         run_id,
         epsilon=config.epsilon if is_bounded(config, problem) else None,
-        on_short=config.on_short,
+        if_exhausted=config.if_exhausted,
         client_ids=problem.roster.ids if population.info.named else None,
         allow_alike=config.new_population,
     )
@@ -162,7 +162,7 @@ def _check_bound_kept(population: Population, config: RunConfig, problem: Proble
             f"mode={config.mode!r} claims nothing, so that whoever joins gives away everything, "
             f"for ever: {at_stake} of {len(problem.task.clients)} clients of this run have a bound "
             f"in population {population.info.name!r}. Use a mode that keeps it (certified), leave "
-            "the ledger out, or say spend_everything=True (--spend-everything)"
+            "the ledger out, or say allow_unbounded=True (--allow-unbounded)"
         )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import FRONTS
+from fedquilt.config.choices import FEATURE_EXTRACTORS
 from fedquilt.models.features.frozen import (
     FrozenFront,
     SampleStandard,
@@ -70,7 +70,7 @@ def choice_note(what: str, chosen_on: tuple[str, ...], dataset: str) -> str | No
 
 
 _PUBLIC_IMAGES = {"hog-linear": 2000, "scatter-linear": 1000}  # scattering takes long
-FEATURE_MODELS = FRONTS
+FEATURE_MODELS = FEATURE_EXTRACTORS
 
 _CELLS_PER_SIDE = 28 / 6  # the grid that served best on MNIST, see CHOSEN_ON
 _SCATTERING_DIMENSION = 256
