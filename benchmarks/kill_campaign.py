@@ -469,7 +469,7 @@ def _start_fork_server() -> None:
     import multiprocessing.forkserver
 
     server = multiprocessing.forkserver
-    server.set_forkserver_preload(["fedquilt.training.engines.pool"])
+    server.set_forkserver_preload(["fedquilt.training.engines"])
     server.ensure_running()
     server.ensure_running = server._forkserver.ensure_running = lambda: None
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.common.spread import grouped, spread
+from fedquilt.common.spread import client_spread, grouped
 from fedquilt.errors import InvalidValueError, RunInterrupted
 from fedquilt.experiment.api import RunResult
 from fedquilt.privacy.evaluation import SENSITIVITY, contribution
@@ -408,14 +408,14 @@ def test_a_resumed_run_does_not_publish_an_evaluation_twice(tmp_path: Path) -> N
 
 def test_spread_by_hand() -> None:
     values = [0.2, 0.4, 0.6, 0.8]
-    told = spread([*values, None, math.nan], "x")
+    told = client_spread([*values, None, math.nan], "x")
     pairs = sum(abs(a - b) for a in values for b in values)
     assert told["x"] == pytest.approx(0.5)
     assert told["x_gini"] == pytest.approx(pairs / (2 * 16 * 0.5))
     assert told["x_worst_decile"] == pytest.approx(0.2)
-    assert spread([None], "x") == {}
-    assert spread([0.0, 0.0], "x")["x_gini"] == 0.0
-    twenty = spread([k / 20 for k in range(20)], "x")
+    assert client_spread([None], "x") == {}
+    assert client_spread([0.0, 0.0], "x")["x_gini"] == 0.0
+    twenty = client_spread([k / 20 for k in range(20)], "x")
     assert twenty["x_worst_decile"] == pytest.approx((0 + 1 / 20) / 2)
 
 

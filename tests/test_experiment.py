@@ -455,10 +455,10 @@ def test_a_run_that_diverges_is_recorded_as_strict_json(tmp_path: Path) -> None:
 def test_engines_are_closed_whatever_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.training.trainers.autograd import SequentialEngine
+    from fedquilt.training.engines import LocalEngine
 
     closed: list[str] = []
-    monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
+    monkeypatch.setattr(LocalEngine, "close", lambda engine: closed.append("closed"))
     start(tmp_path, engine="sequential")
     assert closed == ["closed"]
     monkeypatch.setattr(training_loop.Experiment, "measure", lambda *given: 1 / 0)

@@ -38,9 +38,11 @@ from fedquilt.training import (
     FlatModel,
     LocalSettings,
     Task,
+    as_engine,
     make_client_optimizer,
     make_engine,
 )
+from fedquilt.training.trainers import Trainer
 
 Progress = Callable[[str, float], None]
 """Called with the step of a round that is running, and with the share of it that is done."""
@@ -86,6 +88,8 @@ class MethodParts:
         A secret coin decides who takes part, so nothing may follow the cohort's size.
     engine : Engine, optional
         A user's own.
+    trainer : Trainer, optional
+        The one that was made when the engine was chosen.
     lends_memory : bool
         An engine may train in the memory of `flat`, which is written before it is read.
     optimizer : callable, optional
@@ -102,6 +106,7 @@ class MethodParts:
     num_classes: int
     secret_cohort: bool = False
     engine: Engine | None = None
+    trainer: Trainer | None = None
     lends_memory: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     score: Callable[[torch.nn.Module], dict[str, float]] = lambda module: {}
@@ -138,7 +143,8 @@ class MethodParts:
         if self.config.devices is not None:
             return self._on_devices(self.config.devices)
         model = self.flat if self.lends_memory else self.flat.module
-        return make_engine(self.config.engine, model, self.task, self.local_settings)
+        settings, trainer = self.local_settings, self.trainer
+        return make_engine(self.config.engine, model, self.task, settings, trainer=trainer)
 
     def _on_devices(self, names: str) -> Engine:
         """Return one batched engine on each of several devices."""
@@ -189,7 +195,7 @@ class Method(ABC):
         frozen: Sequence[str] = (),
         notes: Sequence[str] = (),
     ) -> None:
-        self.engine = engine
+        self.engine = as_engine(engine)
         self.server = server
         self.released = tuple(released)
         self.frozen = tuple(frozen)

@@ -38,7 +38,8 @@ from fedquilt.training import ClientUpdate
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
 from fedquilt.training.trainers.autograd import train_client
-from fedquilt.training.trainers.vmap import BatchedEngine, BatchTable
+from fedquilt.training.trainers.batches import BatchTable
+from fedquilt.training.trainers.vmap import VmapTrainer
 from tiers import one_of_each, rest_is_slow
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
@@ -190,11 +191,11 @@ def test_a_declared_sensitivity_that_is_too_small_is_found(monkeypatch: pytest.M
 
 def test_programs_as_wide_as_the_largest_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def shrunk(
-        self: BatchedEngine, table: BatchTable, rows: int, width: int
+        self: VmapTrainer, table: BatchTable, rows: int, width: int
     ) -> list[tuple[int, int]]:
         return [(rows, min(width, max(4, widest))) for widest in table.widths]
 
-    monkeypatch.setattr(BatchedEngine, "_program", shrunk)
+    monkeypatch.setattr(VmapTrainer, "_program", shrunk)
     found = problems("width seen, batched", ("nothing", "many NaN"))
     assert any("the victim has nothing, the sum moved" in problem for problem in found)
 

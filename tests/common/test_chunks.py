@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fedquilt.aggregation import RunningMean, make_server_optimizer
 from fedquilt.common import storage, vectors
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.storage import as_safetensors
 from fedquilt.common.vectors import CHUNK, chunks
 from fedquilt.privacy.noise import BandedNoise, SecretNoise, SeededNoise
 

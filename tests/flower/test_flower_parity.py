@@ -13,7 +13,7 @@ from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import build_problem
-from fedquilt.training.engines.local import HandEngine
+from fedquilt.training.engines import LocalEngine
 from tiers import rest_is_slow
 
 BASE: dict[str, Any] = {
@@ -104,8 +104,8 @@ def test_nodes_take_steps_by_hand_where_the_task_has_them(case: str, is_by_hand:
     engine: Any = OneForAll(config, problem)._node.method.engine
     if case != "fedavg":  # one engine for each slice; heterofl hides classes
         (engine,) = engine._engines.values()
-    assert isinstance(engine, HandEngine)
-    assert (engine.by_hand is not None) == is_by_hand
+    assert isinstance(engine, LocalEngine)
+    assert engine.trainer.name == ("manual" if is_by_hand else "autograd")
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from views_samples import small_run
 
 import fedquilt
 from command_line import Said
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.formatting import format_bound
 from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.result import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD

@@ -189,6 +189,6 @@ def test_statistics_of_the_server_do_not_move_with_a_client() -> None:
 
 def test_clients_elsewhere_cannot_be_asked_for_statistics() -> None:
     config, its = problem(batch_normed(), method="heterofl")
-    its = dataclasses.replace(its, task=dataclasses.replace(its.task, elsewhere=True))
+    its = dataclasses.replace(its, task=dataclasses.replace(its.task, is_remote=True))
     with pytest.raises(InvalidValueError, match="on other machines"):
         build_method(config, its)

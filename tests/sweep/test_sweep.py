@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from command_line import Said
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import build_config, plain_config
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger

@@ -114,7 +114,7 @@ def random_directions(count: int, dimension: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(drawn / np.linalg.norm(drawn, axis=1, keepdims=True))
 
 
-class CanaryEngine:
+class CanaryEngine(Engine):
     """Lets canaries send their directions, and everybody else train."""
 
     def __init__(

@@ -38,7 +38,7 @@ from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation, build_method
 from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate
+from fedquilt.training import ClientUpdate, Engine
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -127,7 +127,7 @@ class Still(ServerOptimizer):
         return weights
 
 
-class Prescribed:
+class Prescribed(Engine):
     """An engine whose updates are known in advance; the victim has none."""
 
     def __init__(self, update: Callable[[int, int], torch.Tensor], victim: int | None) -> None:

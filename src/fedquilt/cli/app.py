@@ -16,8 +16,8 @@ from typer.models import ArgumentInfo
 
 from fedquilt._version import __version__
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.common.printable import printable_message
-from fedquilt.common.storage import in_words
+from fedquilt.common.formatting import printable_message
+from fedquilt.common.storage import os_reason
 
 COMMANDS = (
     *("run", "compare", "sweep", "condense", "plan", "statement", "clients", "report", "watch"),
@@ -136,7 +136,7 @@ def main() -> None:
             _drop_output()
             if error.errno not in _NOT_TAKEN:
                 raise
-            _refuse(f"standard output cannot be written: {in_words(error)}")
+            _refuse(f"standard output cannot be written: {os_reason(error)}")
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         if error.errno == errno.ENAMETOOLONG:
             _refuse(f"{name!r} must be a shorter name: {error.strerror}")

@@ -10,7 +10,7 @@ import typer
 
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 
 if TYPE_CHECKING:
     from fedquilt.flower.federation import LocalFederation
@@ -277,7 +277,7 @@ def _shown(name: str) -> str:
 
 
 def _needed() -> None:
-    optional.load("flwr", "fedquilt flower")
+    optional.require("flwr", "fedquilt flower")
 
 
 def _federation(folder: str) -> LocalFederation:

@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.formatting import printable, printable_message
 from fedquilt.common.observer import Observer
-from fedquilt.common.printable import printable, printable_message
 from fedquilt.config import RunConfig
 from fedquilt.observe.progress import Progress
 

@@ -17,8 +17,8 @@ from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import printable_lines
 from fedquilt.common.observer import Observer, Observers, as_observer
-from fedquilt.common.printable import printable_lines
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.choices import FLOWER_ENGINES
 from fedquilt.config.files import read_beside
@@ -113,7 +113,7 @@ def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | 
     if not monitor:
         yield observer
         return
-    optional.load("psutil", "--monitor")
+    optional.require("psutil", "--monitor")
     from fedquilt.observe.round_monitor import RoundMonitor
 
     with RoundMonitor() as measures:
@@ -147,7 +147,7 @@ def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | No
         from fedquilt.experiment.api import resume_run, run_config
 
     if config.engine in FLOWER_ENGINES:
-        optional.load("flwr", f"engine={config.engine!r}")
+        optional.require("flwr", f"engine={config.engine!r}")
         from fedquilt.flower.simulate import simulate
 
         return simulate(config, observer, resume=resume)

@@ -218,8 +218,8 @@ def _make_grouped(
     """Build FedNum: tables of means over groups, matching."""
     held = np.unique(task.targets.cpu().numpy()[_held(task)])
     # Where clients' data are elsewhere, every class of the model may be somebody's.
-    classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
-    too_small = None if task.elsewhere else classes_too_small(task, classes, config.min_group)
+    classes = tuple(map(int, range(num_classes) if task.is_remote else held))
+    too_small = None if task.is_remote else classes_too_small(task, classes, config.min_group)
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -466,7 +466,7 @@ def first_images(
     begun = begun_without_data(synthetic, config)
     if begun is not None:
         return begun, 0
-    if task.elsewhere:
+    if task.is_remote:
         raise InvalidValueError(
             f"init_method={config.init_method!r} must be 'random', 'smooth' or 'leaves' where "
             "clients' data are elsewhere"

@@ -24,7 +24,7 @@ METRICS = ("accuracy", "top<k>", "auroc", "f1", "mse", "mae", "perplexity")
 """What is measured on the test data, beside the loss."""
 CLIENT_OPTIMIZERS = ("sgd", "adam", "nesterov", "adamw")
 LR_SCHEDULES = ("exponential", "constant", "cosine", "step")
-ENGINES = ("auto", "sequential", "batched", "processes", "flower", "flower-ray")
+ENGINES = ("auto", "local", "sequential", "batched", "processes", "flower", "flower-ray")
 FLOWER_ENGINES = ("flower", "flower-ray")
 """Engines whose clients are Flower nodes, in this process or in Ray's (`fedquilt.flower`)."""
 DEVICES = ("auto", "cpu", "cuda")

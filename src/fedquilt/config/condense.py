@@ -264,7 +264,7 @@ class CondenseConfig(RunConfig):
 
     def _check_method(self) -> None:
         self._check_foreign()
-        if self.engine in ("batched", "processes"):
+        if self.engine in ("local", "batched", "processes"):
             raise InvalidValueError(
                 f"engine={self.engine!r} must be left out of a condensation, whose clients do not "
                 "train, or be one of those whose clients are elsewhere"

@@ -19,8 +19,8 @@ from typing import Any
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.common.printable import shortened
-from fedquilt.common.storage import in_words
+from fedquilt.common.formatting import shortened
+from fedquilt.common.storage import os_reason
 from fedquilt.config.condense import (
     ALIASES,
     COLOUR_DEFAULTS,
@@ -239,7 +239,7 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
         content = untrusted.parse_toml(untrusted.read_named(path, untrusted.TOML_BYTES))
     except OSError as error:
         raise InvalidValueError(
-            f"config={str(path)!r} cannot be read: {in_words(error)}"
+            f"config={str(path)!r} cannot be read: {os_reason(error)}"
         ) from error
     except ValueError as error:  # not TOML, not text, or beyond the limits
         raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error

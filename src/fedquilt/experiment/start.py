@@ -42,8 +42,8 @@ from fedquilt.setup.federation import (
     build_federation,
     build_method,
     doubts_of,
-    engine_of_before,
-    settle_engine,
+    engine_for_resume,
+    resolve_auto_engine,
 )
 from fedquilt.setup.task import Problem
 
@@ -67,9 +67,9 @@ def open_and_train(
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
         if resumed:
-            config = engine_of_before(config, problem)
+            config = engine_for_resume(config, problem)
         else:
-            config, problem = settle_engine(config, problem)
+            config, problem = resolve_auto_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)

@@ -78,7 +78,7 @@ class RoundTraffic:
     seconds: float = 0.0
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """Lets Flower nodes do the clients' part of a round.
 
     Parameters

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
 from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes

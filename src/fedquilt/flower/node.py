@@ -127,7 +127,7 @@ class Node:
         samples = [np.zeros(0, dtype=np.int64)] * num_clients
         samples[client] = np.arange(len(held))
         config, problem = problem_from(config, model, held, None, samples, own=own)
-        task = dataclasses.replace(problem.task, elsewhere=True)
+        task = dataclasses.replace(problem.task, is_remote=True)
         return cls(config, dataclasses.replace(problem, task=task))
 
     def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:

@@ -106,7 +106,7 @@ def without_data(problem: Problem) -> Problem:
     Of a simulation `problem.data` stays: resumed with other data it is refused.
     """
     nobody = [np.zeros(0, dtype=np.int64)] * len(problem.task.clients)
-    task = dataclasses.replace(problem.task.public(), clients=nobody, elsewhere=True)
+    task = dataclasses.replace(problem.task.public(), clients=nobody, is_remote=True)
     return dataclasses.replace(problem, task=task)
 
 

@@ -52,7 +52,7 @@ class OneForAll:
     """All nodes of this process work with one method, whose task has everybody's samples."""
 
     def __init__(self, config: RunConfig, problem: Problem) -> None:
-        task = dataclasses.replace(problem.task, elsewhere=True)
+        task = dataclasses.replace(problem.task, is_remote=True)
         local = dataclasses.replace(problem, task=task)
         self._node = Node(config, local)
 
@@ -133,7 +133,7 @@ def _run(
 
 def _with_ray(config: RunConfig, run: Any) -> RunResult:
     """Run beside Flower's simulation, whose nodes are Ray's actors."""
-    optional.load("ray", "engine='flower-ray'")
+    optional.require("ray", "engine='flower-ray'")
     count = config.num_clients or len(build_problem(config)[1].task.clients)
     results: list[RunResult] = []
     server = ServerApp()

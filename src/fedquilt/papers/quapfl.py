@@ -53,7 +53,7 @@ from fedquilt.setup.build_task import problem_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
 from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate, FlatModel, evaluate
+from fedquilt.training import ClientUpdate, Engine, FlatModel, evaluate
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -434,7 +434,7 @@ class _OwnEvaluation:
         return self._problem.metadata()
 
 
-class _OwnTraining:
+class _OwnTraining(Engine):
     """An engine that asks a subclass's `local_training`."""
 
     def __init__(self, server: QuAPFLServer) -> None:

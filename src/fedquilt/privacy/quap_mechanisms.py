@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import BudgetExceededError, InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.common.vectors import is_finite, norm
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.accounting.release import Adjacency

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedquilt.common.bounds import format_bound
+from fedquilt.common.formatting import format_bound
 from fedquilt.privacy.statement import Statement
 
 _WIDTH, _HEIGHT = 360, 120

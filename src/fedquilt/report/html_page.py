@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.spread import spread
+from fedquilt.common.spread import client_spread
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.clients import client_groups
 from fedquilt.report.runs import RunSeries, differences, entry_of_view, group_by_config, levels
@@ -112,7 +112,7 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
 def _measured(found: Mapping[str, Any], joins: Sequence[int]) -> dict[str, Any]:
     """Return the accuracy of each client on its own samples, and its spread over groups."""
     rows = found["rows"]
-    everybody = {"all clients": spread([row.get("accuracy") for row in rows], "mean")}
+    everybody = {"all clients": client_spread([row.get("accuracy") for row in rows], "mean")}
     groups = {**everybody, **client_groups(rows, joins)}
     return {
         "rounds": found["rounds"],

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import CondenseConfig, package_names
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.config.option import Flag

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import format_bound, printable
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.common.spread import spread
+from fedquilt.common.spread import client_spread
 from fedquilt.config import RunConfig
 from fedquilt.data.holdings import shared_sample
 from fedquilt.privacy.evaluation import release_mean
@@ -27,7 +27,7 @@ from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
-from fedquilt.training.trainers.autograd import NEVER_SILENT
+from fedquilt.training.trainers import NEVER_SILENT
 
 Parts = Sequence[NDArray[np.int64]]
 
@@ -123,7 +123,7 @@ class ClientEvaluation:
         """
         self.last = self.score(weights, round_index)
         if not self.is_bounded:
-            return spread([row["accuracy"] for row in self.last], "client_accuracy")
+            return client_spread([row["accuracy"] for row in self.last], "client_accuracy")
         if self.account is None or self.account.evaluation_cost == 0:
             return {}
         measures = {row["client"]: row["accuracy"] for row in self.last}

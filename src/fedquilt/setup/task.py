@@ -54,6 +54,7 @@ from fedquilt.training import (
 from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
+from fedquilt.training.trainers import Trainer
 
 _LOG = logging.getLogger("fedquilt")
 
@@ -108,6 +109,7 @@ class Problem:
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    trainer: Trainer | None = field(default=None, repr=False)
     withheld: tuple[str, ...] = ()
     left_out: frozenset[int] = field(default=frozenset(), repr=False)
     """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
@@ -262,7 +264,7 @@ def make_problem(
     # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
     ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task, left_out = fit.without_spoilt(task, ranges, ignores=ignores)
+        task, left_out = fit.drop_invalid_clients(task, ranges, ignores=ignores)
     else:
         fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
     wanted = config.metrics if own.metrics is None else own.metrics

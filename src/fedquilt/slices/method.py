@@ -80,7 +80,7 @@ class Slices(WholeModel):
         )
         self.client_widths = self.slicing.widths
         engine = cast(SlicedEngine, self.engine)
-        leaves_out = config.absent_classes == "leave_out" and not parts.task.elsewhere
+        leaves_out = config.absent_classes == "leave_out" and not parts.task.is_remote
         self._classes = engine.task.class_mask if leaves_out else None
         self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
         self._statistics = statistics_of(parts.flat.module)
@@ -242,7 +242,7 @@ def _batches_for_statistics(parts: MethodParts) -> Batches:
         if MODE_TABLE[config.mode].noised:
             why = "sums over their inputs would leave clients without clip or noise"
             _refuse_clients(f"mode={config.mode!r}", why)
-        if task.elsewhere:
+        if task.is_remote:
             _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
         return batches_of_clients(task.inputs, task.clients)
     if parts.server_inputs is None:

@@ -40,7 +40,7 @@ import numpy as np
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import shortened
+from fedquilt.common.formatting import shortened
 from fedquilt.slices.ranges import Axis, Bound, parse_bound
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.common.printable import shortened
+from fedquilt.common.formatting import shortened
 from fedquilt.common.randomness import generator
 from fedquilt.common.schema import COUNT, NAME, Anything, ListOf, Object, check
 from fedquilt.common.storage import check_own_folder, write_file

@@ -335,8 +335,8 @@ def _event(package: ModuleType, release: Release, factor: float) -> DpEvent:
 def _package(method: str) -> ModuleType:
     purpose = f"method={method!r} (unlike 'gdp', for releases without sampling)"
     for part in ("pld", "rdp"):  # becomes an attribute of the whole
-        optional.load(f"dp_accounting.{part}", purpose)
-    package: ModuleType = optional.load("dp_accounting", purpose)
+        optional.require(f"dp_accounting.{part}", purpose)
+    package: ModuleType = optional.require("dp_accounting", purpose)
     return package
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, LedgerConflictError, LedgerCorruptError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
 from fedquilt.privacy.ledger.balances import Balances

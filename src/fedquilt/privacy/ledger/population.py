@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from fedquilt.common import checks
-from fedquilt.common.bounds import format_left
 from fedquilt.common.errors import BudgetExceededError, InvalidValueError, LedgerConflictError
+from fedquilt.common.formatting import format_left
 from fedquilt.config.choices import IF_EXHAUSTED
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances
