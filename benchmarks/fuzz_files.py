@@ -1005,6 +1005,8 @@ def without_training() -> None:
         from fedquilt.flower import federation
 
         federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
+        # What is not the user's own is refused before it is read: go on as if all were.
+        federation.LocalFederation._is_said = lambda self: True  # type: ignore[method-assign]
     sweep_figure.plot_sweep = lambda *given: []
     # Runs are refused or begun in processes of their own; a sweep whose runs fail ends with 1.
     begin = sweep._Worker.run

@@ -50,7 +50,7 @@ COHORT = 10
 
 # Where a phase is: the class or module, the function, the phase's name.
 PHASES = (
-    (fedquilt.experiment.api, "problem_from", "start"),
+    (fedquilt.experiment.api, "task_from", "start"),
     (fedquilt.experiment.start, "build_method", "trial of the model"),
     (fedquilt.experiment.start, "open_account", "ledger"),
     (AutogradTrainer, "_train_one", "local training"),

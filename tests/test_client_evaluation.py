@@ -21,7 +21,7 @@ from fedquilt.privacy.evaluation import SENSITIVITY, contribution
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.run_account import EvaluationShare
-from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.clients import hold_back
 from fedquilt.training import evaluate
 from gaussian_oracle import exact_epsilon
 
@@ -295,8 +295,8 @@ def released(
     kind: str, monkeypatch: pytest.MonkeyPatch, victim: str = "c", **changes: Any
 ) -> tuple[list[np.ndarray[Any, Any]], list[float], dict[str, Any]]:
     """Return the sums that evaluations noise, what each client paid, and the public lines."""
+    from fedquilt.experiment import client_evaluation
     from fedquilt.privacy import evaluation
-    from fedquilt.setup import client_evaluation as client_evaluation
 
     sums: list[np.ndarray[Any, Any]] = []
 
@@ -372,7 +372,7 @@ def test_the_noise_is_as_strong_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
             drawn.append(size)
             return super().normal(size)
 
-    from fedquilt.setup import client_evaluation as client_evaluation
+    from fedquilt.experiment import client_evaluation
 
     monkeypatch.setattr(client_evaluation, "noise_source", lambda seed: Counted())
     run(evaluation_share=0.3)

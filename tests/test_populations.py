@@ -193,7 +193,7 @@ def test_a_stopped_run_of_an_older_population_goes_on(tmp_path: Path, adopted: b
     place = {"ledger": str(tmp_path / "clients.sqlite"), "output_dir": str(tmp_path / "runs")}
     folder = stopped(run_config, tiny(**{**CERTIFIED, **place, "partition": "iid"}))
     if adopted:
-        _, problem = assemble_problem.build_problem(tiny(**{**CERTIFIED, "partition": "iid"}))
+        _, problem = assemble_problem.build_task(tiny(**{**CERTIFIED, "partition": "iid"}))
         assert problem.roster.ids is not None
         with Ledger.open(tmp_path / "clients.sqlite") as ledger:
             population = ledger.population(OLDER)

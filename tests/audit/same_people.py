@@ -132,7 +132,7 @@ def _refusal(config: RunConfig) -> str | None:
 
 def _split(config: RunConfig) -> list[list[int]]:
     """Return who holds which samples."""
-    _, built = assemble_problem.build_problem(config)
+    _, built = assemble_problem.build_task(config)
     return [sorted(int(i) for i in part) for part in built.task.clients]
 
 

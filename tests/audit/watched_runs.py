@@ -38,6 +38,7 @@ from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
+from fedquilt.experiment import client_evaluation
 from fedquilt.experiment import loop as training_loop
 from fedquilt.federation import Federation
 from fedquilt.privacy import evaluation
@@ -46,7 +47,6 @@ from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import RunResult
 from fedquilt.round import RoundRecord
-from fedquilt.setup import client_evaluation as client_evaluation
 
 VOLATILE = {
     "result.json": ("metadata.timestamp", "ledger.head"),

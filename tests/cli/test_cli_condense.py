@@ -275,7 +275,7 @@ def test_ctrl_c_before_anything_is_kept(
     def interrupt(*given: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedquilt.experiment.api.build_problem", interrupt)
+    monkeypatch.setattr("fedquilt.experiment.api.build_task", interrupt)
     said = cli("condense", "--quiet")
     assert (said.code, said.err.strip()) == (130, "interrupted: nothing was kept")
     assert not list(here.iterdir())

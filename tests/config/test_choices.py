@@ -12,7 +12,7 @@ import fedquilt
 from fedquilt.config import MODE_TABLE, MODES, Claim, RunConfig, choices, modes, option_fields
 from fedquilt.data import DATASETS
 from fedquilt.models import MODELS
-from fedquilt.models.features.model import _PUBLIC_IMAGES
+from fedquilt.models.features import _PUBLIC_IMAGES
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator, make_policy
 from fedquilt.report.style import COLORS

@@ -12,7 +12,7 @@ from fedquilt.config import build_config
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.training.engines import LocalEngine
 from tiers import rest_is_slow
 
@@ -100,7 +100,7 @@ def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     ("case", "is_by_hand"), [("fedavg", True), ("heterofl", False), ("fedrolex, certified", True)]
 )
 def test_nodes_take_steps_by_hand_where_the_task_has_them(case: str, is_by_hand: bool) -> None:
-    config, problem = build_problem(build_config({**BASE, **CASES[case]}))
+    config, problem = build_task(build_config({**BASE, **CASES[case]}))
     engine: Any = OneForAll(config, problem)._node.method.engine
     if case != "fedavg":  # one engine for each slice; heterofl hides classes
         (engine,) = engine._engines.values()

@@ -27,8 +27,8 @@ from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.flower.simulate import InProcessGrid, _all_settings, _nodes_of, simulate
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import build_problem
-from fedquilt.setup.task import Own
+from fedquilt.setup.build_task import build_task
+from fedquilt.setup.task import UserComponents
 from flower_samples import COUNT, client_data, make_model, run_federation, samples
 from flower_samples import test_data as held_by_the_server
 
@@ -123,7 +123,7 @@ def test_objects_of_the_app_are_the_servers_and_the_nodes(mode: str, tmp_path: P
     grid = InProcessGrid(
         client_app(make_model, client_data, loss=squared, optimizer=momentum), COUNT
     )
-    own = Own(loss=squared, optimizer=momentum, metrics={"squared": squared})
+    own = UserComponents(loss=squared, optimizer=momentum, metrics={"squared": squared})
     there = run_on_grid(
         grid,
         PlaceRegistry(grid, COUNT),
@@ -158,7 +158,7 @@ def test_an_object_that_only_one_side_has_is_refused(
     run_on_grid(
         *(grid, places, make_model, held_by_the_server, options, HOW),
         output_dir=str(tmp_path),
-        own=Own(loss=of_server),
+        own=UserComponents(loss=of_server),
     )
     assert "must be this node's too" in caplog.text
     (folder,) = tmp_path.iterdir()
@@ -170,7 +170,8 @@ def test_a_run_configuration_does_not_name_what_the_app_brings() -> None:
     places, options = PlaceRegistry(grid, COUNT), {"mode": "fedavg", "loss": "mse"}
     with pytest.raises(InvalidValueError, match="loss='mse' must be left out"):
         run_on_grid(
-            *(grid, places, make_model, held_by_the_server, options, HOW), own=Own(loss=squared)
+            *(grid, places, make_model, held_by_the_server, options, HOW),
+            own=UserComponents(loss=squared),
         )
 
 
@@ -326,5 +327,5 @@ def test_actors_read_a_configuration_as_it_is() -> None:
     made = _nodes_of(json.dumps(_all_settings(config)))
     order = wire.Order("", 0, 1, 4, 0.1, "", "", "none", 0.1, False)
     context = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
-    settled, _ = build_problem(config.replace(engine="sequential"))
+    settled, _ = build_task(config.replace(engine="sequential"))
     assert made(context, order).config == settled

@@ -16,7 +16,7 @@ import fedquilt
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.round import run_round
-from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.clients import hold_back
 from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
 from fedquilt.slices.static_norm import (

@@ -35,9 +35,9 @@ from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import as_line, split_private
 from fedquilt.round import RoundRecord, run_round
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import ClientUpdate, Engine
 
 _SAMPLES = 4  # of each client
@@ -233,7 +233,7 @@ def make_worlds(
     return world("whole", None, known), world("silent", None, NoNoise()), neighbours
 
 
-def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
+def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, FederatedTask]:
     """Return the case's configuration and a problem of a few random samples."""
     availability = "always"
     if case.present:
@@ -263,10 +263,10 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
         torch.manual_seed(torch_seed(seed, "replay model"))
         model = nn.Sequential(nn.Flatten(), nn.Linear(side**2, 4), nn.ReLU(), nn.Linear(4, 3))
     parts = np.arange(CLIENTS * _SAMPLES).reshape(CLIENTS, _SAMPLES)
-    return problem_from(config, model, (inputs, labels), (inputs, labels), list(parts))
+    return task_from(config, model, (inputs, labels), (inputs, labels), list(parts))
 
 
-def _of_its_own(problem: Problem, victim: int | None) -> Problem:
+def _of_its_own(problem: FederatedTask, victim: int | None) -> FederatedTask:
     """Return the problem in which the victim holds no sample, with parts of its own."""
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
@@ -275,7 +275,7 @@ def _of_its_own(problem: Problem, victim: int | None) -> Problem:
 
 
 def _account(
-    config: RunConfig, problem: Problem, path: Path, stack: contextlib.ExitStack
+    config: RunConfig, problem: FederatedTask, path: Path, stack: contextlib.ExitStack
 ) -> RunAccount:
     account = open_account(config, problem, path, "replay")
     stack.callback(account.close)

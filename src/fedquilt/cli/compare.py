@@ -87,7 +87,7 @@ def _train(
 ) -> None:
     from fedquilt.common.storage import storage_errors
     from fedquilt.record.folder import make_fresh
-    from fedquilt.setup.build_task import build_problem
+    from fedquilt.setup.build_task import build_task
     from fedquilt.setup.federation import build_method
 
     arms = _arms(modes)
@@ -98,7 +98,7 @@ def _train(
         for name, arm in arms.items()
     }
     for base in bases.values():
-        build_method(*build_problem(base)).close()  # a mistake in the last is found at once
+        build_method(*build_task(base)).close()  # a mistake in the last is found at once
     configs = [
         (name, b.replace(seed=seed)) for name, b in bases.items() for seed in parse_seeds(seeds)
     ]

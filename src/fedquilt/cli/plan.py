@@ -43,12 +43,12 @@ def plan(
             "others add no noise that could be planned"
         )
     # Only now: a configuration that is refused is refused at once.
-    from fedquilt.experiment.preflight import cohort_line, noise_outlook
+    from fedquilt.experiment.preflight import cohort_line, noise_feasibility
     from fedquilt.privacy import feasibility as planning
     from fedquilt.setup.task import build_selector
 
     selector = build_selector(asked, _num_clients(asked))
-    made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
+    made = noise_feasibility(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
         from fedquilt.report.plan import plan_figure
 

@@ -21,6 +21,7 @@ from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
 from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
+from fedquilt.experiment.client_evaluation import ClientEvaluation
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
@@ -38,7 +39,6 @@ from fedquilt.record.result import (
 )
 from fedquilt.round import RoundRecord, begin_round, finish_round, run_round
 from fedquilt.setup.account import account_notes, check_account_of
-from fedquilt.setup.client_evaluation import ClientEvaluation
 from fedquilt.training import FlatModel
 from fedquilt.training.hardware import on_side_stream, one_thread, record_event
 

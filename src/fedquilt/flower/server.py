@@ -38,7 +38,7 @@ from fedquilt.config.files import kind_of
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
 from fedquilt.data import Samples, as_samples
-from fedquilt.experiment.api import run_problem
+from fedquilt.experiment.api import run_task
 from fedquilt.experiment.loop import Watching
 from fedquilt.flower.client_registry import ClientRegistry, KeyRegistry, NodeRoster, PlaceRegistry
 from fedquilt.flower.engine import FlowerEngine
@@ -52,8 +52,8 @@ from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.observe.trackers import tracked
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import problem_from
-from fedquilt.setup.task import Own, Problem
+from fedquilt.setup.build_task import task_from
+from fedquilt.setup.task import FederatedTask, UserComponents
 from fedquilt.training import Objective, Task
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
@@ -100,7 +100,7 @@ class NodesFile(Observer):
         self._inner.on_artifact(path)
 
 
-def without_data(problem: Problem) -> Problem:
+def without_data(problem: FederatedTask) -> FederatedTask:
     """Return a problem in whose task no client has samples.
 
     Of a simulation `problem.data` stays: resumed with other data it is refused.
@@ -110,7 +110,7 @@ def without_data(problem: Problem) -> Problem:
     return dataclasses.replace(problem, task=task)
 
 
-def served_problem(problem: Problem, engine: FlowerEngine) -> Problem:
+def served_problem(problem: FederatedTask, engine: FlowerEngine) -> FederatedTask:
     """Return a problem whose clients are the nodes of an engine."""
     if problem.client_tests is not None:
         raise InvalidValueError(
@@ -133,7 +133,7 @@ def run_on_grid(
     output_dir: str | None = None,
     resume: str | Path | None = None,
     observer: Watching | None = None,
-    own: Own | None = None,
+    own: UserComponents | None = None,
 ) -> RunResult:
     """Run a user's model on nodes that hold the data.
 
@@ -153,7 +153,7 @@ def run_on_grid(
     own
         A loss, an optimiser and metrics that are objects; the nodes' app has the same.
     """
-    own = own or Own()
+    own = own or UserComponents()
     config = _config(options, resume, own)
     test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
@@ -161,7 +161,7 @@ def run_on_grid(
     engine = FlowerEngine(grid, registry, config, settings, report=nodes_file.write)
     own = dataclasses.replace(own, remote=engine)
     config, problem = _problem(config, model, test, engine, client_ids, own)
-    return run_problem(
+    return run_task(
         config,
         served_problem(problem, engine),
         output_dir=None if resume is not None else output_dir,
@@ -170,7 +170,9 @@ def run_on_grid(
     )
 
 
-def _config(options: Mapping[str, Any], resume: str | Path | None, own: Own) -> RunConfig:
+def _config(
+    options: Mapping[str, Any], resume: str | Path | None, own: UserComponents
+) -> RunConfig:
     """Return the run's settings: those of the folder that is resumed, or new ones."""
     if resume is not None:
         return RunFolder.open(resume).read_config()
@@ -197,8 +199,8 @@ def _problem(
     test: Samples,
     engine: FlowerEngine,
     client_ids: Sequence[str] | None,
-    own: Own,
-) -> tuple[RunConfig, Problem]:
+    own: UserComponents,
+) -> tuple[RunConfig, FederatedTask]:
     """Build the problem of a server: public samples in the place of data nobody has here."""
     num_clients = engine.registry.num_clients
     if config.num_clients not in (None, num_clients):
@@ -210,7 +212,7 @@ def _problem(
     public = Task(test.inputs, test.targets, [], objective=form).public()
     unseen = Samples(public.inputs, public.targets, "train", test.num_classes)
     nobody = [np.zeros(0, dtype=np.int64)] * num_clients
-    config, problem = problem_from(config, model, unseen, test, nobody, client_ids, own)
+    config, problem = task_from(config, model, unseen, test, nobody, client_ids, own)
     return config, without_data(problem)
 
 
@@ -237,7 +239,7 @@ def server_app(
         Given the result.
     """
     app = ServerApp()
-    own = Own(loss=loss, optimizer=optimizer, metrics=metrics)
+    own = UserComponents(loss=loss, optimizer=optimizer, metrics=metrics)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
@@ -253,7 +255,7 @@ def run_from(
     run_config: Mapping[str, Any],
     make_model: MakeModel,
     test_data: Callable[[], object],
-    own: Own | None = None,
+    own: UserComponents | None = None,
 ) -> RunResult:
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)

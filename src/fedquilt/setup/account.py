@@ -32,20 +32,20 @@ from fedquilt.privacy.statement import weak_epsilon
 from fedquilt.record.checkpoint import Checkpoint
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup.mechanism import check_untouched
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 
 # Names at least so alike are taken for one name and a slip of the keyboard.
 _ALIKE = 0.8
 
 
-def needs_account(config: RunConfig, problem: Problem) -> bool:
+def needs_account(config: RunConfig, problem: FederatedTask) -> bool:
     """Tell whether a run is entered into a ledger: whoever claims a bound, others if asked."""
     return config.ledger is not None or is_bounded(config, problem)
 
 
 def open_account(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     path: Path,
     run_id: str,
     *,
@@ -107,7 +107,7 @@ def _remove_unused(path: Path) -> None:
 def _start(
     ledger: Ledger,
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     run_id: str,
     resumed: bool,
     witness: Witness | None,
@@ -141,7 +141,7 @@ def _start(
     return account
 
 
-def _check_bound_kept(population: Population, config: RunConfig, problem: Problem) -> None:
+def _check_bound_kept(population: Population, config: RunConfig, problem: FederatedTask) -> None:
     """Refuse to put clients that have a bound at infinity, unless it was said.
 
     It was, too, where only runs without a bound were begun and nothing has been released yet:
@@ -165,7 +165,7 @@ def _check_bound_kept(population: Population, config: RunConfig, problem: Proble
         )
 
 
-def _check_new_run(config: RunConfig, problem: Problem) -> None:
+def _check_new_run(config: RunConfig, problem: FederatedTask) -> None:
     """Refuse a run that no ledger can take, before there is one."""
     if config.population is not None:
         check_name("population", config.population)
@@ -198,7 +198,7 @@ _RESTORE = (
 )
 
 
-def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolder) -> None:
+def check_account_not_lost(config: RunConfig, problem: FederatedTask, folder: RunFolder) -> None:
     """Refuse a run without ledger.json, unless it was stopped before it had an account.
 
     What it released would be left out of its claim.  And a ledger that only a configuration
@@ -216,7 +216,7 @@ def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolde
         )
 
 
-def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
+def check_same_clients(problem: FederatedTask, entered: dict[str, Any], folder: Path) -> None:
     """Refuse other clients than those a run was begun with; an older folder does not say."""
     if entered.get("clients", problem.roster.digest) != problem.roster.digest:
         raise RunFolderError(
@@ -225,13 +225,13 @@ def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) 
         )
 
 
-def identity_of(problem: Problem, salt: bytes | None = None) -> dict[str, str]:
+def identity_of(problem: FederatedTask, salt: bytes | None = None) -> dict[str, str]:
     """Return, for the owner, what tells these clients and data from others."""
     salt = salt or secrets.token_bytes(32)
     return {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
 
 
-def check_identity(problem: Problem, folder: RunFolder) -> None:
+def check_identity(problem: FederatedTask, folder: RunFolder) -> None:
     """Refuse to resume with other clients or other data; an older folder does not say."""
     kept = folder.read_clients()
     if kept is None:
@@ -270,7 +270,7 @@ def check_account_of(saved: Checkpoint, account: RunAccount) -> None:
         )
 
 
-def is_bounded(config: RunConfig, problem: Problem) -> bool:
+def is_bounded(config: RunConfig, problem: FederatedTask) -> bool:
     """Ask the configuration, given what its noise covers of this model."""
     if MODE_TABLE[config.mode].claim is not Claim.IF_COVERED:
         return config.is_bounded(covered=True)
@@ -322,7 +322,7 @@ def account_notes(
     return tuple(notes)
 
 
-def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
+def _population(ledger: Ledger, config: RunConfig, problem: FederatedTask) -> Population:
     """Find the clients in the ledger, or enter them with their lifetime allowance."""
     roster, count = problem.roster, len(problem.task.clients)
     known = {population.info.name: population.info for population in ledger.populations()}

@@ -220,28 +220,15 @@ class _Adapted(Engine):
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
-    ) -> Iterator[ClientUpdate]:
-        updates: Iterator[ClientUpdate] = self._engine.train(
-            start, cohort, round_index, learning_rate
-        )
+    is_small = property(lambda self: bool(getattr(self._engine, "is_small", False)))
+    starts_early = property(lambda self: bool(getattr(self._engine, "starts_early", False)))
+
+    def train(self, *given: Any) -> Iterator[ClientUpdate]:
+        updates: Iterator[ClientUpdate] = self._engine.train(*given)
         return updates
 
     def close(self) -> None:
         self._engine.close()
-
-    @property
-    def is_small(self) -> bool:
-        return bool(getattr(self._engine, "is_small", False))
-
-    @property
-    def starts_early(self) -> bool:
-        return bool(getattr(self._engine, "starts_early", False))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -249,8 +236,7 @@ class _Adapted(Engine):
 
 def as_engine(engine: Any) -> Engine:
     """Return an engine that declares what it can do: the given one, where it does."""
-    declared = ("is_small", "starts_early", "lend_updates")
-    if all(hasattr(engine, name) for name in declared):
+    if all(hasattr(engine, name) for name in ("is_small", "starts_early", "lend_updates")):
         given: Engine = engine
         return given
     return _Adapted(engine)

@@ -52,95 +52,42 @@ WIDEST = {"manual": 1024, "gpu": 256}
 _TOKENS = (torch.int32, torch.int64)  # what `nn.Embedding` takes
 
 
-class _Case(NamedTuple):
-    """A model and what its clients do, as a reason looks at it."""
-
-    flat: FlatModel
-    task: Task
-    settings: LocalSettings
-
-    @property
-    def input_types(self) -> set[torch.dtype]:
-        """The type of the inputs, where inputs and targets are one tensor each; else none."""
-        given = self.task.inputs, self.task.targets
-        is_plain = all(isinstance(part, torch.Tensor) for part in given)
-        return {self.task.inputs.dtype} if is_plain else set()
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the loss is the cross-entropy of one class a sample."""
-        objective, targets = self.task.objective, self.task.targets
-        is_label = targets.dim() == 1 and not targets.is_floating_point()
-        return is_label and objective.loss == "cross_entropy" and objective.ignore_index == IGNORED
-
-
-_BOTH = ("manual", "gpu")
-_REASONS: tuple[tuple[Sequence[str], Callable[[str, _Case], bool], str], ...] = (
-    (
-        ("gpu",),
-        lambda _, case: case.flat.vector.device.type != "cuda" and not is_interpreted(),
-        "plans run on a GPU",
-    ),
-    (
-        ("gpu",),
-        lambda *_: importlib.util.find_spec("triton") is None,
-        "triton is not installed",
-    ),
-    (
-        ("manual",),
-        lambda _, c: c.input_types != {torch.float32} or c.task.class_mask is not None,
-        "its inputs are not one tensor of float32, or classes are hidden",
-    ),
-    (
-        ("gpu",),
-        lambda _, c: not any(x.is_floating_point or x in _TOKENS for x in c.input_types),
-        "its inputs are not one tensor of numbers or tokens",
-    ),
-    (
-        _BOTH,
-        lambda _, case: not case.has_labels,
-        "its loss is not the cross-entropy of one class a sample",
-    ),
-    (
-        ("manual",),
-        lambda _, case: case.flat.vector.device.type != "cpu",
-        "it is not on a CPU",
-    ),
-    (
-        ("manual",),
-        lambda _, case: case.settings.optimizer.factory is not None,
-        "own optimizers have no steps by hand",
-    ),
-    (
-        ("gpu",),
-        lambda _, case: not case.settings.optimizer.is_plain,
-        "other steps than plain SGD have no GPU program",
-    ),
-    (
-        _BOTH,
-        lambda trainer, case: case.settings.batch_size > WIDEST[trainer],
-        "batches above {widest} have no steps by hand",
-    ),
-    (
-        _BOTH,
-        lambda _, case: (
-            bool(case.flat.buffer_names)
-            or case.flat.vector.dtype != torch.float32
-            or case.flat.is_lossy
-        ),
-        "it has buffers that move, or other types than float32",
-    ),
-)
-"""(trainers, what is looked for, why they cannot take a model where it is found), in order."""
-
-
 def why_not(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:
     """Return why a trainer by plan (`manual`, `gpu`) cannot take a model, None where it may."""
-    case = _Case(flat, task, settings)
-    for trainers, found, reason in _REASONS:
-        if trainer in trainers and found(trainer, case):
-            return reason.format(widest=WIDEST[trainer])
-    return None
+    is_manual, device, widest = trainer == "manual", flat.vector.device.type, WIDEST[trainer]
+    is_plain = all(isinstance(part, torch.Tensor) for part in (task.inputs, task.targets))
+    kind = task.inputs.dtype if is_plain else None
+    if is_manual:
+        takes_inputs = kind == torch.float32 and task.class_mask is None
+        takes_steps = settings.optimizer.factory is None
+    else:
+        takes_inputs = kind is not None and (kind.is_floating_point or kind in _TOKENS)
+        takes_steps = settings.optimizer.is_plain
+    has_other_types = flat.vector.dtype != torch.float32 or flat.is_lossy
+    reasons = {
+        "it is not on a CPU": is_manual and device != "cpu",
+        "plans run on a GPU": not is_manual and device != "cuda" and not is_interpreted(),
+        "triton is not installed": not is_manual and importlib.util.find_spec("triton") is None,
+        "its inputs are not one tensor of float32, or classes are hidden": (
+            is_manual and not takes_inputs
+        ),
+        "its inputs are not one tensor of numbers or tokens": not takes_inputs,
+        "its loss is not the cross-entropy of one class a sample": not _has_labels(task),
+        "its optimizer has no steps by hand": not takes_steps,
+        f"batches above {widest} have no steps by hand": settings.batch_size > widest,
+        "it has buffers that move, or other types than float32": (
+            bool(flat.buffer_names) or has_other_types
+        ),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _has_labels(task: Task) -> bool:
+    """Tell whether the loss is the cross-entropy of one class a sample."""
+    objective, targets = task.objective, task.targets
+    is_label = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    is_class = objective.loss == "cross_entropy" and objective.ignore_index == IGNORED
+    return is_label and is_class and not targets.is_floating_point()
 
 
 def plan_for(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
