@@ -41,11 +41,11 @@ from fedquilt.common.errors import InvalidValueError, WorkerError
 from fedquilt.config.modes import MODES
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
-from fedquilt.training import ClientUpdate, Engine
+from fedquilt.training import ClientUpdate, Engine, make_engine
+from fedquilt.training.engines import LocalEngine, batched_trainer
 from fedquilt.training.engines.devices import DevicesEngine
 from fedquilt.training.engines.workers import ProcessEngine
-from fedquilt.training.trainers.autograd import SequentialEngine
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.trainers.vmap import VmapTrainer
 
 LIMIT, _LOSSES = 1e-5, 1e-4
 NUDGES, DRAWS = (2.0**-22, 2.0**-21, 2.0**-20, 2.0**-19), 24
@@ -74,13 +74,6 @@ AMPLIFIED = "certified, secret coin"
 WAYS = ("batched", "stacked", "processes", "devices")
 
 
-class _Stacked(BatchedEngine):
-    """The batched engine without steps by hand."""
-
-    def _make_by_hand(self, model: Any) -> None:
-        return None
-
-
 def make(way: str, parts: MethodParts) -> Engine:
     """Return an engine of a run."""
     given = (parts.flat.module, parts.task, parts.local_settings)
@@ -88,7 +81,7 @@ def make(way: str, parts: MethodParts) -> Engine:
         return ProcessEngine(*given, workers=2)
     if way == "devices":
         return DevicesEngine(*given, [torch.device("cpu")] * 2)
-    return (BatchedEngine if way == "batched" else _Stacked)(*given)
+    return LocalEngine(VmapTrainer(*given) if way == "stacked" else batched_trainer(*given))
 
 
 class Gap(NamedTuple):
@@ -102,7 +95,7 @@ class Compared:
     """The sequential engine, which has every cohort trained in other ways, too."""
 
     def __init__(self, parts: MethodParts, ways: Sequence[str], cells: dict[str, Any]) -> None:
-        self._first = SequentialEngine(parts.flat.module, parts.task, parts.local_settings)
+        self._first = make_engine("sequential", parts.flat.module, parts.task, parts.local_settings)
         self._others: dict[str, Engine] = {}
         self._cells = cells
         for way in ways:

@@ -17,7 +17,8 @@ import torch
 from fedquilt.data.split import dirichlet_split
 from fedquilt.models import make_model
 from fedquilt.training import FlatModel, LocalSettings, Task
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.engines import LocalEngine, batched_trainer
+from fedquilt.training.trainers.vmap import VmapTrainer
 
 SHAPES = {"mnist": (60_000, (1, 28, 28)), "cifar10": (50_000, (3, 32, 32))}
 
@@ -43,10 +44,9 @@ def main() -> None:
             )
             torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            engine = BatchedEngine(model, task, how)
-            if precision == "vmap":
-                engine._planned = None
-            elif engine._planned is None:
+            make = VmapTrainer if precision == "vmap" else batched_trainer
+            engine = LocalEngine(make(model, task, how))
+            if precision != engine.trainer.name == "vmap":
                 print("no plan")
             built = time.perf_counter() - begin
             times = []

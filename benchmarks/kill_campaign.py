@@ -101,7 +101,7 @@ def run_or_resume(parent: Path, ledger: Path, rounds: int, number: int) -> None:
         epsilon=2.0,
         delta=DELTA,
         allowance=ALLOWANCE,
-        on_short="sit_out",
+        if_exhausted="sit_out",
         ledger=str(ledger),
         population="everybody",
         seed=0,  # another seed would deal other clients
@@ -469,7 +469,7 @@ def _start_fork_server() -> None:
     import multiprocessing.forkserver
 
     server = multiprocessing.forkserver
-    server.set_forkserver_preload(["fedquilt.training.engines.pool"])
+    server.set_forkserver_preload(["fedquilt.training.engines"])
     server.ensure_running()
     server.ensure_running = server._forkserver.ensure_running = lambda: None
 

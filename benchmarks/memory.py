@@ -43,17 +43,17 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.folder import RunFolder
-from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.trainers.autograd import AutogradTrainer
 
 MODEL_LIMIT, CLIENTS_LIMIT_MB = 5, 300
 COHORT = 10
 
 # Where a phase is: the class or module, the function, the phase's name.
 PHASES = (
-    (fedquilt.experiment.api, "problem_from", "start"),
+    (fedquilt.experiment.api, "task_from", "start"),
     (fedquilt.experiment.start, "build_method", "trial of the model"),
     (fedquilt.experiment.start, "open_account", "ledger"),
-    (SequentialEngine, "train_one", "local training"),
+    (AutogradTrainer, "_train_one", "local training"),
     (NoPrivacy, "receive", "receive, clip"),
     (Certified, "receive", "receive, clip"),
     (Certified, "clip", "receive, clip"),

@@ -26,9 +26,9 @@ from torch import nn
 from fedquilt.config import RunConfig
 from fedquilt.models import MLP
 from fedquilt.round import run_round
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
-from fedquilt.setup.task import Own
+from fedquilt.setup.task import UserComponents
 
 CLIENTS, SAMPLES, BATCH, RATE = 20, 600, 32, 0.05
 
@@ -81,14 +81,19 @@ def bare_round(
 
 
 # What is compared: its name, the bare loop's loss and optimiser, ours by name or as objects.
-CASES: dict[str, tuple[Loss, Make, dict[str, str], Own]] = {
-    "cross-entropy, SGD": (nn.functional.cross_entropy, sgd, {}, Own()),
-    "cross-entropy, Adam": (nn.functional.cross_entropy, adam, {"optimizer": "adam"}, Own()),
+CASES: dict[str, tuple[Loss, Make, dict[str, str], UserComponents]] = {
+    "cross-entropy, SGD": (nn.functional.cross_entropy, sgd, {}, UserComponents()),
+    "cross-entropy, Adam": (
+        nn.functional.cross_entropy,
+        adam,
+        {"optimizer": "adam"},
+        UserComponents(),
+    ),
     "own loss, own RMSprop": (
         smoothed,
         rmsprop,
         {"loss": "custom", "optimizer": "custom"},
-        Own(loss=smoothed, optimizer=rmsprop),
+        UserComponents(loss=smoothed, optimizer=rmsprop),
     ),
 }
 
@@ -114,7 +119,7 @@ def compare(name: str, repeats: int) -> None:
     )
     data = (inputs, targets)
     test = (inputs[:10], targets[:10])
-    config, problem = problem_from(config, model, data, test, list(clients), own=own)
+    config, problem = task_from(config, model, data, test, list(clients), own=own)
     federation = build_federation(config, problem)
     as_tensors = [torch.from_numpy(index) for index in clients]
 

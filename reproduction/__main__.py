@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from fedquilt.common.errors import FedquiltError
-from fedquilt.common.printable import printable_message
+from fedquilt.common.formatting import printable_message
 from fedquilt.record.folder import finite
 from reproduction.baselines import BASELINES, comparison
 from reproduction.baselines.released import RELEASED

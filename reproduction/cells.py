@@ -37,12 +37,20 @@ from fedquilt.common.schema import (
 )
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json
-from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
+from fedquilt.config import (
+    CondenseConfig,
+    RunConfig,
+    option_fields,
+    package_names,
+    plain_config,
+)
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.record.folder import RunFolder, finite
 from fedquilt.report.paper_figures import consumption_by_group
 from fedquilt.sweep import Plan, Point, finished_run, run_sweep
 
-HOW = ("device", "devices", "engine", "precision", "data_dir", "no_download", "output_dir")
+HOW = option_names(Flag.EXECUTION)
 """Options of where and how fast a run computes."""
 
 _CURVE_POINTS = 41
@@ -139,7 +147,7 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = CondenseConfig if config.get("method") == CondenseConfig.method else RunConfig
     later = {key: f.default for key, f in option_fields(kind).items() if key not in HOW}
-    return {**json.loads(json.dumps(later)), **config}
+    return {**json.loads(json.dumps(later)), **package_names(kind, config)}
 
 
 Progress = Callable[["Kept", int, int], None]

@@ -23,9 +23,9 @@ from fedquilt.population import Cohort
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import RoundPlan
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import ClientUpdate
 
 SIZE = 15  # parameters of the model
@@ -48,13 +48,13 @@ def memory_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def make_problem(num_clients: int = 4, **changes: Any) -> tuple[RunConfig, Problem]:
+def make_problem(num_clients: int = 4, **changes: Any) -> tuple[RunConfig, FederatedTask]:
     """Return a certified configuration and clients with one sample each."""
     config = plain_config({**BASE, "clients_per_round": num_clients, **changes})
     inputs, labels = torch.zeros(num_clients, 1, 2, 2), torch.zeros(num_clients, dtype=torch.int64)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     parts = [[client] for client in range(num_clients)]
-    return problem_from(config, model, (inputs, labels), (inputs, labels), parts)
+    return task_from(config, model, (inputs, labels), (inputs, labels), parts)
 
 
 class Sending:
@@ -86,7 +86,7 @@ def ones(client: int, index: int) -> torch.Tensor:
 
 def make_federation(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     path: Path,
     run_id: str = "run",
     update: Callable[[int, int], torch.Tensor] = ones,

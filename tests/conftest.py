@@ -48,10 +48,13 @@ use_profile()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes, so that `-m "not processes"` leaves it out."""
+    """Mark what starts processes, and pages in a browser as slow: tiers are chosen by marks."""
     for item in items:
-        if "nursery" in getattr(item, "fixturenames", ()):
+        used = getattr(item, "fixturenames", ())
+        if "nursery" in used:
             item.add_marker(pytest.mark.processes)
+        if "chrome" in used:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

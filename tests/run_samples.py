@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedquilt.config import RunConfig, option_fields
-from fedquilt.config.uses import says_something
+from fedquilt.config.uses import is_effective
 from fedquilt.experiment.api import RunResult, load
 from fedquilt.record.folder import RunFolder
 
@@ -45,7 +45,7 @@ def _of_use(changes: dict[str, Any]) -> dict[str, Any]:
     mode = merged["mode"] or ("fedavg" if merged.get("method") else "certified")
     given = {key: value for key, value in merged.items() if value is not None}
     whole = {**{k: f.default for k, f in option_fields().items()}, **given, "mode": mode}
-    return {k: v for k, v in merged.items() if k in changes or says_something(k, whole)}
+    return {k: v for k, v in merged.items() if k in changes or is_effective(k, whole)}
 
 
 def flags(**changes: Any) -> list[str]:

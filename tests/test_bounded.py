@@ -12,7 +12,7 @@ from fedquilt.config import MODE_TABLE, plain_config
 from fedquilt.experiment.api import run_config
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup.account import is_bounded, needs_account, open_account
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_federation
 from run_samples import TINY
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
 def test_everybody_gives_the_same_answer(name: str, tmp_path: Path) -> None:
     settings, bounded, claims = CASES[name]
     merged = {**TINY, "noise_seed": None, "output_dir": str(tmp_path), **settings}
-    config, problem = build_problem(plain_config(merged))
+    config, problem = build_task(plain_config(merged))
     assert is_bounded(config, problem) == needs_account(config, problem) == bounded
     account = open_account(config, problem, tmp_path / "ledger.sqlite", "run") if bounded else None
     federation = build_federation(config, problem, account)

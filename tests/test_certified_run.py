@@ -192,13 +192,13 @@ def test_who_has_less_left_sits_out(tmp_path: Path) -> None:
     first = certify(tmp_path / "runs", **shared)
     spent = {client for cohort in first.result["cohorts"] for client in cohort}
     assert 0 < len(spent) < CLIENTS
-    second = certify(tmp_path / "runs", **shared, on_short="sit_out")
+    second = certify(tmp_path / "runs", **shared, if_exhausted="sit_out")
     joined = {client for cohort in second.result["cohorts"] for client in cohort}
     assert joined
     assert not joined & spent
     lines = rounds_without_clock(folder_of(second))
     assert lines[0]["without_allowance"] == len(spent)
-    _, message = until_refused(tmp_path / "runs", **shared, on_short="sit_out")
+    _, message = until_refused(tmp_path / "runs", **shared, if_exhausted="sit_out")
     assert "more than any client" in message
     assert all(epsilon_of(mu2) <= 3.0 for mu2 in spent_by(ledger))
 
@@ -213,7 +213,7 @@ def test_a_run_without_a_bound_puts_its_clients_at_infinity(tmp_path: Path, mode
     assert not (folder_of(loose) / "private.jsonl").exists()
     with pytest.raises(BudgetExceededError, match="3 of 10 clients"):
         certify(tmp_path / "runs", ledger=str(ledger))
-    strict = certify(tmp_path / "runs", ledger=str(ledger), on_short="sit_out")
+    strict = certify(tmp_path / "runs", ledger=str(ledger), if_exhausted="sit_out")
     joined = {client for one in strict.result["cohorts"] for client in one}
     assert not joined & set(cohort)
     assert strict.statement.epsilon_max <= 3.0

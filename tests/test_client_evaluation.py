@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.common.spread import grouped, spread
+from fedquilt.common.spread import client_spread, grouped
 from fedquilt.errors import InvalidValueError, RunInterrupted
 from fedquilt.experiment.api import RunResult
 from fedquilt.privacy.evaluation import SENSITIVITY, contribution
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.run_account import EvaluationShare
-from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.clients import hold_back
 from fedquilt.training import evaluate
 from gaussian_oracle import exact_epsilon
 
@@ -295,8 +295,8 @@ def released(
     kind: str, monkeypatch: pytest.MonkeyPatch, victim: str = "c", **changes: Any
 ) -> tuple[list[np.ndarray[Any, Any]], list[float], dict[str, Any]]:
     """Return the sums that evaluations noise, what each client paid, and the public lines."""
+    from fedquilt.experiment import client_evaluation
     from fedquilt.privacy import evaluation
-    from fedquilt.setup import client_evaluation as client_evaluation
 
     sums: list[np.ndarray[Any, Any]] = []
 
@@ -372,7 +372,7 @@ def test_the_noise_is_as_strong_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
             drawn.append(size)
             return super().normal(size)
 
-    from fedquilt.setup import client_evaluation as client_evaluation
+    from fedquilt.experiment import client_evaluation
 
     monkeypatch.setattr(client_evaluation, "noise_source", lambda seed: Counted())
     run(evaluation_share=0.3)
@@ -408,14 +408,14 @@ def test_a_resumed_run_does_not_publish_an_evaluation_twice(tmp_path: Path) -> N
 
 def test_spread_by_hand() -> None:
     values = [0.2, 0.4, 0.6, 0.8]
-    told = spread([*values, None, math.nan], "x")
+    told = client_spread([*values, None, math.nan], "x")
     pairs = sum(abs(a - b) for a in values for b in values)
     assert told["x"] == pytest.approx(0.5)
     assert told["x_gini"] == pytest.approx(pairs / (2 * 16 * 0.5))
     assert told["x_worst_decile"] == pytest.approx(0.2)
-    assert spread([None], "x") == {}
-    assert spread([0.0, 0.0], "x")["x_gini"] == 0.0
-    twenty = spread([k / 20 for k in range(20)], "x")
+    assert client_spread([None], "x") == {}
+    assert client_spread([0.0, 0.0], "x")["x_gini"] == 0.0
+    twenty = client_spread([k / 20 for k in range(20)], "x")
     assert twenty["x_worst_decile"] == pytest.approx((0 + 1 / 20) / 2)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.config import PRESETS, RunConfig, build_config, plain_config
+from fedquilt.config.run import old_names
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup.task import build_selector
@@ -97,9 +98,10 @@ def test_an_older_folder_means_what_it_meant(name: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(KEPT / name, tmp_path / name))
     config = RunFolder.open(folder).read_config()
     stated = [line.split(" = ") for line in (folder / "config.toml").read_text().splitlines()]
+    renamed = old_names(type(config))
     for key, text in stated[1:]:
-        assert getattr(config, key) == json.loads(text)
-    named = {key for key, _ in stated}
+        assert getattr(config, renamed.get(key, key)) == json.loads(text)
+    named = {renamed.get(key, key) for key, _ in stated}
     fields = type(config).__dataclass_fields__
     for key in set(fields) - named:
         assert getattr(config, key) == fields[key].default
@@ -181,7 +183,7 @@ def test_a_mode_without_a_bound_leaves_the_ledger_alone(
     said = cli("run", *flags(mode=mode), *LEDGER)
     assert said.code == 2
     assert "10 of 10 clients of this run have a bound in population 'clinics'" in said.words
-    assert "--spend-everything" in said.words
+    assert "--allow-unbounded" in said.words
     assert clinics.read_bytes() == before
     assert not (here / "results").exists()
 
@@ -193,7 +195,7 @@ def test_a_forgotten_mode_keeps_the_promise(cli: Cli, clinics: Path) -> None:
 
 
 def test_everything_is_spent_when_it_is_said(cli: Cli, here: Path, clinics: Path) -> None:
-    said = cli("run", *flags(mode="quap_fl"), *LEDGER, "--spend-everything")
+    said = cli("run", *flags(mode="quap_fl"), *LEDGER, "--allow-unbounded")
     assert said.code == 0, said.err
     (population,) = cli("ledger", "show", clinics, "--json").json()["populations"]
     assert population["epsilon_max"] == "inf"
@@ -214,8 +216,8 @@ def test_a_ledger_that_is_new_may_begin_with_any_mode(cli: Cli, here: Path) -> N
     assert cli("run", *flags(mode="fedavg"), "--ledger", "new.sqlite", "--quiet").code == 0
 
 
-def test_spend_everything_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: Path) -> None:
-    text = 'mode = "fedavg"\nspend_everything = true\nledger = "pop.sqlite"\n'
+def test_allow_unbounded_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: Path) -> None:
+    text = 'mode = "fedavg"\nallow_unbounded = true\nledger = "pop.sqlite"\n'
     (here / "c.toml").write_text(text + 'population = "clinics"\n')
     options = flags(mode=None, epsilon=None, clip_norm=None, noise_seed=None)
     assert cli("run", "--config", "c.toml", *options, "--quiet").code == 0
@@ -226,7 +228,7 @@ def test_spend_everything_is_a_keyword_and_a_key(here: Path, cli: Cli, clinics: 
     fedquilt.run(*run, epsilon=1.0, allowance=2.0, **shared)  # type: ignore[arg-type]
     with pytest.raises(fedquilt.errors.InvalidValueError, match=r"2 of 2 clients .* have a bound"):
         fedquilt.run(*run, mode="fedavg", **shared)  # type: ignore[arg-type]
-    done = fedquilt.run(*run, mode="fedavg", spend_everything=True, **shared)  # type: ignore[arg-type]
+    done = fedquilt.run(*run, mode="fedavg", allow_unbounded=True, **shared)  # type: ignore[arg-type]
     assert not done.statement.is_bounded
 
 

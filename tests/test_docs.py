@@ -14,6 +14,7 @@ After a line `<!-- not run -->` a python block is only compiled and a console bl
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -25,11 +26,11 @@ from typing import Any
 
 import pytest
 import typer.main
-from fedquilt.models.registry import MODELS
 
 from fedquilt.cli.app import app, main
 from fedquilt.config import build_config
 from fedquilt.data import specs
+from fedquilt.models import MODELS
 from tiers import rest_is_slow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,8 +139,19 @@ def save_toml(block: Block) -> None:
     build_config(file=path)
 
 
-TRAINING = {path for path in PAGES if path.parent.name == "tasks"}
-"""Pages whose examples train for seconds."""
+LONG = ("tasks/image.md", "tasks/tabular.md", "tasks/text.md", "condense.md", "ledger.md")
+TRAINING = [ROOT / "docs" / page for page in LONG]
+"""Pages whose examples train for seconds: `make test` only reads them."""
+
+
+@pytest.mark.parametrize("page", TRAINING, ids=lambda page: page.stem)
+def test_a_page_is_written_as_it_can_run(page: Path) -> None:
+    for block in blocks(page.read_text()):
+        if block.kind == "python":
+            run_python(dataclasses.replace(block, run=False), page, {})
+        elif block.kind in ("console", "bash"):
+            for arguments, _ in commands(block):
+                parse(arguments)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.errors import FedquiltError, InvalidValueError
 from fedquilt.experiment import loop as training_loop
 from fedquilt.experiment.api import RunResult, run_config
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.task import pick_device
 from run_samples import assert_same_run, same_tensors, tiny
 
@@ -132,7 +132,7 @@ def test_test_data_never_steer_training(
 
 def test_the_validation_split_belongs_to_no_client() -> None:
     config = tiny(early_stopping=True, target_accuracy=0.5, validation_fraction=0.2)
-    _, problem = build_problem(config)
+    _, problem = build_task(config)
     train, _ = load_dataset("digits")
     held = np.concatenate(problem.task.clients)
     assert problem.validation is not None
@@ -142,7 +142,7 @@ def test_the_validation_split_belongs_to_no_client() -> None:
     missing = np.setdiff1d(np.arange(len(train)), held)
     assert torch.equal(problem.validation[0], train.images[torch.from_numpy(missing)])
     assert torch.equal(problem.validation[1], train.targets[torch.from_numpy(missing)])
-    _, plain = build_problem(tiny())
+    _, plain = build_task(tiny())
     assert plain.validation is None
     assert len(np.concatenate(plain.task.clients)) == len(train)
 
@@ -240,7 +240,7 @@ def test_a_run_in_which_nobody_ever_came(tmp_path: Path) -> None:
     assert finished.result["cohorts"] == [[]] * 4
     assert finished.result["history"]["train_loss"] == [None] * 4
     assert finished.statement.epsilon_max == 0.0
-    _, problem = build_problem(tiny())
+    _, problem = build_task(tiny())
     assert same_tensors(finished.state_dict, dict(problem.flat.module.state_dict()))
 
 
@@ -455,10 +455,10 @@ def test_a_run_that_diverges_is_recorded_as_strict_json(tmp_path: Path) -> None:
 def test_engines_are_closed_whatever_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedquilt.training.trainers.autograd import SequentialEngine
+    from fedquilt.training.engines import LocalEngine
 
     closed: list[str] = []
-    monkeypatch.setattr(SequentialEngine, "close", lambda engine: closed.append("closed"))
+    monkeypatch.setattr(LocalEngine, "close", lambda engine: closed.append("closed"))
     start(tmp_path, engine="sequential")
     assert closed == ["closed"]
     monkeypatch.setattr(training_loop.Experiment, "measure", lambda *given: 1 / 0)

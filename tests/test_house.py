@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from fedquilt.config import build_config
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "house.py"
 SOURCE = ROOT / "src"
+DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 322,
@@ -51,6 +54,19 @@ def house() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules["house"]
+
+
+@pytest.fixture(scope="module")
+def pictures(house: ModuleType) -> Iterator[ModuleType]:
+    assert house is sys.modules["house"]
+    spec = importlib.util.spec_from_file_location("house_pictures", TOOL.parent / DRAWING)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house_pictures"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["house_pictures"]
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +139,30 @@ def test_one_round_is_followed(house: ModuleType) -> None:
 def test_cycles_are_found(house: ModuleType) -> None:
     edges = {"a": {"b"}, "b": {"a"}, "c": {"a"}}
     assert house.cycles(edges) == [["a", "b"]]
+
+
+def drawn(name: str) -> list[str]:
+    """Return the names in a picture: of parts, or of steps."""
+    text = (ROOT / "docs" / "images" / name).read_text()
+    return [html.unescape(said) for said in re.findall(r'class="name"[^>]*>([^<]*)<', text)]
+
+
+def test_the_picture_of_the_house_has_its_parts(house: ModuleType, pictures: ModuleType) -> None:
+    rows = pictures.parts_of(house.read_modules(SOURCE), pictures.import_order())
+    parts = [part.name for row in reversed(rows) for part in row]
+    assert drawn("house.svg") == parts, "run  python tools/house.py --svg"
+    assert {"common", "privacy", "training", "round", "cli"} < set(parts)
+
+
+def test_the_picture_of_the_round_has_its_steps(house: ModuleType, pictures: ModuleType) -> None:
+    steps = pictures.follow_steps(SOURCE / "fedquilt")
+    assert drawn("round.svg") == [step.name for step in steps], "run  python tools/house.py --svg"
+    assert [step.name[0] for step in steps] == ["1", "2", "3", "4", "5", "6", "8", "9"]
+    called = {step.name[0]: {name for name, _ in step.calls} for step in steps}
+    assert "Certified.clip" in called["5"]
+    assert "Certified.release" in called["6"]
+    assert "RunAccount.reserve" in called["1"]
+    assert "RunAccount.settle" in called["8"]
+    training = {where.split("/")[0] for where in steps[2].reaches}
+    assert "training" in training, "clients train in step 3, though updates are made in step 5"
+    assert all(step.reaches for step in steps)

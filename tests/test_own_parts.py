@@ -18,6 +18,7 @@ from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observer
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.record.result import RunResult
 
@@ -357,3 +358,28 @@ def test_a_digest_tells_parts_apart_that_are_called_custom_alike() -> None:
 
     assert parts(seed=0) == parts(seed=1), "another seed, other weights: a repetition"
     assert len({parts(), parts(kind=Median), parts(bias=True)}) == 3
+
+
+def test_methods_by_their_old_names_are_read_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="look is called extra_metrics now"):
+
+        class Old(WholeModel):
+            def look(self, weights: Any, round_index: int, looked: Any) -> dict[str, Any]:
+                return {**super().look(weights, round_index, looked), "seen": round_index}
+
+            def keep(self, files: Any, rounds: int | None = None) -> None:
+                kept.append(rounds)
+
+    kept: list[int | None] = []
+    done = plain_run(mode="fedavg", method=Old)
+    assert done.result["history"]["test_loss"]
+    parts = Old.__new__(Old)
+    assert parts.extra_metrics(torch.zeros(1), 3, {}) == {"seen": 3}
+    with pytest.warns(DeprecationWarning, match="kept is called on_artifact now"):
+
+        class Watcher(Observer):
+            def kept(self, path: Path) -> None:
+                kept.append(7)
+
+    Watcher().on_artifact(Path("x"))
+    assert kept[-1] == 7

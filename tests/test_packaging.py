@@ -23,14 +23,14 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
 }
-REQUIRE = re.compile(r"optional\.load")
+REQUIRE = re.compile(r"optional\.require")
 EXTRAS = ("flower", "flower-sim", "monitor", "gpu", "trackers")
 TOOLS = ("dev", "docs")
 """Extras that the package itself does not import."""
 
 
 def imported(source: str) -> set[str]:
-    """Return the packages that a module imports, also by `optional.load("name", ...)`."""
+    """Return the packages that a module imports, also by `optional.require("name", ...)`."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -84,9 +84,8 @@ def test_every_extra_is_known_here() -> None:
 
 
 def test_imports_in_all_their_forms_are_found() -> None:
-    source = (
-        "import a.b, c\ndef f():\n    from d.e import g\n    optional.load('h.i', 'x')\nimport os"
-    )
+    lazy = "def f():\n    from d.e import g\n    optional.require('h.i', 'x')\n"
+    source = f"import a.b, c\n{lazy}import os"
     assert imported(source) == {"a", "c", "d", "h"}
 
 

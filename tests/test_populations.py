@@ -20,6 +20,7 @@ from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
 from fedquilt.experiment.api import RunResult, resume_run, run_config
+from fedquilt.privacy import run_account
 from fedquilt.privacy.ledger import (
     BudgetExceededError,
     Ledger,
@@ -29,7 +30,6 @@ from fedquilt.privacy.ledger import (
 )
 from fedquilt.record import folder as run_folder
 from fedquilt.record.folder import RunFolder
-from fedquilt.setup import account as assemble_account
 from fedquilt.setup import build_task as assemble_problem
 from run_samples import tiny
 
@@ -193,7 +193,7 @@ def test_a_stopped_run_of_an_older_population_goes_on(tmp_path: Path, adopted: b
     place = {"ledger": str(tmp_path / "clients.sqlite"), "output_dir": str(tmp_path / "runs")}
     folder = stopped(run_config, tiny(**{**CERTIFIED, **place, "partition": "iid"}))
     if adopted:
-        _, problem = assemble_problem.build_problem(tiny(**{**CERTIFIED, "partition": "iid"}))
+        _, problem = assemble_problem.build_task(tiny(**{**CERTIFIED, "partition": "iid"}))
         assert problem.roster.ids is not None
         with Ledger.open(tmp_path / "clients.sqlite") as ledger:
             population = ledger.population(OLDER)
@@ -291,7 +291,7 @@ AMPLIFIED = {"amplification": True, "selection": "poisson", "policy": "worst_cas
 def test_a_refused_amplification_leaves_nothing_behind(tmp_path: Path) -> None:
     own(tmp_path, {"a": [0], "b": [1]}, epsilon=1.0, allowance=3.0)
     before = kinds(tmp_path / "own.sqlite")
-    settings = {**AMPLIFIED, "on_short": "sit_out", "allowance": None, "clients_per_round": 1}
+    settings = {**AMPLIFIED, "if_exhausted": "sit_out", "allowance": None, "clients_per_round": 1}
     with pytest.raises(InvalidValueError, match="needs clients with an untouched account"):
         own(tmp_path, {"a": [0], "n": [1]}, **settings)
     assert kinds(tmp_path / "own.sqlite") == before
@@ -338,7 +338,7 @@ def test_the_statement_says_what_the_whole_life_cost(tmp_path: Path) -> None:
 
 def test_a_lifetime_without_a_bound_is_said(tmp_path: Path) -> None:
     certify(tmp_path, mode="fedavg", clients_per_round=1)
-    strict = certify(tmp_path, on_short="sit_out")
+    strict = certify(tmp_path, if_exhausted="sit_out")
     assert strict.statement.is_bounded
     assert any("some client has no bound" in note for note in strict.statement.notes)
 
@@ -452,7 +452,7 @@ def test_own_clients_are_found_by_id(tmp_path: Path) -> None:
     assert second["west"] == second["east"] - first["east"]
     with pytest.raises(BudgetExceededError, match=r"1 of 2 clients .* \(client 'east' has"):
         own(tmp_path, {"newer": [3], "east": [4, 5]}, epsilon=5.0)
-    result = own(tmp_path, {"new": [3], "east": [4, 5]}, epsilon=5.0, on_short="sit_out")
+    result = own(tmp_path, {"new": [3], "east": [4, 5]}, epsilon=5.0, if_exhausted="sit_out")
     assert result.result["joins"] == [2, 0]
 
 
@@ -612,7 +612,7 @@ def test_without_a_state_folder_the_copy_is_not_seen(
 def test_the_note_of_a_run_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     stopped_run(tmp_path / "runs")
-    (note,) = assemble_account.state_folder().iterdir()
+    (note,) = run_account.state_folder().iterdir()
     assert note.stat().st_mode & 0o777 == 0o600
 
 
@@ -625,7 +625,7 @@ def test_a_note_that_cannot_be_read_is_no_absent_note(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = stopped_run(tmp_path / "runs")
-    (note,) = assemble_account.state_folder().iterdir()
+    (note,) = run_account.state_folder().iterdir()
     note.write_bytes(text)
     with pytest.raises(RunFolderError, match=r"cannot be read .*delete the note"):
         resume_run(folder)
@@ -644,14 +644,14 @@ def test_a_shorter_note_leaves_nothing_of_a_longer_one(
 
     with Ledger.open(tmp_path / "newer.sqlite", create=True) as newer:
         for place in (tmp_path / ("x" * 60), tmp_path / "y"):
-            witness = assemble_account.open_witness("run", place)
+            witness = run_account.open_witness("run", place)
             assert witness is not None
             if place.name == "y":
                 monkeypatch.setattr(os, "ftruncate", killed)
             with contextlib.suppress(KeyboardInterrupt):
                 witness.note(newer.head())
             witness.close()
-    witness = assemble_account.open_witness("run", tmp_path / "y")
+    witness = run_account.open_witness("run", tmp_path / "y")
     assert witness is not None
     behind = pytest.raises(RunFolderError, match=r"is behind: the same run has gone on in '.*y'")
     with Ledger.open(tmp_path / "older.sqlite", create=True) as older, behind:
@@ -677,7 +677,7 @@ def test_room_for_a_note_that_a_power_cut_left_blank_stops_nobody(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with Ledger.open(tmp_path / "ledger.sqlite", create=True) as ledger:
         for left in (b"\0" * 4096, b" " * 512 + b"\0" * 3584):
-            witness = assemble_account.open_witness("run", tmp_path)
+            witness = run_account.open_witness("run", tmp_path)
             assert witness is not None
             witness.path.write_bytes(left)
             witness.check(ledger)
@@ -692,7 +692,7 @@ def test_a_note_of_a_long_path_fits_into_what_a_power_cut_cannot_tear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    witness = assemble_account.open_witness("run", tmp_path / ("x" * 250) / ("y" * 250))
+    witness = run_account.open_witness("run", tmp_path / ("x" * 250) / ("y" * 250))
     assert witness is not None
     witness.note("a" * 64)
     assert len(witness.path.read_bytes().strip()) <= 512
@@ -762,7 +762,7 @@ def test_a_received_configuration_names_no_ledger(tmp_path: Path) -> None:
     certify(tmp_path, population="people")
     ledger = tmp_path / "clients.sqlite"
     config = tiny(mode="fedavg", num_clients=6, ledger=str(ledger), population="people")
-    folder = RunFolder.create(config.replace(spend_everything=True), str(tmp_path / "received"))
+    folder = RunFolder.create(config.replace(allow_unbounded=True), str(tmp_path / "received"))
     folder.close()
     before = ledger.read_bytes()
     known = r"no ledger\.json, by which that ledger knows it: restore ledger\.json"

@@ -133,7 +133,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "method": "condense",
         "model": "hog-linear",
         "availability": "beta",
-        "drawings": 40,
+        "synthetic_images": 40,
         "ipc": 1,
         "model_epochs": 1,
         "normalise_updates": True,

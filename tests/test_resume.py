@@ -196,6 +196,7 @@ def test_a_certified_run_never_forgets_a_charge(
     assert resumed.statement.epsilon_max == pytest.approx(largest, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(
     nursery: Nursery, tmp_path: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:
@@ -229,6 +230,7 @@ def test_killed_at_random_moments(
     assert_is_whole(folder, uninterrupted(**changes))
 
 
+@pytest.mark.slow
 def test_the_installed_command_killed_from_outside(
     tmp_path: Path, uninterrupted: Callable[..., RunResult]
 ) -> None:

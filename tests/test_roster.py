@@ -109,7 +109,7 @@ def test_the_story_of_a_roster(tmp_path: Path) -> None:
 
     # They come back, in any order, and nobody can be taken above its allowance.
     everybody = hospitals(reversed(range(35)))
-    last = run(tmp_path, everybody, epsilon=ALLOWANCE, on_short="sit_out", num_rounds=3)
+    last = run(tmp_path, everybody, epsilon=ALLOWANCE, if_exhausted="sit_out", num_rounds=3)
     check_lifetimes(tmp_path, last)
 
 

@@ -21,7 +21,7 @@ from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundPlan, RoundTally, Summed
 from fedquilt.round import run_round
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
 from fedquilt.setup.task import build_selector
@@ -410,7 +410,7 @@ def test_a_round_is_planned_anew_when_another_run_was_faster() -> None:
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "certified"])
 def test_state_is_all_that_the_next_rounds_need(mode: str) -> None:
     config = tiny(mode=mode, server_optimizer="yogi", participation_ema=0.4)
-    config, problem = build_problem(config)
+    config, problem = build_task(config)
     first, second = build_federation(config, problem), build_federation(config, problem)
     for round_index in range(3):
         run_round(first, round_index)
@@ -426,7 +426,7 @@ def test_state_is_all_that_the_next_rounds_need(mode: str) -> None:
 
 
 def test_a_round_depends_on_its_number_and_not_on_what_ran_before() -> None:
-    config, problem = build_problem(tiny(mode="fedavg"))
+    config, problem = build_task(tiny(mode="fedavg"))
     first, second = build_federation(config, problem), build_federation(config, problem)
     for round_index in range(3):
         run_round(first, round_index)
@@ -439,7 +439,7 @@ def test_a_round_depends_on_its_number_and_not_on_what_ran_before() -> None:
 
 def test_a_whole_round_of_real_training_by_hand() -> None:
     """FedAvg with one full batch: softmax regression's gradient, written out."""
-    config, problem = build_problem(tiny(mode="fedavg", batch_size=2000, learning_rate=0.1))
+    config, problem = build_task(tiny(mode="fedavg", batch_size=2000, learning_rate=0.1))
     federation = build_federation(config, problem)
     start = {
         s.name: federation.weights[s.start : s.stop].numpy().copy() for s in problem.flat.segments

@@ -18,13 +18,13 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.record.folder import RunFolder
+from fedquilt.training.engines import LocalEngine, batched_trainer
 from fedquilt.training.task import ClientUpdate
-from fedquilt.training.trainers.vmap import BatchedEngine
 
 SEEDED = {"mode": "certified", "epsilon": 5.0, "noise_seed": 1}
 
 
-class Early(BatchedEngine):
+class Early(LocalEngine):
     """Trains before anybody asks for the updates, as an engine on a device does."""
 
     starts_early = True
@@ -45,9 +45,9 @@ def run(folder: Path | None, early: bool, events: list[str] | None = None, **set
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
 
-    def engine(parts: Any) -> BatchedEngine:
-        kind = Early if early else BatchedEngine
-        made = kind(parts.flat.module, parts.task, parts.local_settings)
+    def engine(parts: Any) -> LocalEngine:
+        kind = Early if early else LocalEngine
+        made = kind(batched_trainer(parts.flat.module, parts.task, parts.local_settings))
         if isinstance(made, Early):
             made.events = [] if events is None else events
         return made

@@ -13,7 +13,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.config import RunConfig
-from fedquilt.config.uses import says_something
+from fedquilt.config.uses import is_effective
 from fedquilt.experiment.api import RunResult
 from numpy_federation import LAYERS, Net, NumpyFederation, Outcome, Settings
 
@@ -68,8 +68,8 @@ class Case:
         values = {name: getattr(settings, name) for name in SHARED}
         values["noise_layers"] = ",".join(settings.noise_layers)
         whole = {**RunConfig().as_dict(), "mode": settings.mode}
-        values = {name: value for name, value in values.items() if says_something(name, whole)}
-        options = {name: value for name, value in options.items() if says_something(name, whole)}
+        values = {name: value for name, value in values.items() if is_effective(name, whole)}
+        options = {name: value for name, value in options.items() if is_effective(name, whole)}
         test = self.x[self.parts[1]], self.y[self.parts[1]]
         return fedquilt.run(
             self.model,

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from certified_samples import memory_folder
+from fedquilt import population
 from fedquilt.common.observer import Observer
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
 from fedquilt.experiment.api import run_config
-from fedquilt.population import selection
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.mechanism import NoiseReport
+from fedquilt.privacy.mechanism import NoiseReport, RoundPlan, RoundTally, Summed
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup import mechanism as assemble_mechanism
 
@@ -41,7 +41,7 @@ CONDENSED = {
     "mean_rounds": 1,
     "eval_every": 1,
     "ipc": 1,
-    "drawings": 40,
+    "synthetic_images": 40,
     "model_epochs": 2,
 }
 # Who is kept in each round: nobody, one, some, all.
@@ -75,17 +75,18 @@ class Watching(Observer):
     def working(self, what: str, share: float) -> None:
         self.seen.append(("working", what, share))
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         self.seen.append(("kept", path.name))
 
 
 def same_release(
-    self: Certified, total: torch.Tensor, weight: float, held: torch.Tensor | None = None
+    self: Certified, plan: RoundPlan, summed: Summed, tally: RoundTally
 ) -> tuple[torch.Tensor, NoiseReport]:
     """Release the same whatever was sent: what then differs is told by another way."""
-    drawn = torch.from_numpy(np.random.default_rng(total.numel()).normal(size=total.numel()))
-    share = self._clipped / max(weight, 1.0)
-    return drawn, NoiseReport(None, 1.0, 1.0, float(total.norm()), share)
+    size = summed.total.numel()
+    drawn = torch.from_numpy(np.random.default_rng(size).normal(size=size))
+    share = tally.clipped / max(summed.weight, 1.0)
+    return drawn, NoiseReport(None, 1.0, 1.0, float(summed.total.norm()), share)
 
 
 def watch(
@@ -98,7 +99,7 @@ def watch(
         assert size == 6
         return np.asarray(next(coins))
 
-    monkeypatch.setattr(selection, "secret_coins", fallen)
+    monkeypatch.setattr(population, "secret_coins", fallen)
     watching = Watching()
     done = run_config(config, watching)
     assert done.folder is not None

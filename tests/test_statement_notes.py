@@ -17,7 +17,7 @@ from fedquilt.data import load_dataset, split_clients
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.models.features import CHOSEN_ON, FEATURE_MODELS, choice_note, make_feature_model
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_method
 from fedquilt.setup.mechanism import front_notes
 
@@ -105,7 +105,7 @@ def test_a_run_on_a_front_says_what_it_was_chosen_on(settings: dict[str, Any]) -
 
 def test_on_mnist_the_choice_is_not_covered() -> None:
     """The name of the data decides, so that MNIST itself need not be there."""
-    config, problem = build_problem(
+    config, problem = build_task(
         build_config({**QUICK, "mode": "certified", "model": "hog-linear"})
     )
     mnist: RunConfig = config.replace(dataset="mnist")
@@ -142,11 +142,11 @@ def test_a_condensation_says_it_of_its_front_and_of_its_defaults() -> None:
             "num_clients": 5,
             "num_rounds": 1,
             "ipc": 1,
-            "drawings": 20,
+            "synthetic_images": 20,
             "model_epochs": 1,
         }
     )
-    _, problem = build_problem(config)
+    _, problem = build_task(config)
     notes = "\n".join(build_method(config, problem).notes)
     assert "the front's settings were chosen on MNIST; none of it is data of a client" in notes
     assert "the condensation's default settings were chosen on MNIST and CIFAR-10; none" in notes

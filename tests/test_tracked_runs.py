@@ -15,6 +15,7 @@ from fedquilt.common.errors import InvalidValueError, StorageError
 from fedquilt.experiment.api import resume_run, run_config
 from fedquilt.observe.trackers import open_trackers
 from run_samples import flags, tiny
+from tiers import rest_is_slow
 
 SECRET = {"mode": "certified", "noise_seed": None}
 
@@ -58,7 +59,9 @@ PUBLIC_TAGS = {"epsilon_spent/worst", "without_allowance", "noise_to_signal", "e
 PRIVATE_TAGS = (b"noise_norm", b"signal_norm", b"clipped_fraction", b"epoch_avg_loss", b"seconds")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", rest_is_slow([*COMMANDS], [name for name in COMMANDS if name != "sweep"])
+)
 def test_every_command_tracks_what_is_public_and_nothing_else(
     command: str, cli: Callable[..., Any], here: Path
 ) -> None:

@@ -3,6 +3,7 @@
     python tools/house.py                  # src/fedquilt of this repository
     python tools/house.py --no-rounds      # only what can be read without running anything
     python tools/house.py --details        # the names behind the figures
+    python tools/house.py --svg            # draw the house and one round: docs/images
 
 An importer is a module with an import of another one anywhere in it, functions included.
 A cycle is a set of modules that reach one another through imports of any kind.
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -174,19 +175,24 @@ class RoundTrace:
 
 def trace_round(settings: Mapping[str, Any], source: Path) -> RoundTrace:
     """Run what a configuration describes and return what its second round went through."""
+    trace = RoundTrace(str(source))
+    follow(settings, trace)
+    return trace
+
+
+def follow(settings: Mapping[str, Any], trace: Callable[[FrameType, str, Any], None]) -> None:
+    """Run what a configuration describes, and tell `trace` of every call."""
     from fedquilt.config import build_config
     from fedquilt.experiment.api import run_config
 
-    trace = RoundTrace(str(source))
     with tempfile.TemporaryDirectory() as folder:
         config = build_config({**settings, "output_dir": folder})
         with _profiled(trace):
             run_config(config)
-    return trace
 
 
 @contextlib.contextmanager
-def _profiled(trace: RoundTrace) -> Iterator[None]:
+def _profiled(trace: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     sys.setprofile(trace)
     try:
         yield
@@ -220,8 +226,9 @@ def option_names(modules: Mapping[str, Module], package: str) -> set[str]:
         if not name.startswith(f"{package}.config"):
             continue
         for node in ast.walk(ast.parse(module.text)):
-            value = node.value if isinstance(node, ast.AnnAssign) else None
-            if isinstance(value, ast.Call) and getattr(value.func, "id", "") == "declare":
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
+                continue
+            if getattr(node.value.func, "id", "") == "declare":
                 found.add(getattr(node.target, "id", ""))
     return found
 
@@ -337,9 +344,15 @@ def main() -> None:
     parser.add_argument("--package", default="fedquilt")
     parser.add_argument("--no-rounds", action="store_true")
     parser.add_argument("--details", action="store_true")
+    parser.add_argument("--svg", action="store_true")
     given = parser.parse_args()
     source = given.source.resolve()
     sys.path.insert(0, str(source))
+    if given.svg:
+        from house_pictures import write_pictures
+
+        write_pictures(source, given.package)
+        return
     for name, value in measure(source, given.package):
         print(f"{name:32} {value}")
     if given.details:

@@ -18,7 +18,7 @@ from benchmarks.bench import as_json, floors, make_work, measure, table
 from benchmarks.bench.tables import machine
 from fedquilt.common import storage
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.common.printable import printable_message
+from fedquilt.common.formatting import printable_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

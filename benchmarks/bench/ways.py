@@ -49,16 +49,18 @@ class EngineWay:
         self._work = work
         self._flat = FlatModel(work.model, work.task.public().inputs)
         self.note = ""
+        trainer = None
         if name == "auto":
             cohort = len(work.cohorts[0])
             choice = choose_engine(self._flat, work.task, work.settings, ROUNDS_OF_A_RUN, cohort)
-            name, self.note = choice.engine, f"{choice.engine}: {choice.reason}"
-        self._engine = make_engine(name, work.model, work.task, work.settings)
+            name, trainer = choice.engine, choice.trainer
+            self.note = f"{choice.engine}: {choice.reason}"
+        self._engine = make_engine(name, work.model, work.task, work.settings, trainer=trainer)
         self._weights = self._flat.read().clone()
 
     def round(self, index: int) -> float:
         """Do a round, return its seconds."""
-        with one_thread(getattr(self._engine, "is_small", False)):  # as a run has it
+        with one_thread(self._engine.is_small):  # as a run has it
             return self._timed(index)
 
     def _timed(self, index: int) -> float:

@@ -15,7 +15,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.config import RunConfig
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.training import LocalSettings, Task
 
 ROUNDS_OF_A_RUN = 200
@@ -114,7 +114,7 @@ def make_work(
         seed=seed,
         device="cpu",
     )
-    config, problem = build_problem(config)
+    config, problem = build_task(config)
     count = (kind.rounds if rounds is None else rounds) + 1
     size = min(clients_a_round or kind.clients_a_round, num_clients)
     draws = generator(seed, "bench")

@@ -80,7 +80,7 @@ KINDS = {
         Kind("certified, seeded", {**_CERTIFIED, **_SEED, "clipping": "quantile"}),
         Kind("certified, correlated noise", {**_CERTIFIED, **_SEED, "noise_bands": 2}),
         Kind("certified, secret noise", _CERTIFIED),
-        Kind("certified, shared ledger", {**_CERTIFIED, "on_short": "sit_out"}, shared=True),
+        Kind("certified, shared ledger", {**_CERTIFIED, "if_exhausted": "sit_out"}, shared=True),
         Kind(
             "certified, amplified",
             {
@@ -124,7 +124,7 @@ KINDS = {
                 "num_rounds": 3,
                 "mean_rounds": 1,
                 "eval_every": 3,
-                "drawings": 40,
+                "synthetic_images": 40,
                 "epsilon": 6.0,
             },
         ),

@@ -25,15 +25,17 @@ from fedquilt.method import Progress
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult, load
 from fedquilt.report import condensation_row
-from fedquilt.setup.build_task import build_problem
-from fedquilt.setup.task import Problem
+from fedquilt.setup.build_task import build_task
+from fedquilt.setup.task import FederatedTask
 from fedquilt.sweep.plan import parse_axis
 from reproduction.baselines.central import run_coreset, run_dm
 from reproduction.baselines.common import BaselineResult
 from reproduction.baselines.federated import run_fedavg, run_feddm
 from reproduction.baselines.released import RELEASED, run_released
 
-BASELINES: dict[str, Callable[[CondenseConfig, Problem, int, Progress | None], BaselineResult]] = {
+BASELINES: dict[
+    str, Callable[[CondenseConfig, FederatedTask, int, Progress | None], BaselineResult]
+] = {
     "coreset": run_coreset,
     "dm": run_dm,
     "feddm": run_feddm,
@@ -44,7 +46,7 @@ BASELINES: dict[str, Callable[[CondenseConfig, Problem, int, Progress | None], B
 def run_baseline(
     name: str,
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     budget_bytes: int,
     progress: Progress | None = None,
 ) -> BaselineResult:
@@ -55,7 +57,7 @@ def run_baseline(
     name
         One of `BASELINES`.
     config, problem
-        As `build_problem` returns them; the problem is not changed.  It must not have
+        As `build_task` returns them; the problem is not changed.  It must not have
         been run: its model would start where that run ended.
     budget_bytes
         What the condensation sent and received, all clients and rounds together;
@@ -148,7 +150,7 @@ def baseline_row(
         config = plain_config({**finished.result["metadata"]["hyperparameters"], **(changes or {})})
         if not isinstance(config, CondenseConfig):
             raise InvalidValueError("baselines stand beside a condensation, which this run is not")
-        config, problem = build_problem(config)
+        config, problem = build_task(config)
         assert isinstance(config, CondenseConfig)
         rows[name] = dataclasses.asdict(_made(name, config, problem, finished, progress))
         if folder is not None:
@@ -166,7 +168,7 @@ def baseline_row(
 def _made(
     name: str,
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     finished: RunResult,
     progress: Progress | None,
 ) -> BaselineResult:

@@ -12,7 +12,7 @@ from fedquilt.condense.real import RealImages, match_real
 from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import Task
 from reproduction.baselines.common import (
     BaselineResult,
@@ -29,7 +29,10 @@ BATCH_REAL = 256
 
 
 def run_dm(
-    config: CondenseConfig, problem: Problem, budget_bytes: int, progress: Progress | None = None
+    config: CondenseConfig,
+    problem: FederatedTask,
+    budget_bytes: int,
+    progress: Progress | None = None,
 ) -> BaselineResult:
     """Condense the pooled data and train on the images; the budget plays no part."""
     began = time.perf_counter()
@@ -53,7 +56,7 @@ def run_dm(
 
 
 def dm_images(
-    config: CondenseConfig, problem: Problem, progress: Progress | None = None
+    config: CondenseConfig, problem: FederatedTask, progress: Progress | None = None
 ) -> tuple[SyntheticSet, list[float]]:
     """Return the images that DM makes, and the loss before each step.
 
@@ -87,7 +90,10 @@ def dm_images(
 
 
 def run_coreset(
-    config: CondenseConfig, problem: Problem, budget_bytes: int, progress: Progress | None = None
+    config: CondenseConfig,
+    problem: FederatedTask,
+    budget_bytes: int,
+    progress: Progress | None = None,
 ) -> BaselineResult:
     """Train on `ipc` real images of each class; whatever the budget, it is sent once."""
     began = time.perf_counter()

@@ -32,7 +32,7 @@ from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import FlatModel, Task, evaluate
 
 FLOAT_BYTES = 4
@@ -109,12 +109,12 @@ def image_bytes(task: Task) -> int:
     return FLOAT_BYTES * int(math.prod(task.inputs.shape[1:]))
 
 
-def model_bytes(problem: Problem) -> int:
+def model_bytes(problem: FederatedTask) -> int:
     """Return the bytes of what travels of the model in float32."""
     return FLOAT_BYTES * problem.flat.vector.numel()
 
 
-def own_model(problem: Problem) -> FlatModel:
+def own_model(problem: FederatedTask) -> FlatModel:
     """Return a copy of the model with its first weights; the problem's stays as it is."""
     return FlatModel(problem.flat.module, problem.task.public().inputs)
 
@@ -125,7 +125,7 @@ def augmentation(config: CondenseConfig, task: Task) -> Augmentation:
 
 
 def matching_settings(
-    config: CondenseConfig, problem: Problem, steps: int, logit_loss_type: str
+    config: CondenseConfig, problem: FederatedTask, steps: int, logit_loss_type: str
 ) -> MatchingSettings:
     """Return how the condensation moves its images, for another number of steps."""
     sample = problem.task.public().inputs[:1]
@@ -159,7 +159,7 @@ def train(
 
 def accuracy_of_images(
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     images: torch.Tensor,
     labels: torch.Tensor,
     progress: Progress | None = None,

@@ -23,7 +23,7 @@ from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.experiment.loop import Experiment
 from fedquilt.method import Progress
 from fedquilt.setup.federation import build_federation
-from fedquilt.setup.task import Problem, build_selector
+from fedquilt.setup.task import FederatedTask, build_selector
 from fedquilt.training import FlatModel, evaluate
 from reproduction.baselines.common import (
     BaselineResult,
@@ -48,7 +48,10 @@ LEARNING_RATE = 0.1
 
 
 def run_fedavg(
-    config: CondenseConfig, problem: Problem, budget_bytes: int, progress: Progress | None = None
+    config: CondenseConfig,
+    problem: FederatedTask,
+    budget_bytes: int,
+    progress: Progress | None = None,
 ) -> BaselineResult:
     """Average models for as many rounds as fit into the budget, at least one."""
     began = time.perf_counter()
@@ -99,7 +102,7 @@ def fedavg_config(
 
 
 def _train(
-    averaging: RunConfig, problem: Problem, progress: Progress | None
+    averaging: RunConfig, problem: FederatedTask, progress: Progress | None
 ) -> list[dict[str, Any]]:
     """Run the rounds on a copy of the problem, evaluating the last; return their lines."""
     problem = dataclasses.replace(
@@ -131,7 +134,10 @@ class FedDMRounds:
 
 
 def run_feddm(
-    config: CondenseConfig, problem: Problem, budget_bytes: int, progress: Progress | None = None
+    config: CondenseConfig,
+    problem: FederatedTask,
+    budget_bytes: int,
+    progress: Progress | None = None,
 ) -> BaselineResult:
     """Condense at the clients for as many rounds as fit into the budget, at least one."""
     began = time.perf_counter()
@@ -173,7 +179,7 @@ class Clients:
     of, and goes on with them when it joins again.
     """
 
-    def __init__(self, config: CondenseConfig, problem: Problem) -> None:
+    def __init__(self, config: CondenseConfig, problem: FederatedTask) -> None:
         self._config = config
         self._inputs = problem.task.inputs
         self._families = augmentation(config, problem.task)
@@ -239,7 +245,7 @@ class Clients:
 
 
 def make_plan(
-    config: CondenseConfig, problem: Problem, clients: Clients, budget_bytes: int
+    config: CondenseConfig, problem: FederatedTask, clients: Clients, budget_bytes: int
 ) -> FedDMRounds:
     """Return the rounds that fit, and the steps that make the work the condensation's.
 
@@ -264,7 +270,7 @@ def make_plan(
     return FedDMRounds(tuple(cohorts), steps, up, down)
 
 
-def _cohorts(config: CondenseConfig, problem: Problem) -> Iterator[tuple[int, ...]]:
+def _cohorts(config: CondenseConfig, problem: FederatedTask) -> Iterator[tuple[int, ...]]:
     """Yield who joins in each round: the same clients as in the condensation.
 
     Only the coins of a certified one may be secret; here they come from the seed.
@@ -277,7 +283,7 @@ def _cohorts(config: CondenseConfig, problem: Problem) -> Iterator[tuple[int, ..
 
 def _train_on_union(
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     flat: FlatModel,
     union: list[SyntheticSet],
     index: int,

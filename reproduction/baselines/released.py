@@ -39,7 +39,7 @@ from fedquilt.models import make_model
 from fedquilt.models.features import draw, make_feature_model, precompute
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import evaluate
 from reproduction.baselines.common import BaselineResult, progress_of
 
@@ -114,14 +114,14 @@ def released(config: CondenseConfig, finished: RunResult) -> Release:
         raise InvalidValueError(f"{finished.folder} has lost its checkpoint, which holds the head")
     images = finished.synthetic.images
     shape, head = tuple(images.shape[1:]), torch.from_numpy(checkpoint.state["server.head"])
-    front = make_feature_model(config.front, shape, len(head)).front
+    front = make_feature_model(config.feature_extractor, shape, len(head)).front
     return Release(head, front, images, *normalisation(config, shape[0]))
 
 
 def run_released(
     name: str,
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     finished: RunResult,
     progress: Progress | None = None,
 ) -> BaselineResult:
@@ -146,7 +146,7 @@ Row = tuple[tuple[float, float], str]
 
 
 def _head(
-    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+    config: CondenseConfig, problem: FederatedTask, finished: RunResult, progress: Progress | None
 ) -> Row:
     release = released(config, finished)
     inputs, targets = (part.cpu() for part in problem.test_data)
@@ -154,12 +154,13 @@ def _head(
     accuracy = float((scores.argmax(dim=1) == targets).float().mean())
     loss = float(functional.cross_entropy(scores, targets))
     return (accuracy, loss), (
-        f"the released head itself on the public front {config.front}; no images are needed"
+        f"the released head itself on the public front {config.feature_extractor}; no images are "
+        "needed"
     )
 
 
 def _network(
-    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+    config: CondenseConfig, problem: FederatedTask, finished: RunResult, progress: Progress | None
 ) -> Row:
     release = released(config, finished)
     assert finished.synthetic is not None
@@ -171,7 +172,7 @@ def _network(
 
 
 def _distilled(
-    config: CondenseConfig, problem: Problem, finished: RunResult, progress: Progress | None
+    config: CondenseConfig, problem: FederatedTask, finished: RunResult, progress: Progress | None
 ) -> Row:
     release = released(config, finished)
     seed = torch_seed(config.seed, "drawings for a network")
@@ -185,7 +186,7 @@ def _distilled(
 
 def _trained(
     config: CondenseConfig,
-    problem: Problem,
+    problem: FederatedTask,
     labelled: tuple[torch.Tensor, torch.Tensor],
     settings: TrainingSettings,
     families: str,
@@ -209,7 +210,7 @@ def _trained(
     return evaluate(network, inputs, targets)
 
 
-RELEASED: dict[str, Callable[[CondenseConfig, Problem, RunResult, Progress | None], Row]] = {
+RELEASED: dict[str, Callable[[CondenseConfig, FederatedTask, RunResult, Progress | None], Row]] = {
     "head": _head,
     "network": _network,
     "distilled": _distilled,

@@ -61,15 +61,14 @@ class Federation:
     def starts_early(self) -> bool:
         """Whether clients train in this process from the moment the engine is asked.
 
-        Nothing of that leaves the process before the round is reserved.  An engine of somebody's
-        own need not say, nor whether it `is_small`.
+        Nothing of that leaves the process before the round is reserved.
         """
-        return bool(getattr(self.method.engine, "starts_early", False))
+        return self.method.engine.starts_early
 
     @property
     def is_small(self) -> bool:
         """Whether what clients compute is too small for a second thread to help."""
-        return bool(getattr(self.method.engine, "is_small", False))
+        return self.method.engine.is_small
 
     def train(self, cohort: Cohort, round_index: int) -> Iterator[ClientUpdate]:
         """Let the engine train a cohort (step 3)."""

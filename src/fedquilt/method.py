@@ -19,6 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place, RunningMean, ServerStep, make_server_optimizer
+from fedquilt.common.observer import accept_old_names
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import ImageDataset
@@ -36,9 +38,11 @@ from fedquilt.training import (
     FlatModel,
     LocalSettings,
     Task,
+    as_engine,
     make_client_optimizer,
     make_engine,
 )
+from fedquilt.training.trainers import Trainer
 
 Progress = Callable[[str, float], None]
 """Called with the step of a round that is running, and with the share of it that is done."""
@@ -84,6 +88,8 @@ class MethodParts:
         A secret coin decides who takes part, so nothing may follow the cohort's size.
     engine : Engine, optional
         A user's own.
+    trainer : Trainer, optional
+        The one that was made when the engine was chosen.
     lends_memory : bool
         An engine may train in the memory of `flat`, which is written before it is read.
     optimizer : callable, optional
@@ -100,6 +106,7 @@ class MethodParts:
     num_classes: int
     secret_cohort: bool = False
     engine: Engine | None = None
+    trainer: Trainer | None = None
     lends_memory: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     score: Callable[[torch.nn.Module], dict[str, float]] = lambda module: {}
@@ -136,7 +143,8 @@ class MethodParts:
         if self.config.devices is not None:
             return self._on_devices(self.config.devices)
         model = self.flat if self.lends_memory else self.flat.module
-        return make_engine(self.config.engine, model, self.task, self.local_settings)
+        settings, trainer = self.local_settings, self.trainer
+        return make_engine(self.config.engine, model, self.task, settings, trainer=trainer)
 
     def _on_devices(self, names: str) -> Engine:
         """Return one batched engine on each of several devices."""
@@ -173,6 +181,8 @@ class Method(ABC):
     """Whether clients train the model, so that what training moves travels."""
     holds_parts = False
     """Whether a client's vector may belong to a part of the whole one."""
+    client_widths: Sequence[Fraction] | None = None
+    """What part of the model each client can hold, where the method asks; public."""
     evaluates_slowly = False
     """Whether `before_evaluation` takes long; a checkpoint is then written before it."""
 
@@ -185,7 +195,7 @@ class Method(ABC):
         frozen: Sequence[str] = (),
         notes: Sequence[str] = (),
     ) -> None:
-        self.engine = engine
+        self.engine = as_engine(engine)
         self.server = server
         self.released = tuple(released)
         self.frozen = tuple(frozen)
@@ -240,18 +250,24 @@ class Method(ABC):
         """Return the model, up to date with all releases, and the measurements of that."""
         return weights, {}
 
-    def look(
-        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    def extra_metrics(
+        self, weights: torch.Tensor, round_index: int, measured: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Return what else the released model shows on test data, beside what was `looked` at.
+        """Return what else the released model shows on test data, beside what was `measured`.
 
         Of a bounded run only what `record.ROUND_PUBLIC` names is published.
         """
         return {}
 
-    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+    def save_artifacts(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the method's own files after so many rounds (None: at the end); return where."""
         return None
+
+    look, keep = extra_metrics, save_artifacts
+
+    def __init_subclass__(cls) -> None:
+        """Read `look` and `keep`, as `extra_metrics` and `save_artifacts` were called."""
+        accept_old_names(cls, {"look": "extra_metrics", "keep": "save_artifacts"})
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what result.json says beyond what every run says."""

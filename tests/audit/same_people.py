@@ -117,7 +117,7 @@ def _config(settings: dict[str, Any], ledger: Path) -> RunConfig:
         "device": "cpu",
         "epsilon": 3.0,
         "ledger": str(ledger),
-        "on_short": "sit_out",
+        "if_exhausted": "sit_out",
     }
     return plain_config({**shared, **settings})
 
@@ -132,7 +132,7 @@ def _refusal(config: RunConfig) -> str | None:
 
 def _split(config: RunConfig) -> list[list[int]]:
     """Return who holds which samples."""
-    _, built = assemble_problem.build_problem(config)
+    _, built = assemble_problem.build_task(config)
     return [sorted(int(i) for i in part) for part in built.task.clients]
 
 

@@ -15,10 +15,11 @@ from audit_command import run
 
 from fedquilt import audit
 from fedquilt.aggregation import RunningMean
+from fedquilt.common.vectors import norm
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.clip import PrivateQuantile, norm
+from fedquilt.privacy.clip import PrivateQuantile
 from fedquilt.privacy.mechanism import (
     Contribution,
     NoiseReport,

@@ -76,6 +76,7 @@ def test_what_is_refused() -> None:
         audit.one_run([1.0], canaries=1)
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     app = typer.Typer()
     app.command()(command)

@@ -23,7 +23,7 @@ from hostile_models import KINDS, MODELS, NOTHING, audit_data
 from watched_runs import Recorder, Seen, differing, watched_run
 from whole_cases import WholeCase
 
-from fedquilt import round
+from fedquilt import federation
 from fedquilt.audit.canary import Net
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.condense.certified_engine import CertifiedEngine
@@ -38,7 +38,9 @@ from fedquilt.training import ClientUpdate
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
 from fedquilt.training.trainers.autograd import train_client
-from fedquilt.training.trainers.vmap import BatchedEngine, BatchTable
+from fedquilt.training.trainers.batches import BatchTable
+from fedquilt.training.trainers.vmap import VmapTrainer
+from tiers import one_of_each, rest_is_slow
 
 FEW = ("nothing", "many NaN", "one less", "replaced")
 
@@ -81,7 +83,12 @@ REFUSABLE = {
 """State that cannot be put back, and sums of one's own, may be refused; the rest must run."""
 
 
-@pytest.mark.parametrize("case", HOLDS)
+def own_part(case: str) -> str:
+    """Return what is somebody's own in a case: "late", "optimizer", "median"."""
+    return case.split(",")[0].split(" with ")[0]
+
+
+@pytest.mark.parametrize("case", rest_is_slow([*HOLDS], one_of_each([*HOLDS], own_part)))
 def test_own_code_moves_no_more_than_is_charged(case: str) -> None:
     if "flower" in case:
         pytest.importorskip("flwr")
@@ -167,7 +174,7 @@ def test_the_state_of_an_optimiser_that_nobody_puts_back_is_found(
 def test_a_sum_that_is_believed_to_be_a_sum_is_found(
     monkeypatch: pytest.MonkeyPatch, case: str, least: float
 ) -> None:
-    for module in (assemble, round):
+    for module in (assemble, federation):
         monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
     monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
     (finding,) = whole_runs.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
@@ -184,11 +191,11 @@ def test_a_declared_sensitivity_that_is_too_small_is_found(monkeypatch: pytest.M
 
 def test_programs_as_wide_as_the_largest_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def shrunk(
-        self: BatchedEngine, table: BatchTable, rows: int, width: int
+        self: VmapTrainer, table: BatchTable, rows: int, width: int
     ) -> list[tuple[int, int]]:
         return [(rows, min(width, max(4, widest))) for widest in table.widths]
 
-    monkeypatch.setattr(BatchedEngine, "_program", shrunk)
+    monkeypatch.setattr(VmapTrainer, "_program", shrunk)
     found = problems("width seen, batched", ("nothing", "many NaN"))
     assert any("the victim has nothing, the sum moved" in problem for problem in found)
 

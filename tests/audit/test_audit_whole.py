@@ -43,7 +43,7 @@ from fedquilt.setup import account as assemble_account
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
 from fedquilt.training import ClassMask, ClientUpdate, Task
-from fedquilt.training.trainers.vmap import BatchTable
+from fedquilt.training.trainers.batches import BatchTable
 from tiers import rest_is_slow
 
 

@@ -33,11 +33,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.audit import comparisons
-from fedquilt.audit.worlds import Witness, World, known_entropy
+from fedquilt.audit.findings import declared_clip, released_fraction, released_sum
+from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
+from fedquilt.experiment import client_evaluation
 from fedquilt.experiment import loop as training_loop
 from fedquilt.federation import Federation
 from fedquilt.privacy import evaluation
@@ -46,7 +47,6 @@ from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import RunResult
 from fedquilt.round import RoundRecord
-from fedquilt.setup import client_evaluation as client_evaluation
 
 VOLATILE = {
     "result.json": ("metadata.timestamp", "ledger.head"),
@@ -81,7 +81,7 @@ class Recorder(Observer):
         """Note progress within a round."""
         self.events.append(["working", what, share])
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Note where images were written."""
         self.events.append(["kept", str(path)])
 
@@ -326,7 +326,7 @@ class _Watch:
         if self._world is None:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")
-            server = Witness(federation.method.server)
+            server = WatchedServer(federation.method.server)
             federation.method.server = server
             self._world = World(federation, server, federation.account, None, 1.0)
         self._world.run(round_index)
@@ -377,10 +377,10 @@ def _note(world: World) -> WatchedRound:
     federation, cohort = world.federation, world.record.cohort
     declared = np.zeros(len(world.charges))
     for client in cohort:
-        declared[client] = comparisons.declared_clip(world, client)
-    fraction, fraction_declared = comparisons.released_fraction(world)
+        declared[client] = declared_clip(world, client)
+    fraction, fraction_declared = released_fraction(world)
     return WatchedRound(
-        released=comparisons.released_sum(world),
+        released=released_sum(world),
         declared=declared,
         fraction=fraction,
         fraction_declared=fraction_declared,

@@ -73,7 +73,7 @@ CONDENSE: dict[str, Any] = {
     "num_rounds": 2,
     "mean_rounds": 1,
     "ipc": 1,
-    "drawings": 4,
+    "synthetic_images": 4,
     "model_epochs": 1,
     "epsilon": 6.0,
     "eval_every": 2,

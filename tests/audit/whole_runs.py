@@ -64,15 +64,14 @@ from watched_runs import (
 from whole_cases import SHARED, WholeCase, missing, whole_cases
 
 from fedquilt import population
-from fedquilt.audit import comparisons
 from fedquilt.audit.canary import SIDE
-from fedquilt.audit.findings import plain_table, replay_table, scratch_folder
+from fedquilt.audit.findings import plain_table, replay_table, rounding, scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.vectors import norm
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
 from fedquilt.experiment import api as experiment
-from fedquilt.privacy.clip import norm
 from fedquilt.record.result import RunResult
 from fedquilt.training.hardware import one_thread
 
@@ -395,7 +394,7 @@ def _apart(one: WatchedRound | WatchedMean, other: WatchedRound | WatchedMean) -
 
 
 def _slack(one: WatchedRound | WatchedMean, declared: float) -> float:
-    return 0.0 if one.released is None else comparisons.rounding(declared, one.released)
+    return 0.0 if one.released is None else rounding(declared, one.released)
 
 
 def _ratio(moved: float, declared: float, slack: float) -> float:

@@ -14,7 +14,9 @@ import typer.main
 import fedquilt
 from fedquilt.cli.app import app
 from fedquilt.config import MODE_TABLE, option_fields
-from fedquilt.config.uses import COMMON, modes_of
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
+from fedquilt.config.uses import modes_of
 from fedquilt.data import DATASETS
 from fedquilt.population import ParticipationTracker
 from run_processes import environment
@@ -132,8 +134,8 @@ def test_the_help_of_run_fits_two_screens(
     said = cli("run", "--help")
     assert len(said.out.splitlines()) <= 100
     told = entries(said.out)
-    assert set(COMMON) <= set(told)
-    assert all("certified" in modes_of(name) for name in COMMON)
+    assert set(option_names(Flag.COMMON)) <= set(told)
+    assert all("certified" in modes_of(name) for name in option_names(Flag.COMMON))
     for other in ("clip_quantile", "noise_layers", "warmup_rounds", "max_agg_norm"):
         assert other not in told
     assert "<bool>" not in " ".join(row for name, row in told.items() if name != "help")

@@ -48,7 +48,10 @@ def test_tables_in_four_formats(folder: Path, cli: Cli) -> None:
     assert tex.count(r"\multicolumn") == 3
 
 
-@pytest.mark.parametrize(("ending", "figures"), [("pdf", "all"), ("svg", "training,paper")])
+@pytest.mark.parametrize(
+    ("ending", "figures"),
+    [pytest.param("pdf", "all", marks=pytest.mark.slow), ("svg", "training,paper")],
+)
 def test_every_figure_takes_several_runs(folder: Path, cli: Cli, ending: str, figures: str) -> None:
     said = cli("compare", folder, "-o", "out", "--figures", figures, "--format", ending, "--json")
     names = [Path(path).name for path in said.json()["figures"]]

@@ -204,7 +204,7 @@ def test_json_is_one_object_and_nothing_else(cli: Cli, here: Path) -> None:
 
 def test_json_of_a_certified_run(cli: Cli, here: Path) -> None:
     bounded = {"mode": "certified", "num_clients": 2, "num_rounds": 2, "mean_rounds": 1}
-    bounded |= {"eval_every": 2, "ipc": 1, "drawings": 20, "model_epochs": 2, "epsilon": 6}
+    bounded |= {"eval_every": 2, "ipc": 1, "synthetic_images": 20, "model_epochs": 2, "epsilon": 6}
     given = [part for k, v in bounded.items() for part in (f"--{k.replace('_', '-')}", v)]
     record = cli("condense", *given, "--json").json()
     assert 0 < record["statement"]["epsilon_max"] <= 6
@@ -275,7 +275,7 @@ def test_ctrl_c_before_anything_is_kept(
     def interrupt(*given: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedquilt.experiment.api.build_problem", interrupt)
+    monkeypatch.setattr("fedquilt.experiment.api.build_task", interrupt)
     said = cli("condense", "--quiet")
     assert (said.code, said.err.strip()) == (130, "interrupted: nothing was kept")
     assert not list(here.iterdir())

@@ -15,9 +15,11 @@ import fedquilt
 from fedquilt.cli.options import parse_count
 from fedquilt.config import MODES, RunConfig, build_config, option_fields
 from fedquilt.config.choices import METHODS
-from fedquilt.config.uses import CLIENTS, USES
+from fedquilt.config.option import CLIENTS
+from fedquilt.config.uses import USES
 from fedquilt.experiment.api import run_config
 from run_samples import assert_same_run, flags, only_folder, rounds_without_clock, tiny
+from tiers import rest_is_slow
 
 Cli = Callable[..., Any]
 KEYS = [
@@ -277,9 +279,13 @@ def test_one_key_in_the_written_file_for_every_set_option(cli: Cli, here: Path) 
     assert set(written) - {"schema_version"} <= set(option_fields())
 
 
+SLICED = [method for method in METHODS if method != "full"]
+EVERY = [(method, mode) for method in SLICED for mode in (None, "certified")]
+DIAGONAL = [(method, (None, "certified")[place % 2]) for place, method in enumerate(SLICED)]
+
+
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("mode", [None, "certified"])
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+@pytest.mark.parametrize(("method", "mode"), rest_is_slow(EVERY, DIAGONAL, names=2))
 def test_every_method_on_slices_runs(cli: Cli, here: Path, method: str, mode: str | None) -> None:
     model = "exits" if method == "depthfl" else "digits"
     options = flags(method=method, tiers="1,1/2,1/4,1/8", mode=mode, model=model, noise_seed=None)

@@ -10,9 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fedquilt.common.vectors import cache_norm, cached_norm
-from fedquilt.privacy.clip import norm
-from fedquilt.privacy.mechanism import is_finite
+from fedquilt.common.vectors import cache_norm, cached_norm, is_finite, norm
 
 
 def test_a_note_is_found_and_used() -> None:

@@ -12,11 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fedquilt.aggregation import RunningMean, make_server_optimizer
-from fedquilt.common import storage
+from fedquilt.common import storage, vectors
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.storage import as_safetensors
 from fedquilt.common.vectors import CHUNK, chunks
-from fedquilt.privacy import clip
 from fedquilt.privacy.noise import BandedNoise, SecretNoise, SeededNoise
 
 CPU = torch.device("cpu")
@@ -36,14 +35,14 @@ def test_pieces_cover_everything_once() -> None:
 def test_a_norm_in_chunks_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = draws(0)
     exact = math.sqrt(math.fsum((vector.double().numpy() ** 2).tolist()))
-    whole = clip.norm(vector)
-    monkeypatch.setattr(clip, "_LONG", 0)
-    assert clip.norm(vector) == pytest.approx(exact, rel=1e-12)
-    assert clip.norm(vector) == pytest.approx(whole, rel=1e-12)
-    assert clip.norm(torch.ones(CHUNK + 5)) == math.sqrt(CHUNK + 5)
+    whole = vectors.norm(vector)
+    monkeypatch.setattr(vectors, "_LONG", 0)
+    assert vectors.norm(vector) == pytest.approx(exact, rel=1e-12)
+    assert vectors.norm(vector) == pytest.approx(whole, rel=1e-12)
+    assert vectors.norm(torch.ones(CHUNK + 5)) == math.sqrt(CHUNK + 5)
     for odd in (math.nan, math.inf):
         vector[CHUNK + 7] = odd
-        assert not math.isfinite(clip.norm(vector))
+        assert not math.isfinite(vectors.norm(vector))
 
 
 def test_sums_in_chunks_are_the_sums() -> None:

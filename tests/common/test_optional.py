@@ -13,8 +13,8 @@ from fedquilt.errors import FedquiltError, MissingPackageError
 
 
 def test_a_module_that_is_there_is_returned() -> None:
-    assert optional.load("psutil", "metrics") is psutil
-    core = optional.load("prometheus_client.core", "metrics")
+    assert optional.require("psutil", "metrics") is psutil
+    core = optional.require("prometheus_client.core", "metrics")
     assert core.__name__ == "prometheus_client.core"
 
 
@@ -32,7 +32,7 @@ def test_a_module_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match=f"^{told}") as raised:
-        optional.load(f"{module}.part", "x")
+        optional.require(f"{module}.part", "x")
     assert isinstance(raised.value, FedquiltError)
     assert isinstance(raised.value, ImportError)
 
@@ -45,7 +45,7 @@ def test_a_folder_is_not_taken_for_a_package(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingPackageError, match="needs the package wandb"):
-        optional.load("wandb", "a tracker")
+        optional.require("wandb", "a tracker")
     sys.modules.pop("wandb", None)
 
 

@@ -38,7 +38,7 @@ CERTIFIED: dict[str, Any] = {
     "mean_rounds": 2,
     "eval_every": 2,
     "ipc": 1,
-    "drawings": 40,
+    "synthetic_images": 40,
     "model_epochs": 2,
     "epsilon": 6.0,
 }

@@ -19,9 +19,9 @@ from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import load_dataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import ConvNet
-from fedquilt.setup.build_task import build_problem, problem_from
+from fedquilt.setup.build_task import build_task, task_from
 from fedquilt.setup.federation import build_method
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import evaluate
 from reproduction.baselines import BASELINES, BaselineResult, run_baseline
 from reproduction.baselines import federated as feddm_module
@@ -61,9 +61,9 @@ def model(seed: int = 0) -> ConvNet:
         return ConvNet((1, 8, 8), 10, width=8, depth=2)
 
 
-def problem_of(clients: list[np.ndarray], **changes: Any) -> tuple[CondenseConfig, Problem]:
+def problem_of(clients: list[np.ndarray], **changes: Any) -> tuple[CondenseConfig, FederatedTask]:
     train, test = load_dataset("digits")
-    config, problem = problem_from(
+    config, problem = task_from(
         small(**changes), model(), train, (test.images[:200], test.targets[:200]), clients
     )
     assert isinstance(config, CondenseConfig)
@@ -323,6 +323,6 @@ def test_what_a_baseline_refuses() -> None:
         run_baseline("fedvg", config, problem, 0)
     with pytest.raises(InvalidValueError, match="budget_bytes=-1"):
         run_baseline("coreset", config, problem, -1)
-    plain, other = build_problem(RunConfig(dataset="digits", num_clients=3, device="cpu"))
+    plain, other = build_task(RunConfig(dataset="digits", num_clients=3, device="cpu"))
     with pytest.raises(InvalidValueError, match="method='full' must be 'condense'"):
         run_baseline("coreset", plain, other, 0)  # type: ignore[arg-type]

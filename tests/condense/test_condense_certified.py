@@ -29,9 +29,9 @@ from fedquilt.privacy.ledger import BudgetExceededError, Ledger
 from fedquilt.privacy.mechanism import Contribution, RoundPlan, RoundTally
 from fedquilt.round import run_round
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_federation, build_method
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import Task
 from run_samples import folder_of
 
@@ -142,35 +142,35 @@ def test_traffic_is_counted_for_a_public_number_of_clients() -> None:
 
 def test_a_secret_coin_is_not_told_by_traffic() -> None:
     coin = {"selection": "poisson", "amplification": True, "policy": "worst_case"}
-    config, problem = build_problem(certified(**coin, clients_per_round=0.5))
+    config, problem = build_task(certified(**coin, clients_per_round=0.5))
     engine = build_method(config, problem).engine
     assert isinstance(engine, CertifiedEngine)
     assert engine.senders == config.cohort_limit(4) == 2
-    _, public = build_problem(certified())
+    _, public = build_task(certified())
     engine = build_method(certified(), public).engine
     assert isinstance(engine, CertifiedEngine)
     assert engine.senders is None
 
 
-def spoil_nan(problem: Problem) -> None:
+def spoil_nan(problem: FederatedTask) -> None:
     problem.task.inputs[problem.task.clients[0]] = torch.nan
 
 
-def spoil_huge(problem: Problem) -> None:
+def spoil_huge(problem: FederatedTask) -> None:
     problem.task.inputs[problem.task.clients[0]] = 1e30
 
 
-def spoil_one_class(problem: Problem) -> None:
+def spoil_one_class(problem: FederatedTask) -> None:
     problem.task.targets[problem.task.clients[0]] = 3
 
 
-def spoil_empty(problem: Problem) -> None:
+def spoil_empty(problem: FederatedTask) -> None:
     emptied = Holdings([[], *problem.task.clients[1:]])
     object.__setattr__(problem.task, "clients", emptied)  # a task is frozen
     assert len(problem.task.clients[0]) == 0
 
 
-def spoil_nothing(problem: Problem) -> None:
+def spoil_nothing(problem: FederatedTask) -> None:
     pass
 
 
@@ -182,9 +182,7 @@ def test_what_a_client_adds_is_bounded_whatever_its_data(
     monkeypatch: pytest.MonkeyPatch, spoil: Any, normalise: bool
 ) -> None:
     """Every vector in the sum is within its client's clip, and the charge covers it."""
-    config, problem = build_problem(
-        certified(normalise_updates=normalise, eval_every=9, noise_seed=1)
-    )
+    config, problem = build_task(certified(normalise_updates=normalise, eval_every=9, noise_seed=1))
     spoil(problem)
     lengths: dict[int, float] = {}
     clip = Certified.clip
@@ -377,7 +375,7 @@ def test_enough_allowance_teaches_digits() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_the_servers_state_is_all_there_is() -> None:
-    _, problem = build_problem(certified())
+    _, problem = build_task(certified())
     made = [make_condensation(certified(), problem.flat.module, problem.task, 10) for _ in "ab"]
     first, second = (one.server for one in made)
     assert isinstance(first, GrowingServer)

@@ -11,12 +11,12 @@ from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig
 from fedquilt.data import load_dataset
 from fedquilt.report import condensation_row
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from reproduction.baselines.central import dm_images
 
 
 def test_a_pool_is_trained_once_there_are_images_and_travels() -> None:
-    config, problem = build_problem(small(feature_model="trained_pool", trained_n=2, pool_epochs=1))
+    config, problem = build_task(small(feature_model="trained_pool", trained_n=2, pool_epochs=1))
     assert isinstance(config, CondenseConfig)
     made = make_condensation(config, problem.flat.module, problem.task, problem.num_classes)
     models = made.source.round_models  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def test_the_reason_why_a_class_is_missing_is_the_true_one(tmp_path: Path) -> No
 
 
 def test_dm_begins_with_real_images() -> None:
-    config, problem = build_problem(small(dc_iterations=1, num_rounds=1, image_lr=1e-12))
+    config, problem = build_task(small(dc_iterations=1, num_rounds=1, image_lr=1e-12))
     assert isinstance(config, CondenseConfig)
     made, _ = dm_images(config, problem)
     for image, label in zip(made.images, made.labels, strict=True):

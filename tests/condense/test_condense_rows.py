@@ -11,7 +11,7 @@ from fedquilt.condense.method import Condensation
 from fedquilt.condense.rows import BLOCK, coded_width, decode, encode
 from fedquilt.condense.statistics import StatisticsTable
 from fedquilt.errors import InvalidValueError
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_method
 
 
@@ -99,7 +99,7 @@ def test_a_run_with_few_bits_counts_them_and_ends_near_the_plain_one() -> None:
 
 
 def test_coded_rows_from_elsewhere_that_read_as_infinite_are_refused() -> None:
-    config, problem = build_problem(small(row_bits=8))
+    config, problem = build_task(small(row_bits=8))
     method = build_method(config, problem)
     assert isinstance(method, Condensation)
     models = method.source.round_models  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def test_coded_rows_from_elsewhere_that_read_as_infinite_are_refused() -> None:
 
 
 def test_coded_logits_that_read_as_infinite_are_refused() -> None:
-    config, problem = build_problem(small(row_bits=8, logit_loss_type="l2"))
+    config, problem = build_task(small(row_bits=8, logit_loss_type="l2"))
     method = build_method(config, problem)
     assert isinstance(method, Condensation)
     models = method.source.round_models  # type: ignore[attr-defined]

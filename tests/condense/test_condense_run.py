@@ -303,7 +303,7 @@ class Watching(Observer):
         assert 0 <= share <= 1 + 1e-9
         self.worked.add(what)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         assert path.exists()
         self.kept_files.append(path.name)
 

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "num_rounds": 2,
     "mean_rounds": 1,
     "ipc": 1,
-    "drawings": 20,
+    "synthetic_images": 20,
     "model_epochs": 1,
     "epsilon": 6.0,
 }

@@ -12,7 +12,7 @@ import fedquilt
 from fedquilt.config import MODE_TABLE, MODES, Claim, RunConfig, choices, modes, option_fields
 from fedquilt.data import DATASETS
 from fedquilt.models import MODELS
-from fedquilt.models.features.model import _PUBLIC_IMAGES
+from fedquilt.models.features import _PUBLIC_IMAGES
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator, make_policy
 from fedquilt.report.style import COLORS
@@ -87,8 +87,8 @@ def test_every_policy_can_be_built(policy: str) -> None:
 
 
 def test_whoever_builds_from_a_list_knows_all_of_it() -> None:
-    assert tuple(_PUBLIC_IMAGES) == choices.FRONTS
-    assert set(choices.FRONTS) <= set(MODELS)
+    assert tuple(_PUBLIC_IMAGES) == choices.FEATURE_EXTRACTORS
+    assert set(choices.FEATURE_EXTRACTORS) <= set(MODELS)
     assert {Adjacency.of(name).value for name in choices.ADJACENCIES} == set(choices.ADJACENCIES)
 
 

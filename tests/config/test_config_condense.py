@@ -10,7 +10,7 @@ import pytest
 from config_samples import written
 
 from fedquilt.config import CondenseConfig, build_config, plain_config
-from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS, with_package_names
+from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS, package_names
 from fedquilt.errors import InvalidValueError
 
 DOCUMENT = {"communication_rounds": 7, "join_ratio": 0.5, "eval_gap": 2}
@@ -75,7 +75,7 @@ def test_both_names_at_once_are_refused(tmp_path: Path, document: str) -> None:
 
 def test_renaming_leaves_its_argument_alone() -> None:
     settings = dict(DOCUMENT)
-    assert with_package_names(settings) == {
+    assert package_names(CondenseConfig, settings) == {
         "num_rounds": 7,
         "clients_per_round": 0.5,
         "eval_every": 2,
@@ -179,9 +179,12 @@ def test_models_and_logits_follow_the_feature_model() -> None:
         ({"feature_model": "global", "model_n": 3}, "^model_n=3 must be 1 with"),
         ({"max_samples": 3}, "^max_samples=3 must be 0 .* or at least 8"),
         ({"mode": "certified", "mean_rounds": 41}, "^mean_rounds=41 must be <= num_rounds=40"),
-        ({"mode": "certified", "drawings": 9}, "^drawings=9 must be >= ipc=10"),
+        ({"mode": "certified", "synthetic_images": 9}, "^synthetic_images=9 must be >= ipc=10"),
         ({"mode": "certified", "init_method": "real_sample"}, "^init_method=.*may leave it"),
-        ({"mode": "certified", "front": "mlp"}, "^front='mlp' must be one of"),
+        (
+            {"mode": "certified", "feature_extractor": "mlp"},
+            "^feature_extractor='mlp' must be one of",
+        ),
         ({"mode": "certified", "noise_seed": 1, "ledger": "x"}, "^noise_seed=1 must not"),
         ({"method": "condens"}, "^method='condens' must be one of"),
     ],

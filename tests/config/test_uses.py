@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,9 @@ from fedquilt.config import MODES, CondenseConfig, RunConfig, build_config, opti
 from fedquilt.config.condense import ALIASES
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.keywords import RunSettings, Settings
-from fedquilt.config.uses import (
-    CLIENTS,
-    COMMON,
-    SPLIT,
-    USES,
-    modes_of,
-    says_something,
-    uses_in_words,
-    uses_table,
-)
+from fedquilt.config.option import CLIENTS, SPLIT, Flag
+from fedquilt.config.run import old_names, option_names
+from fedquilt.config.uses import USES, is_effective, modes_of, uses_in_words, uses_table
 from fedquilt.errors import InvalidValueError
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +37,8 @@ IDLE: list[dict[str, Any]] = [
     {"mode": "certified", "private_quantile": 0.5},
     {"tiers": "1,1/2"},
     {"population": "x"},
-    {"on_short": "sit_out"},
-    {"spend_everything": True},
+    {"if_exhausted": "sit_out"},
+    {"allow_unbounded": True},
     {"noise_layers": "fc*"},
     {"server_momentum": 0.5},
     {"validation_fraction": 0.2},
@@ -100,7 +94,7 @@ def _toml(value: Any) -> str:
 
 USED: list[dict[str, Any]] = [
     {"mode": "fedavg", "ledger": "l", "epsilon": 3.0, "delta": 1e-6, "population": "p"},
-    {"mode": "quap_fl", "ledger": "l", "spend_everything": True},
+    {"mode": "quap_fl", "ledger": "l", "allow_unbounded": True},
     {"mode": "certified", "policy": "cap", "max_joins": 3},
     {"mode": "certified", "policy": "paper", "budget_alpha": 0.4},
     {"mode": "certified", "clipping": "quantile", "private_quantile": 0.4},
@@ -133,7 +127,7 @@ def test_defaults_and_presets_are_never_refused(mode: str) -> None:
         config = build_config({"mode": mode}, preset=name)
         whole = {**config.as_dict(), CLIENTS: SPLIT}
         for key, value in PRESETS[name].items():
-            if key != "mode" and says_something(key, whole):
+            if key != "mode" and is_effective(key, whole):
                 assert getattr(config, key) == value
             elif key != "mode":  # what would do nothing is not even recorded
                 assert getattr(config, key) == option_fields()[key].default
@@ -174,7 +168,6 @@ def test_python_refuses_too_and_nothing_is_written(tmp_path: Path) -> None:
 def test_every_entry_of_the_table_is_an_option() -> None:
     fields = {**option_fields(CondenseConfig), **option_fields(RunConfig)}
     assert set(USES) <= set(fields)
-    assert set(COMMON) <= set(option_fields())
     for name, cases in USES.items():
         assert uses_in_words(name)
         for case in cases:
@@ -209,12 +202,23 @@ def test_keywords_of_python_are_the_options() -> None:
     own = {
         name: str(item.type)
         for name, item in option_fields(CondenseConfig).items()
-        if name not in option_fields()
+        if name not in {*option_fields(), "split_file"}
     }
-    names = {
-        other: str(option_fields(CondenseConfig)[name].type) for other, name in ALIASES.items()
-    }
+    others = {**ALIASES, **old_names(CondenseConfig)}
+    names = {other: str(option_fields(CondenseConfig)[name].type) for other, name in others.items()}
     assert _kinds(Settings) == {**expected, **own, **names}
+
+
+def test_type_checkers_are_told_the_same() -> None:
+    path = ROOT / "tools" / "keywords.py"
+    tool = runpy.run_path(str(path))
+    assert tool["STUB"].read_text() == tool["stub"](), f"run {path}"
+
+
+def test_parameters_of_run_are_no_keywords() -> None:
+    named = set(inspect.signature(fedquilt.run).parameters)
+    assert set(option_names(Flag.PARAMETER)) <= named
+    assert not set(option_names(Flag.PARAMETER)) & set(typing.get_type_hints(Settings))
 
 
 def _kinds(kind: Any) -> dict[str, str]:

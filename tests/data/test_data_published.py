@@ -26,7 +26,7 @@ from fedquilt.data import DATASETS, DatasetSpec, ImageDataset, dataset_status, l
 from fedquilt.data.leaf import LETTERS, SHARED_PEOPLE
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError
 from fedquilt.experiment.api import run_config, run_in_memory
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 
 RANDOM = np.random.default_rng(5)
 
@@ -219,7 +219,7 @@ def test_femnist_by_writer(tmp_path: Path) -> None:
     config = plain_config(
         {"dataset": "femnist", "data_dir": str(tmp_path), "partition": "writer", "model": "linear"}
     )
-    settled, problem = build_problem(config)
+    settled, problem = build_task(config)
     assert settled.num_clients == 3
     assert problem.roster.ids == ("writer:f0001_41", "writer:f0002_05", "writer:f0100_00")
     assert problem.roster.name == "femnist-writers"
@@ -236,7 +236,7 @@ def test_a_writer_keeps_the_name_in_another_file(tmp_path: Path) -> None:
             users = {name: written(1, k) for k, name in enumerate(names)}
             leaf_file(root / "femnist" / part / "x.json", users)
         settings = {"dataset": "femnist", "data_dir": str(root), "partition": "writer"}
-        _, problem = build_problem(plain_config({**settings, "model": "linear"}))
+        _, problem = build_task(plain_config({**settings, "model": "linear"}))
         rosters.append(problem.roster)
     assert rosters[0].name == rosters[1].name
     assert rosters[0].ids == ("writer:a_1", "writer:b_2")
@@ -392,7 +392,7 @@ def test_a_registered_set_may_say_who_made_what(register: Callable[..., None]) -
     own = ImageDataset(x, y, "any", 2, people, ("ann", "bob"))
     register("with-people", lambda: (own, own))
     config = {"dataset": "with-people", "partition": "writer", "model": "linear", "mode": "fedavg"}
-    _, problem = build_problem(plain_config(config))
+    _, problem = build_task(plain_config(config))
     assert problem.roster.ids == ("writer:ann", "writer:bob")
 
 

@@ -151,7 +151,7 @@ def test_only_the_operator_lets_a_run_end_the_bounds_of_a_ledger(
     run(held, tmp_path, monkeypatch, roster)
     with pytest.raises(InvalidValueError, match=f"{COUNT} of {COUNT} clients .* have a bound"):
         run(held, tmp_path, monkeypatch, roster, mode="fedavg")
-    monkeypatch.setenv("FEDQUILT_FLOWER_SPEND_EVERYTHING", "yes")
+    monkeypatch.setenv("FEDQUILT_FLOWER_ALLOW_UNBOUNDED", "yes")
     run(held, tmp_path, monkeypatch, roster, mode="fedavg")
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         (population,) = ledger.populations()
@@ -161,7 +161,14 @@ def test_only_the_operator_lets_a_run_end_the_bounds_of_a_ledger(
 def test_a_run_cannot_choose_the_operators_places(
     public: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ledger", "output_dir", "population", "data-dir", "spend_everything"):
+    for name in (
+        "ledger",
+        "output_dir",
+        "population",
+        "data-dir",
+        "allow_unbounded",
+        "spend-everything",
+    ):
         with pytest.raises(InvalidValueError, match="must not stand in a run configuration"):
             run_from(grid_of([b""]), {name: "/tmp/elsewhere"}, make_model, test_data)
 

@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_rounds": 5,
         "mean_rounds": 1,
         "ipc": 1,
-        "drawings": 20,
+        "synthetic_images": 20,
         "model_epochs": 2,
         "eval_every": 5,
         "clients_per_round": 1.0,

@@ -304,16 +304,14 @@ def test_an_order_tells_a_node_nothing_of_the_servers_disk_account_or_noise(
     assert told == {
         "mode": "certified",
         "method": "full",
-        "epsilon": 8.0,
+        "epsilon": 8.0,  # what clients are promised
         "num_rounds": 2,
         "local_epochs": 1,
         "clients_per_round": 1.0,
         "policy": "worst_case",
         # what the mode begins with
         "batch_size": 16,
-        "learning_rate": 0.1,
         "clip_norm": 0.2,
-        "normalise_updates": True,
     }
     assert len({order.content["config"]["token"] for order in grid.orders}) == len(grid.orders)
 

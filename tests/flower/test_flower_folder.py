@@ -9,6 +9,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +46,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def federation(prepared: Path, tmp_path: Path) -> LocalFederation:
-    return LocalFederation(shutil.copytree(prepared, tmp_path / "fed"))
+    copied = LocalFederation(shutil.copytree(prepared, tmp_path / "fed"))
+    copied._say()  # a copy of this user's own
+    return copied
 
 
 @pytest.fixture
@@ -210,6 +213,71 @@ def test_a_foreign_file_is_refused_in_one_line(
     assert said.err.strip().isprintable()
     assert words in said.err
     assert cli("flower", "down", "--folder", federation.folder).code == 0
+
+
+@pytest.mark.parametrize("command", [("run",), ("resume",)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update(app=c["app"] + "/../app"),
+        lambda c: c.update(trusted=None),
+        lambda c: c.update(ledger="/srv/ledger.sqlite", population="wards"),
+        lambda c: c.update(output="/srv/results"),
+        lambda c: c["nodes"]["node0"].update(config="data='/srv/data.npz'"),
+    ],
+    ids=["app", "any app", "ledger", "output", "node"],
+)
+def test_what_only_a_strangers_file_names_is_not_run(
+    cli: Cli,
+    federation: LocalFederation,
+    change: Callable[[Any], object],
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(*given: object, **options: object) -> None:
+        raise AssertionError("something is run")
+
+    monkeypatch.setattr("fedquilt.flower.federation.subprocess.Popen", started)
+    monkeypatch.setattr("fedquilt.flower.federation.subprocess.run", started)
+    put(federation, processes.CONFIG, change)
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in federation.folder.rglob("*")}
+    said = cli("flower", *command, "--folder", federation.folder)
+    assert said.code == 2
+    assert "must be yours: its files, and not you" in said.words
+    assert cli("flower", "leave", "node1", "--folder", federation.folder).code == 0
+    said = cli("flower", *command, "--folder", federation.folder)
+    assert "must be yours" in said.words, "a change of a stranger's file is no word about it"
+    after = {p: (p.stat().st_mtime_ns, p.stat().st_mode) for p in federation.folder.rglob("*")}
+    changed = {
+        path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    }
+    assert changed <= {processes.CONFIG, ".lock"}
+
+
+def test_a_received_folder_is_run_once_an_app_is_named(
+    cli: Cli, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = LocalFederation(shutil.copytree(prepared, tmp_path / "received"))
+    folder = ("--folder", federation.folder)
+    assert "must be yours" in cli("flower", "resume", *folder).words
+    begun: list[list[str]] = []
+
+    class Ended:
+        def __init__(self, command: list[str], **options: object) -> None:
+            begun.append(command)
+
+        def poll(self) -> int:
+            return 1
+
+    monkeypatch.setattr("fedquilt.flower.federation.subprocess.Popen", Ended)
+    roster = (federation.folder / processes.ROSTER).read_bytes()
+    federation.prepare(federation.config()["app"], 2)
+    for _ in range(2):  # from another process as well: the word is in the user's state folder
+        assert "not all of 2 nodes were connected" in cli("flower", "resume", *folder).words
+    assert begun == 2 * [
+        [sys.executable, "-m", "fedquilt.flower.processes", str(federation.folder)]
+    ]
+    assert (federation.folder / processes.ROSTER).read_bytes() == roster
 
 
 def test_names_of_a_foreign_file_move_no_cursor(cli: Cli, federation: LocalFederation) -> None:

@@ -12,8 +12,9 @@ from fedquilt.config import build_config
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower.simulate import OneForAll, simulate
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import build_problem
-from fedquilt.training.engines.local import HandEngine
+from fedquilt.setup.build_task import build_task
+from fedquilt.training.engines import LocalEngine
+from tiers import rest_is_slow
 
 BASE: dict[str, Any] = {
     "num_clients": 8,
@@ -63,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "noise_seed": 3,
         "mean_rounds": 1,
         "model_epochs": 2,
-        "drawings": 20,
+        "synthetic_images": 20,
     },
 }
 # Images are matched to tables that agree; a few steps of it stay near.
@@ -83,7 +84,12 @@ def distance(one: RunResult, other: RunResult) -> float:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"condensation", "condensation, global", "depthfl"}
+
+
+@pytest.mark.parametrize(
+    "case", rest_is_slow([*CASES], [case for case in CASES if case not in LONG])
+)
 def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     here, there = both(case, "flower")
     assert there.result["cohorts"] == here.result["cohorts"]
@@ -94,12 +100,12 @@ def test_nodes_of_this_process_agree_with_sequential(case: str) -> None:
     ("case", "is_by_hand"), [("fedavg", True), ("heterofl", False), ("fedrolex, certified", True)]
 )
 def test_nodes_take_steps_by_hand_where_the_task_has_them(case: str, is_by_hand: bool) -> None:
-    config, problem = build_problem(build_config({**BASE, **CASES[case]}))
+    config, problem = build_task(build_config({**BASE, **CASES[case]}))
     engine: Any = OneForAll(config, problem)._node.method.engine
     if case != "fedavg":  # one engine for each slice; heterofl hides classes
         (engine,) = engine._engines.values()
-    assert isinstance(engine, HandEngine)
-    assert (engine.by_hand is not None) == is_by_hand
+    assert isinstance(engine, LocalEngine)
+    assert engine.trainer.name == ("manual" if is_by_hand else "autograd")
 
 
 @pytest.mark.slow

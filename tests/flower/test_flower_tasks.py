@@ -12,12 +12,14 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 import fedquilt
 from fedquilt.common.errors import InvalidValueError, NotReadyError, RunFolderError
-from fedquilt.config import build_config
+from fedquilt.config import CondenseConfig, RunConfig, build_config, option_fields
+from fedquilt.config.option import Flag, kinds_of
+from fedquilt.config.run import option_names
 from fedquilt.flower import wire
 from fedquilt.flower.client_registry import PlaceRegistry
 from fedquilt.flower.node import client_app, new_model
@@ -25,8 +27,8 @@ from fedquilt.flower.server import run_on_grid
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.flower.simulate import InProcessGrid, _all_settings, _nodes_of, simulate
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import build_problem
-from fedquilt.setup.task import Own
+from fedquilt.setup.build_task import build_task
+from fedquilt.setup.task import UserComponents
 from flower_samples import COUNT, client_data, make_model, run_federation, samples
 from flower_samples import test_data as held_by_the_server
 
@@ -121,7 +123,7 @@ def test_objects_of_the_app_are_the_servers_and_the_nodes(mode: str, tmp_path: P
     grid = InProcessGrid(
         client_app(make_model, client_data, loss=squared, optimizer=momentum), COUNT
     )
-    own = Own(loss=squared, optimizer=momentum, metrics={"squared": squared})
+    own = UserComponents(loss=squared, optimizer=momentum, metrics={"squared": squared})
     there = run_on_grid(
         grid,
         PlaceRegistry(grid, COUNT),
@@ -156,7 +158,7 @@ def test_an_object_that_only_one_side_has_is_refused(
     run_on_grid(
         *(grid, places, make_model, held_by_the_server, options, HOW),
         output_dir=str(tmp_path),
-        own=Own(loss=of_server),
+        own=UserComponents(loss=of_server),
     )
     assert "must be this node's too" in caplog.text
     (folder,) = tmp_path.iterdir()
@@ -168,7 +170,8 @@ def test_a_run_configuration_does_not_name_what_the_app_brings() -> None:
     places, options = PlaceRegistry(grid, COUNT), {"mode": "fedavg", "loss": "mse"}
     with pytest.raises(InvalidValueError, match="loss='mse' must be left out"):
         run_on_grid(
-            *(grid, places, make_model, held_by_the_server, options, HOW), own=Own(loss=squared)
+            *(grid, places, make_model, held_by_the_server, options, HOW),
+            own=UserComponents(loss=squared),
         )
 
 
@@ -189,12 +192,76 @@ def test_a_node_reads_what_the_server_meant(case: str) -> None:
     config = build_config({**own, **CONFIGS[case]}, own=True)
     read = wire.read_settings(wire.settings_text(config))
     assert type(read) is type(config)
-    other = {
-        name
-        for name, value in config.as_dict().items()
-        if read.as_dict()[name] != value and name not in ("metrics", "engine", "availability")
-    }
-    assert other <= {"eval_every"}, "places, accounts and evaluation are the server's own"
+    for name in option_names(Flag.NODES, type(config)):
+        assert getattr(read, name) == getattr(config, name), name
+
+
+FREE_TEXTS = {"trainable", "whole", "tiers", "noise_layers", "embed_layer", "augmentation"}
+"""Options without a list of choices that nodes are told: patterns and names, never a path."""
+
+
+@pytest.mark.parametrize("kind", [RunConfig, CondenseConfig])
+def test_a_node_is_told_nothing_that_is_not_declared_for_it(kind: type[RunConfig]) -> None:
+    """Every option at a value of its own, the texts as paths on the server's disk."""
+    config = build_config({"method": kind().method, "mode": kind().mode})
+    assert type(config) is kind
+    secret: dict[str, Any] = {}
+    for number, (name, kinds) in enumerate(kinds_of(kind).items()):
+        if name not in ("mode", "method"):
+            marked = f"/srv/hospital-A/{name}.csv" if str in kinds else 60907000 + number
+            secret[name] = True if bool in kinds else marked
+            object.__setattr__(config, name, secret[name])  # whatever the rules say of it
+    text = wire.settings_text(config)
+    allowed = option_names(Flag.NODES, kind)
+    assert set(json.loads(text)) <= set(allowed)
+    for name, value in secret.items():
+        if name not in allowed or name == "tiers":
+            assert value is True or str(value) not in text
+    rules = {name: item.metadata["rule"] for name, item in option_fields(kind).items()}
+    free = {n for n in allowed if str in kinds_of(kind)[n] and "choices" not in rules[n]}
+    assert free <= FREE_TEXTS
+
+
+WIDE = ["1", "1/2", "1/2", "1"]
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord", "mfl", "smallest", "largest_only"])
+def test_widths_of_a_table_travel_and_its_path_does_not(method: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    table = tmp_path / "hospital-A.csv"
+    table.write_text("client,width\n" + "".join(f"{i},{w}\n" for i, w in enumerate(WIDE)))
+    grid = Recording(client_app(make, client_data), COUNT)
+    options: dict[str, Any] = {"mode": "fedavg", "method": method, "tiers": str(table)}
+    options |= {"num_rounds": 2, "seed": 3, "learning_rate": 0.1}
+    places = PlaceRegistry(grid, COUNT)
+    there = run_on_grid(grid, places, make, held_by_the_server, options, HOW)
+    told = {order.content["config"]["settings"] for order in grid.orders}
+    assert told
+    assert all("hospital-A" not in text for text in told)
+    here = fedquilt.run(
+        new_model(make, 3),
+        [samples(i) for i in range(COUNT)],
+        held_by_the_server(),
+        output_dir=None,
+        **options,
+    )
+    for name, tensor in here.state_dict.items():
+        assert float((tensor - there.state_dict[name]).abs().max()) <= 1e-5
+
+
+class Recording(InProcessGrid):
+    """A grid that keeps the orders of its nodes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.orders: list[Message] = []
+
+    def _answer(self, message: Message) -> list[Message]:
+        if message.metadata.message_type == "train":
+            self.orders.append(message)
+        return super()._answer(message)
 
 
 def test_samples_that_only_clients_hold_cannot_evaluate_a_model() -> None:
@@ -260,5 +327,5 @@ def test_actors_read_a_configuration_as_it_is() -> None:
     made = _nodes_of(json.dumps(_all_settings(config)))
     order = wire.Order("", 0, 1, 4, 0.1, "", "", "none", 0.1, False)
     context = Context(1, 1, {"partition-id": 1}, RecordDict(), {})
-    settled, _ = build_problem(config.replace(engine="sequential"))
+    settled, _ = build_task(config.replace(engine="sequential"))
     assert made(context, order).config == settled

@@ -103,7 +103,7 @@ def test_every_option_of_a_run_can_be_set_and_none_of_the_operators() -> None:
     assert "noise_seed" not in options, "an empty text is an option that is not given"
     assert table["noise_seed"] == ""
     assert not {"ledger", "output_dir", "population", "engine", "dataset"} & table.keys()
-    assert not {"spend_everything", "client_test_fraction"} & table.keys()
+    assert not {"allow_unbounded", "client_test_fraction"} & table.keys()
     with pytest.raises(InvalidValueError, match="nonesuch must be an option"):
         run_configuration(nonesuch=1)
     with pytest.raises(InvalidValueError, match="flower_nonesuch must be one of"):

@@ -12,7 +12,7 @@ import fedquilt
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import lora, merge_lora
 from fedquilt.training.task import Task
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.trainers.vmap import why_not_stacked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,7 +192,7 @@ def test_engines_train_the_adapters_alone(engine: str) -> None:
 def test_the_batched_engine_computes_what_the_sequential_one_does() -> None:
     data, clients = federation()
     task = Task(data[0], data[1], [torch.tensor(c).numpy() for c in clients])
-    assert BatchedEngine.supports(adapted_model(), task)
+    assert why_not_stacked(adapted_model(), task) is None
     one, many = (
         fedquilt.run(
             adapted_model(), data, data, clients, mode="fedavg", engine=name, **SETTINGS

@@ -236,6 +236,7 @@ print(json.dumps({"command": command, "warnings": warnings, "left": names[-1]}))
 """
 
 
+@pytest.mark.slow
 def test_forks_threads_ctrl_c_and_the_death_of_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,13 +15,13 @@ import pytest
 from dp_accounting import rdp as dp_rdp
 
 from fedquilt.errors import InvalidValueError, MissingPackageError
+from fedquilt.privacy import accounting
 from fedquilt.privacy.accounting import (
     METHODS,
     Adjacency,
     PrivacyBound,
     Release,
     calibrate,
-    composition,
     epsilon,
     gaussian_epsilon,
 )
@@ -256,5 +256,5 @@ def test_library_warnings_are_held_back(caplog):
 
 
 def test_documented_examples():
-    assert doctest.testmod(composition).attempted == 2
-    assert doctest.testmod(composition).failed == 0
+    assert doctest.testmod(accounting).attempted == 2
+    assert doctest.testmod(accounting).failed == 0

@@ -28,7 +28,7 @@ from fedquilt.privacy.mechanism import RoundTally
 from fedquilt.privacy.poisson import AmplifiedCertified
 from fedquilt.round import run_round
 from fedquilt.setup import mechanism as assemble_mechanism
-from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.engines import LocalEngine
 
 CLIENTS, ROUNDS = 6, 5
 SECRET: dict[str, Any] = {
@@ -154,13 +154,13 @@ def test_the_divisor_does_not_know_the_cohort(folder: Path) -> None:
 
 def test_no_public_file_knows_who_was_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept: list[list[int]] = []
-    train = SequentialEngine.train
+    train = LocalEngine.train
 
     def note(self: Any, start: Any, cohort: Any, index: int, rate: float) -> Any:
         kept.append([int(client) for client in cohort])
         return train(self, start, cohort, index, rate)
 
-    monkeypatch.setattr(SequentialEngine, "train", note)
+    monkeypatch.setattr(LocalEngine, "train", note)
     config = {**SECRET, "num_rounds": 12, "engine": "sequential"}
     inputs, labels = torch.randn(60, 1, 2, 2), torch.arange(60) % 3
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
@@ -226,7 +226,7 @@ def test_touched_accounts_and_part_budgets_are_refused(folder: Path) -> None:
     config, problem = make_problem(CLIENTS, num_rounds=4)
     run_round(make_federation(config, problem, folder / "touched", "before"), 0)
     with pytest.raises(InvalidValueError, match="untouched account"):
-        amplified(folder / "touched", on_short="sit_out", epsilon=1.0)
+        amplified(folder / "touched", if_exhausted="sit_out", epsilon=1.0)
     with pytest.raises(InvalidValueError, match="whole allowance"):
         amplified(folder / "part", epsilon=1.0, allowance=2.0)
 

@@ -291,13 +291,13 @@ def test_statistics_that_training_moves_are_refused() -> None:
     from torch import nn
 
     from fedquilt.config import build_config
-    from fedquilt.setup.build_task import problem_from
+    from fedquilt.setup.build_task import task_from
 
     config = build_config({"mode": "certified", "dataset": "custom", "model": "custom"})
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3))
     data = (torch.zeros(4, 1, 2, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(InvalidValueError, match="running_mean"):
-        problem_from(config, model, data, data, [[0, 1], [2, 3]])
+        task_from(config, model, data, data, [[0, 1], [2, 3]])
 
 
 def test_what_is_frozen_is_said_and_does_not_travel(folder: Path) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedquilt.common.vectors import StreamingNorm
 from fedquilt.privacy import noise
-from fedquilt.privacy.clip import StreamingNorm
 from fedquilt.privacy.noise import (
     BandedNoise,
     DeviceNoise,

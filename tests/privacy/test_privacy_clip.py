@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from examples import examples
+from fedquilt.common.vectors import norm
 from fedquilt.errors import FedquiltError, InvalidValueError, NotReadyError
-from fedquilt.privacy.clip import FixedClipper, QuantileClipper, clip, norm
+from fedquilt.privacy.clip import FixedClipper, QuantileClipper, clip
 
 finite_rows = st.lists(
     hnp.arrays(np.float64, 4, elements=st.floats(-1e6, 1e6)), min_size=1, max_size=8

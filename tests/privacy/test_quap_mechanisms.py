@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedquilt.aggregation import RunningMean
+from fedquilt.common.vectors import is_finite
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.clip import FixedClipper, QuantileClipper
 from fedquilt.privacy.mechanism import (
@@ -20,7 +21,6 @@ from fedquilt.privacy.mechanism import (
     NoPrivacy,
     RoundPlan,
     RoundTally,
-    is_finite,
 )
 from fedquilt.privacy.noise import SecretNoise, SeededNoise
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator

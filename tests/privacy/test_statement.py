@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from fedquilt.common.bounds import format_bound, format_left
+from fedquilt.common.formatting import format_bound, format_left
 from fedquilt.privacy.statement import Coverage, Statement, cautions
 
 BOUNDED = Statement(

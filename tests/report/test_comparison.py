@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from report_samples import FAST, make_run, words
 
-from fedquilt.common.bounds import format_bound
+from fedquilt.common.formatting import format_bound
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.report import comparison_table, plot_comparison, render_comparison
 from fedquilt.report.style import spread_apart

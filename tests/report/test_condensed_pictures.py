@@ -106,6 +106,7 @@ def shown_images(picture: np.ndarray, pixels: np.ndarray, scale: int) -> list[in
     return [i for i, image in enumerate(pixels) if places(picture, enlarged(image, scale))]
 
 
+@pytest.mark.slow
 def test_of_many_classes_and_images_the_first_are_shown_with_a_note(tmp_path: Path) -> None:
     pixels = bytes_of(100, 1, 8)
     images, labels = normalised(pixels, GREY), np.repeat(np.arange(50), 2)
@@ -227,6 +228,7 @@ def test_a_colour_animation_keeps_its_colours(tmp_path: Path) -> None:
         assert (picture[:10] == 255).all()
 
 
+@pytest.mark.slow
 def test_an_animation_of_noise_stays_small_and_keeps_its_ends(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     frames = [(f"round {i}", rng.standard_normal((20, 3, 16, 16))) for i in range(30)]

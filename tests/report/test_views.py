@@ -19,8 +19,8 @@ from views_samples import small_run
 
 import fedquilt
 from command_line import Said
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
 from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu

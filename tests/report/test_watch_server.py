@@ -333,6 +333,7 @@ def test_a_damaged_ledger_is_spoken_of_and_shown_again_when_it_is_whole(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_strangers_who_hold_connections_make_room(server: WatchServer) -> None:
     """Silent ones, and one that has begun to ask; the owner's listener is left alone."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)

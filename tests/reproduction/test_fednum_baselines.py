@@ -37,7 +37,7 @@ BOUNDED: dict[str, Any] = {
     "mean_rounds": 1,
     "eval_every": 2,
     "ipc": 1,
-    "drawings": 20,
+    "synthetic_images": 20,
     "model_epochs": 2,
     "epsilon": 6,
 }
@@ -61,9 +61,9 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        ([], ["coreset", "fedavg"]),
+        pytest.param([], ["coreset", "fedavg"], marks=pytest.mark.slow),
         (["--baselines", "all"], ["coreset", "dm", "feddm", "fedavg"]),
-        (["--baselines", " dm , fedavg"], ["dm", "fedavg"]),
+        pytest.param(["--baselines", " dm , fedavg"], ["dm", "fedavg"], marks=pytest.mark.slow),
     ],
 )
 def test_rows_below_that_of_the_condensation(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fedquilt.config import RunConfig, build_config
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
 from fedquilt.slices.slicing import Slicing
@@ -86,12 +86,12 @@ def test_a_width_s_score_is_the_mean_over_its_clients() -> None:
     """Clients of one width hold other halves in MFL, and each scores its own."""
     few = {"dataset": "digits", "method": "mfl", "num_clients": 4, "clients_per_round": 4}
     config = build_config({**few, "num_rounds": 1, "availability": "always"})
-    problem = build_problem(config)
+    problem = build_task(config)
     method = cast(Slices, build_method(*problem))
     weights = method._flat.vector.clone()
     own = [method._score(method.own_model(c, weights, 0).module)["accuracy"] for c in range(4)]
     assert len(set(own)) > 1
-    looked = method.look(weights, 0, {})["tiers"]
+    looked = method.extra_metrics(weights, 0, {})["tiers"]
     assert looked["1/2"]["accuracy"] == pytest.approx(sum(own) / 4)
     method.close()
 

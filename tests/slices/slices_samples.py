@@ -13,9 +13,9 @@ from torch import nn
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.federation import Federation
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 
 SIZES = (3, 5, 2, 6, 4, 4)
 RATE, EPOCHS = 0.3, 2
@@ -41,7 +41,7 @@ def network(seed: int = 1) -> nn.Module:
         )
 
 
-def problem(model: nn.Module | None = None, **settings: Any) -> tuple[RunConfig, Problem]:
+def problem(model: nn.Module | None = None, **settings: Any) -> tuple[RunConfig, FederatedTask]:
     """Return a run in which all six clients take part, each in one batch an epoch."""
     shared = {
         "dataset": "custom",
@@ -58,7 +58,7 @@ def problem(model: nn.Module | None = None, **settings: Any) -> tuple[RunConfig,
     config = plain_config({**shared, **settings})
     inputs, labels, clients = data()
     both = (inputs, labels)
-    return problem_from(config, network() if model is None else model, both, both, clients)
+    return task_from(config, network() if model is None else model, both, both, clients)
 
 
 def federation(

@@ -16,7 +16,7 @@ import fedquilt
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.round import run_round
-from fedquilt.setup.client_evaluation import hold_back
+from fedquilt.setup.clients import hold_back
 from fedquilt.setup.federation import build_method
 from fedquilt.slices.method import Slices
 from fedquilt.slices.static_norm import (
@@ -27,6 +27,7 @@ from fedquilt.slices.static_norm import (
     recompute,
     statistics_of,
 )
+from tiers import rest_is_slow
 
 STATISTICS = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
 NARROW = ["heterofl", "fedrolex", "dropout", "fjord", "mfl"]
@@ -46,7 +47,7 @@ def small_network() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("method", ["heterofl", "fedrolex"])
+@pytest.mark.parametrize("method", rest_is_slow(["heterofl", "fedrolex"], ["fedrolex"]))
 def test_a_small_network_with_batch_norm_learns(method: str) -> None:
     """With statistics that travel HeteroFL stays below 0.3 here."""
     train, test = load_dataset("digits")
@@ -188,6 +189,6 @@ def test_statistics_of_the_server_do_not_move_with_a_client() -> None:
 
 def test_clients_elsewhere_cannot_be_asked_for_statistics() -> None:
     config, its = problem(batch_normed(), method="heterofl")
-    its = dataclasses.replace(its, task=dataclasses.replace(its.task, elsewhere=True))
+    its = dataclasses.replace(its, task=dataclasses.replace(its.task, is_remote=True))
     with pytest.raises(InvalidValueError, match="on other machines"):
         build_method(config, its)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -21,14 +22,14 @@ from typing import Any
 import pytest
 
 from command_line import Said
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import build_config, plain_config
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.report.views.page import find_runs
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
-from fedquilt.sweep.plan import Axis, Plan, choose
+from fedquilt.sweep.plan import Plan, SweepAxis, choose
 from run_processes import environment
 from run_samples import TINY, contents, flags
 
@@ -96,7 +97,7 @@ def test_too_many_points_are_refused_before_one_is_made(
     def none_is_made(*_: object) -> None:
         raise AssertionError("a point is made")
 
-    monkeypatch.setattr(Axis, "draw", none_is_made)
+    monkeypatch.setattr(SweepAxis, "draw", none_is_made)
     monkeypatch.setattr("fedquilt.sweep.plan.itertools.product", none_is_made)
     keys = ("learning_rate", "clip_norm", "epsilon", "delta")
     values = ",".join(str(0.001 * (1 + i)) for i in range(1000))
@@ -262,19 +263,38 @@ def test_the_command(cli: Callable[..., Said], here: Path) -> None:
 
 def test_a_worker_without_a_point_ends_in_order() -> None:
     """What it has made elsewhere, sockets of worker processes, is removed at its end."""
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            "import atexit; atexit.register(print, 'in order'); "
-            "from fedquilt.sweep.worker import main; main()",
-        ],
-        env=environment(),
-        input="",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    with theirs:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                "import atexit; atexit.register(print, 'in order'); "
+                "from fedquilt.sweep.worker import main; main()",
+                str(theirs.fileno()),
+            ],
+            env=environment(),
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert ended.stdout == "in order\n"
+
+
+def test_what_a_worker_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is imported there may print, at its start and while a run goes on."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "print('{}', flush=True)\n"
+        "import torch\n"
+        "real = torch.set_num_threads\n"
+        "torch.set_num_threads = lambda n: (real(n), print('not JSON', flush=True))\n"
+    )
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    table = run_sweep(tmp_path / "s", planned("local_epochs=1,2", seeds=(0,)))
+    assert [row["state"] for row in table.rows()] == ["done", "done"]
 
 
 # What failed, what was refused, and why
@@ -405,7 +425,7 @@ def test_a_received_sweep_charges_a_ledger_only_when_the_user_names_it(tmp_path:
     outside = tmp_path / "before.sqlite"
     shutil.copy(ledger, outside)
     folder.mkdir()
-    planned("local_epochs=1,2", seeds=(0,), base={**own, "spend_everything": True}).write(folder)
+    planned("local_epochs=1,2", seeds=(0,), base={**own, "allow_unbounded": True}).write(folder)
     for word in (None, str(tmp_path / "other.sqlite")):
         with pytest.raises(InvalidValueError, match=r"ledger=.* must be .*clients\.sqlite"):
             run_sweep(folder, ledger=word)

@@ -19,6 +19,7 @@ import torch
 from fedquilt.config.modes import MODES
 from fedquilt.models import MODELS
 from fedquilt.training import ClientUpdate
+from fedquilt.training.trainers.manual import ManualTrainer
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "agreement.py"
 
@@ -72,13 +73,13 @@ def test_a_difference_is_seen() -> None:
 
 def test_what_is_not_rounding_is_not_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is wrong by a thousandth is wrong, whatever nudges of the start do."""
-    train = agreement.BatchedEngine.train
+    train = ManualTrainer.train
 
     def wrong(self: Any, *given: Any) -> Iterator[ClientUpdate]:
         for update in train(self, *given):
             yield dataclasses.replace(update, delta=update.delta * 1.001)
 
-    monkeypatch.setattr(agreement.BatchedEngine, "train", wrong)
+    monkeypatch.setattr(ManualTrainer, "train", wrong)
     monkeypatch.setattr(agreement, "DRAWS", 1)
     cells = agreement.compare("mlp", "fedavg", ["batched"])
     assert not any(gap.by_chance or gap.far < 9e-4 for gap in cells["batched"])

@@ -16,7 +16,7 @@ from fedquilt.experiment.api import resume_run, run_config
 from fedquilt.models import MLP, MNISTModel
 from fedquilt.record.folder import RunFolder
 from fedquilt.training import FlatModel, LocalSettings, Task, choose_engine
-from fedquilt.training.engines import choice
+from fedquilt.training import engines as choice
 from run_samples import tiny
 
 SHAPE = (1, 28, 28)
@@ -47,8 +47,8 @@ def chosen(model: nn.Module, rounds: int, cohort: int, task: Task | None = None)
     [
         (MLP(SHAPE, 10), 200, 20, "processes", "2 cores"),
         (MNISTModel(), 200, 30, "processes", "by hand"),
-        (MLP(SHAPE, 10), 5, 20, "batched", "to start"),
-        (MLP(SHAPE, 10), 200, 3, "batched", "cohorts of 3"),
+        (MLP(SHAPE, 10), 5, 20, "local", "to start"),
+        (MLP(SHAPE, 10), 200, 3, "local", "cohorts of 3"),
         (nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.Tanh()), 2, 4, "sequential", "Tanh"),
         (nn.Sequential(nn.Flatten(), nn.Linear(784, 6000)), 200, 20, "sequential", "parameters"),
     ],
@@ -88,9 +88,9 @@ def test_the_folder_says_which_engine_it_was_and_a_resumed_run_uses_it(
     with caplog.at_level(logging.INFO):
         whole = run_config(config)
     assert whole.folder is not None
-    assert "engine=auto is batched" in caplog.text
-    assert RunFolder.open(whole.folder).read_config().engine == "batched"
-    assert "# engine=auto is batched: " in (whole.folder / "config.toml").read_text()
+    assert "engine=auto is local, trainer manual" in caplog.text
+    assert RunFolder.open(whole.folder).read_config().engine == "local"
+    assert "# engine=auto is local, trainer manual: " in (whole.folder / "config.toml").read_text()
 
     again = run_config(config.replace(output_dir=str(tmp_path / "again")))
     assert all(torch.equal(t, again.state_dict[name]) for name, t in whole.state_dict.items())

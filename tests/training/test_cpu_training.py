@@ -18,17 +18,17 @@ from fedquilt.training import (
     FlatModel,
     LocalSettings,
     Task,
-    cpu_training,
-    hand_engine,
+    engines,
     make_engine,
 )
 from fedquilt.training.draws import ClientDraws
-from fedquilt.training.engines.local import HandEngine
+from fedquilt.training.engines import LocalEngine
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.trainers.autograd import SequentialEngine, find_draws
-from fedquilt.training.trainers.manual import CpuTraining, hand_training
+from fedquilt.training.trainers import manual, trial
+from fedquilt.training.trainers.autograd import AutogradTrainer, find_draws
+from fedquilt.training.trainers.manual import ManualTrainer, try_manual
 from fedquilt.training.trainers.plan import NoPlanError, is_interpreted
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.trainers.vmap import why_not_stacked
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="kernels stand in for this there")
 
@@ -82,9 +82,10 @@ def trained(engine: Any, model: nn.Module, cohort: list[int] = COHORT) -> dict[i
     return {u.client: u for u in engine.train(start, cohort, 3, 0.1)}
 
 
-def by_hand(model: nn.Module, task: Task, settings: LocalSettings) -> BatchedEngine:
-    engine = BatchedEngine(model, task, settings)
-    assert engine._by_hand is not None
+def by_hand(model: nn.Module, task: Task, settings: LocalSettings) -> LocalEngine:
+    engine = make_engine("batched", model, task, settings)
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine.trainer, ManualTrainer)
     return engine
 
 
@@ -94,7 +95,7 @@ def test_steps_by_hand_are_those_of_the_sequential_engine(name: str, rule: str) 
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
     model, task, settings = make(), make_task(shape), how(**RULES[rule])
-    wanted = trained(SequentialEngine(model, task, settings), model)
+    wanted = trained(make_engine("sequential", model, task, settings), model)
     got = trained(by_hand(model, task, settings), model)
     assert list(got) == list(wanted) == COHORT
     for client, update in wanted.items():
@@ -122,7 +123,7 @@ def test_the_head_behind_given_features_trains_by_hand() -> None:
     torch.manual_seed(0)
     model = make_model("hog-linear", (1, 8, 8), 5, seed=1).on_features()
     task = make_task((model.front.num_features,), [9, 13, 4])
-    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1, 2])
+    wanted = trained(make_engine("sequential", model, task, how()), model, [0, 1, 2])
     got = trained(by_hand(model, task, how()), model, [0, 1, 2])
     for client, update in wanted.items():
         assert (got[client].delta - update.delta).norm() <= 1e-5 * update.delta.norm()
@@ -135,7 +136,7 @@ def test_large_batches_are_as_exact_as_small_ones(size: int) -> None:
     model, settings = MLP((1, 10, 10), 5), how(epochs=2, batch_size=size)
     task = make_task((1, 10, 10), [2 * size])
     start = FlatModel(model).read().clone()
-    engines = SequentialEngine(model, task, settings), by_hand(model, task, settings)
+    engines = make_engine("sequential", model, task, settings), by_hand(model, task, settings)
     wanted, got = (next(iter(engine.train(start, [0], 3, 0.01))) for engine in engines)
     assert (got.delta - wanted.delta).norm() <= 1e-5 * wanted.delta.norm()
 
@@ -146,8 +147,8 @@ def test_clients_that_train_together_compute_the_bits_of_one_alone() -> None:
     sizes = [9, 13, 4, 0, 31, 8, 22, 9, 1]
     model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), sizes)
     engine = by_hand(model, task, how(epochs=2))
-    training = engine._by_hand
-    assert training is not None
+    training = engine.trainer
+    assert isinstance(training, ManualTrainer)
     assert training.together > 1
     alone = {c: trained(engine, model, [c])[c] for c in range(len(sizes))}
     task.inputs[task.clients[4][:3]] = float("nan")
@@ -209,12 +210,12 @@ def test_an_error_in_the_middle_of_a_step_is_that_of_one_client() -> None:
 
 def test_a_large_client_does_not_make_memory_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that train together take as much as the largest: 6 x 40 samples of 5 classes here."""
-    monkeypatch.setattr(cpu_training, "_LAID_OUT", 6 * 4 * 5, raising=False)
+    monkeypatch.setattr(manual, "_LAID_OUT", 6 * 4 * 5, raising=False)
     model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [4, 3, 40, 2, 4, 1, 30])
     engine = by_hand(model, task, how())
     alone = {c: trained(engine, model, [c])[c].delta for c in range(7)}
-    training, groups = engine._by_hand, []
-    assert training is not None
+    training, groups = engine.trainer, []
+    assert isinstance(training, ManualTrainer)
     inner = training._train
 
     def noting(begin: Any, inputs: Any, group: Any, rate: float) -> list[float]:
@@ -234,7 +235,7 @@ def test_where_company_changes_bits_clients_train_alone(
     """Another library of products may round batches of them in another way."""
     torch.manual_seed(0)
     model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [9, 13, 4, 8])
-    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1, 2, 3])
+    wanted = trained(make_engine("sequential", model, task, how()), model, [0, 1, 2, 3])
     product = torch.baddbmm
 
     def rounding(into: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
@@ -265,7 +266,7 @@ def test_a_client_of_nan_leaves_nothing_behind(name: str, rule: str) -> None:
 def test_left_out_labels_are_trained_by_autograd() -> None:
     model, task = MLP((1, 4, 4), 5), make_task((1, 4, 4), [6, 5])
     task.targets[[1, 2]] = -100
-    wanted = trained(SequentialEngine(model, task, how()), model, [0, 1])
+    wanted = trained(make_engine("sequential", model, task, how()), model, [0, 1])
     got = trained(by_hand(model, task, how()), model, [0, 1])
     for client in (0, 1):
         assert torch.allclose(got[client].delta, wanted[client].delta, rtol=1e-5, atol=1e-7)
@@ -317,20 +318,20 @@ def test_what_has_no_steps_by_hand_says_why(
     flat = FlatModel(model, task.public().inputs)
     flat.remember()
     with caplog.at_level(logging.INFO):
-        assert hand_training(flat, task, how(**changes), None) is None
+        assert try_manual(flat, task, how(**changes), None) is None
     assert reason in caplog.text
     assert getattr(flat.module, "passes", 0) == 0
 
 
 def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = cpu_training.make_plan
+    make = trial.make_plan
 
     def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:
         plan = make(module, sample)
         layers = tuple(type(x)(x.weight, x.bias, x.inputs, x.outputs) for x in plan.layers)  # type: ignore
         return type(plan)(layers, plan.weights, plan.input_shape)
 
-    monkeypatch.setattr(cpu_training, "make_plan", forgetful)
+    monkeypatch.setattr(trial, "make_plan", forgetful)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
     task = make_task((7,))
@@ -338,7 +339,7 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     flat.remember()
     draws: ClientDraws | None = find_draws(flat, task.public())
     with pytest.raises(NoPlanError, match="away from autograd"):
-        CpuTraining(flat, task, how(), draws)
+        ManualTrainer(flat, task, how(), draws)
 
 
 class Called(nn.Sequential):
@@ -383,15 +384,15 @@ def test_what_is_done_around_a_forward_pass_is_done_by_every_engine(what: str) -
     torch.manual_seed(0)
     model, task = around(what), make_task((7,))
     task = Task(30 * task.inputs, task.targets, task.clients)
-    wanted = trained(SequentialEngine(model, task, how()), model)
+    wanted = trained(make_engine("sequential", model, task, how()), model)
     plain = nn.Sequential(nn.Sequential(nn.Linear(7, 9), nn.ReLU()), nn.Linear(9, 5))
     if what != "parametrization":
         plain.load_state_dict(model.state_dict())
-        other = trained(SequentialEngine(plain, task, how()), plain)
+        other = trained(make_engine("sequential", plain, task, how()), plain)
         assert (other[0].delta - wanted[0].delta).norm() > 0.1 * wanted[0].delta.norm()
     engines = [make_engine("auto", model, task, how())]
-    if BatchedEngine.supports(model, task, how()):
-        engines.append(BatchedEngine(model, task, how()))
+    if why_not_stacked(model, task, how()) is None:
+        engines.append(make_engine("batched", model, task, how()))
     for engine in engines:
         got = trained(engine, model)
         for client, update in wanted.items():
@@ -406,8 +407,8 @@ def test_a_hook_of_all_modules_leaves_training_to_autograd() -> None:
         engine = make_engine("auto", model, task, how())
     finally:
         handle.remove()
-    assert isinstance(engine, HandEngine)
-    assert engine.by_hand is None
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine.trainer, AutogradTrainer)
 
 
 class Warming(nn.Module):
@@ -424,15 +425,15 @@ class Warming(nn.Module):
 
 def test_a_network_that_keeps_something_between_passes_trains_by_autograd() -> None:
     engine = make_engine("auto", Warming(), make_task((7,)), how())
-    assert isinstance(engine, HandEngine)
-    assert engine.by_hand is None
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine.trainer, AutogradTrainer)
 
 
 def test_auto_trains_one_client_after_the_other_by_hand() -> None:
     model, task = cnn(), make_task((2, 8, 8))
     engine = make_engine("auto", model, task, how())
-    assert isinstance(engine, HandEngine)
-    assert engine.by_hand is not None
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine.trainer, ManualTrainer)
     got = trained(engine, model)
     wanted = trained(by_hand(model, task, how()), model)
     for client in COHORT:
@@ -447,12 +448,12 @@ def test_auto_trains_by_autograd_where_that_is_better_and_says_why(
     if reason == "is Tanh":
         model = nn.Sequential(model, nn.Tanh())
     else:
-        monkeypatch.setattr(hand_engine, "LARGE", 10)
+        monkeypatch.setattr(engines, "LARGE", 10)
     task = make_task((7,))
     with caplog.at_level(logging.INFO):
         got = trained(make_engine("auto", model, task, how()), model)
     assert reason in caplog.text
-    wanted = trained(SequentialEngine(model, task, how()), model)
+    wanted = trained(make_engine("sequential", model, task, how()), model)
     for client in COHORT:
         assert torch.equal(got[client].delta, wanted[client].delta)
 
@@ -475,9 +476,9 @@ def test_small_networks_take_one_thread_and_give_the_others_back() -> None:
     seen: list[int] = []
     try:
         torch.set_num_threads(2)
-        engine = BatchedEngine(model, task, LocalSettings(1, 4, 0.0, 1))
-        training = engine._by_hand
-        assert training is not None
+        engine = by_hand(model, task, LocalSettings(1, 4, 0.0, 1))
+        training = engine.trainer
+        assert isinstance(training, ManualTrainer)
         step = training._program.step
 
         def noting(*given: Any) -> Any:

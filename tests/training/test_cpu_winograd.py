@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.training import ClientUpdate, Engine, FlatModel, LocalSettings, Task
-from fedquilt.training.trainers.autograd import SequentialEngine
-from fedquilt.training.trainers.cpu_update import Update
+from fedquilt.training import ClientUpdate, Engine, FlatModel, LocalSettings, Task, make_engine
+from fedquilt.training.trainers.manual import ManualTrainer
 from fedquilt.training.trainers.plan import Conv, is_interpreted
-from fedquilt.training.trainers.vmap import BatchedEngine
-from fedquilt.training.trainers.winograd import WinogradMemory, WinogradStep, matrices, suits
+from fedquilt.training.trainers.winograd import (
+    Update,
+    WinogradMemory,
+    WinogradStep,
+    matrices,
+    suits,
+)
 
 
 def conv(high: int, wide: int, c: int, k: int, pad: int, relu: bool, pool: bool) -> Conv:
@@ -167,12 +171,12 @@ def test_a_network_trains_as_the_sequential_engine_trains_it(rule: str) -> None:
     def trained(engine: Engine) -> dict[int, ClientUpdate]:
         return {update.client: update for update in engine.train(start, [1, 0, 2], 3, 0.1)}
 
-    wanted = trained(SequentialEngine(model, task, settings))
-    engine = BatchedEngine(model, task, settings)
-    assert engine._by_hand is not None
-    assert any(made.tiles is not None for made in engine._by_hand._program._layers)
+    wanted = trained(make_engine("sequential", model, task, settings))
+    engine = make_engine("batched", model, task, settings)
+    assert isinstance(engine.trainer, ManualTrainer)
+    assert any(made.tiles is not None for made in engine.trainer._program._layers)
     got = trained(engine)
-    again = trained(BatchedEngine(model, task, settings))
+    again = trained(make_engine("batched", model, task, settings))
     for client, update in wanted.items():
         assert (got[client].delta - update.delta).norm() <= 1e-5 * update.delta.norm()
         assert torch.equal(again[client].delta, got[client].delta)

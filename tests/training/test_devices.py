@@ -17,10 +17,9 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.config import RunConfig
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.models import DigitsModel
-from fedquilt.training import FlatModel, LocalSettings, Task
+from fedquilt.training import FlatModel, LocalSettings, Task, make_engine
 from fedquilt.training.engines.devices import DevicesEngine, parse_devices
-from fedquilt.training.engines.workers import end_workers
-from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training.engines.pool import end_workers
 from run_samples import tiny
 
 SIZES = [9, 4, 0, 1, 6, 7, 3, 8, 2, 5, 4, 4]
@@ -51,7 +50,7 @@ def test_two_devices_train_as_one_does(engine: DevicesEngine) -> None:
     torch.manual_seed(0)
     model = DigitsModel()
     start = FlatModel(model).read().clone()
-    alone = SequentialEngine(model, make_task(), HOW)
+    alone = make_engine("sequential", model, make_task(), HOW)
     for round_index, cohort in enumerate([list(range(12)), [5, 2, 9], [3]]):
         wanted = list(alone.train(start, cohort, round_index, 0.1))
         got = list(engine.train(start, cohort, round_index, 0.1))
@@ -68,7 +67,7 @@ def test_an_error_on_a_device_is_raised_here_and_a_closed_engine_says_so() -> No
     task.targets[task.clients[4][0]] = 77
     engine = DevicesEngine(DigitsModel(), task, HOW, CPUS)
     start = FlatModel(DigitsModel()).read().clone()
-    with pytest.raises(WorkerError, match=r"device cpu failed: .*77"):
+    with pytest.raises(WorkerError, match=r"training failed in the process of device cpu .*77"):
         list(engine.train(start, range(12), 0, 0.1))
     engine.close()
     with pytest.raises(NotReadyError, match="closed"):
@@ -86,13 +85,12 @@ def test_a_run_on_two_devices_is_the_run_on_one() -> None:
 class Deaf:
     """A worker that notes what it is given and trains nothing."""
 
-    left = 0
-
     def __init__(self) -> None:
         self.given: list[list[int]] = []
+        self.in_hand: list[int] = []
 
-    def begin(self, share: Any) -> None:
-        self.given.append(share.clients)
+    def send(self, job: Any) -> None:
+        self.given.append(job.clients)
 
 
 def test_who_trains_where_follows_places_in_the_cohort_and_not_what_anybody_holds(
@@ -104,7 +102,7 @@ def test_who_trains_where_follows_places_in_the_cohort_and_not_what_anybody_hold
         held = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
         engine = DevicesEngine(DigitsModel(), Task(inputs, targets, held), HOW, CPUS)
         workers = [Deaf(), Deaf()]
-        monkeypatch.setattr(engine, "_workers", workers)
+        monkeypatch.setattr(engine._pool, "workers", workers)
         start = FlatModel(DigitsModel()).read().clone()
         with contextlib.suppress(StopIteration, ValueError):
             monkeypatch.setattr(engine, "_in_order", lambda *_: iter(()))
@@ -158,10 +156,10 @@ def test_a_forked_copy_leaves_the_workers_alone(monkeypatch: pytest.MonkeyPatch)
     engine = DevicesEngine(DigitsModel(), make_task(), HOW, CPUS)
     start = FlatModel(DigitsModel()).read().clone()
     list(engine.train(start, [0, 1], 0, 0.1))
-    began = [worker.process for worker in engine._workers]
+    began = [worker.process for worker in engine._pool.workers]
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: -1)
-        engine._finalizer()
+        engine._pool.close()
     assert [process.is_alive() for process in began] == [True, True]
-    end_workers(engine._workers, os.getpid())
+    end_workers(engine._pool.workers, os.getpid())
     assert [process.is_alive() for process in began] == [False, False]

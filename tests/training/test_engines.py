@@ -18,14 +18,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedquilt.common.errors import WorkerError
 from fedquilt.errors import InvalidValueError, NotReadyError
 from fedquilt.models import MLP, DigitsModel
 from fedquilt.training import make_engine
-from fedquilt.training.engines.workers import ProcessEngine, WorkerError
+from fedquilt.training.engines import LocalEngine
+from fedquilt.training.engines.workers import ProcessEngine
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
-from fedquilt.training.trainers.autograd import SequentialEngine, client_seed, epoch_batches
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task, client_seed
+from fedquilt.training.trainers.autograd import epoch_batches
+from fedquilt.training.trainers.vmap import VmapTrainer, why_not_stacked
 from run_processes import environment
 
 SIZES = (33, 1, 32, 70, 0, 64, 5)
@@ -165,9 +167,9 @@ def normalised(track: bool = True) -> nn.Module:
 )
 def test_engines_agree_over_two_rounds(model: nn.Module, mu: float) -> None:
     task, how, start = make_task(), settings(mu=mu), start_of(model)
-    reference = two_rounds(SequentialEngine(model, task, how), start)
+    reference = two_rounds(make_engine("sequential", model, task, how), start)
     assert [update.client for update in reference] == COHORT * 2
-    assert_agree(two_rounds(BatchedEngine(model, task, how), start), reference)
+    assert_agree(two_rounds(make_engine("batched", model, task, how), start), reference)
     engine = ProcessEngine(model, task, how, workers=2)
     try:
         assert_agree(two_rounds(engine, start), reference)
@@ -178,14 +180,14 @@ def test_engines_agree_over_two_rounds(model: nn.Module, mu: float) -> None:
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_batched_update_is_that_of_the_written_out_loss(mu: float) -> None:
     model, task, how = seeded(DigitsModel), make_task(), settings(mu=mu)
-    for update in BatchedEngine(model, task, how).train(start_of(model), [0, 3], 0, 0.1):
+    for update in make_engine("batched", model, task, how).train(start_of(model), [0, 3], 0, 0.1):
         wanted = by_hand(model, task, how, update.client)
         torch.testing.assert_close(update.delta, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_client_without_samples_sends_nothing() -> None:
     model, task = seeded(MLP, SHAPE, 10), make_task()
-    engine = BatchedEngine(model, task, settings())
+    engine = make_engine("batched", model, task, settings())
     for cohort in ([4], [4, 0]):
         empty = next(engine.train(start_of(model), cohort, 0, 0.1))
         assert empty.num_examples == 0
@@ -197,18 +199,16 @@ def test_client_without_samples_sends_nothing() -> None:
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_groups_do_not_change_the_updates(group: int) -> None:
     model, task = seeded(DigitsModel), make_task()
-    whole = BatchedEngine(model, task, settings())
-    parts = BatchedEngine(model, task, settings(), max_clients_per_group=group)
+    whole = make_engine("batched", model, task, settings())
+    parts = LocalEngine(VmapTrainer(model, task, settings(), max_clients_per_group=group))
     assert_agree(two_rounds(parts, start_of(model)), two_rounds(whole, start_of(model)))
 
 
 def test_group_size_follows_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedquilt.training.trainers.stack._CPU_BYTES", 2**22)
-    # Steps by hand take one client after the other.
-    monkeypatch.setattr("fedquilt.training.trainers.vmap.hand_training", lambda *given: None)
     model, task = seeded(DigitsModel), make_task()
-    small = BatchedEngine(model, task, settings(batch_size=1)).max_clients_per_group
-    large = BatchedEngine(model, task, settings(batch_size=64)).max_clients_per_group
+    small = VmapTrainer(model, task, settings(batch_size=1)).group_size
+    large = VmapTrainer(model, task, settings(batch_size=64)).group_size
     weights_alone = 2**22 // (4 * 4 * 8714)
     assert 1 <= large < small <= weights_alone
 
@@ -217,17 +217,17 @@ def test_dropout_draws_the_same_on_both_engines_and_leaves_torch_alone() -> None
     model, task = seeded(Dropping), make_task()
     start = start_of(model)
     state = torch.get_rng_state()
-    runs = [two_rounds(BatchedEngine(model, task, settings()), start) for _ in range(2)]
+    runs = [two_rounds(make_engine("batched", model, task, settings()), start) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a.delta, b.delta) for a, b in zip(*runs, strict=True))
-    assert_agree(runs[0], two_rounds(SequentialEngine(model, task, settings()), start))
+    assert_agree(runs[0], two_rounds(make_engine("sequential", model, task, settings()), start))
 
 
 def test_dropout_differs_between_clients() -> None:
     model, samples = seeded(Dropping), np.arange(40)
     task = Task(make_task().inputs, make_task().targets, [samples] * 300)
     one_step = settings(epochs=1, batch_size=40)
-    engine = BatchedEngine(model, task, one_step)
+    engine = make_engine("batched", model, task, one_step)
     rows = torch.stack([u.delta for u in engine.train(start_of(model), range(300), 0, 0.1)])
     assert len({float(row.norm()) for row in rows}) == 300
 
@@ -244,9 +244,9 @@ def test_dropout_differs_between_clients() -> None:
     ids=["batchnorm", "batchnorm without statistics", "branching", "lstm", "captured"],
 )
 def test_batched_refuses_what_it_cannot_run(model: nn.Module, reason: str) -> None:
-    assert not BatchedEngine.supports(model, make_task())
+    assert why_not_stacked(model, make_task()) is not None
     with pytest.raises(InvalidValueError, match=reason):
-        BatchedEngine(model, make_task(), settings())
+        make_engine("batched", model, make_task(), settings())
 
 
 def test_labels_that_the_loss_leaves_out_are_left_out_of_the_mean() -> None:
@@ -254,8 +254,11 @@ def test_labels_that_the_loss_leaves_out_are_left_out_of_the_mean() -> None:
     task.targets[7] = -100
     start = start_of(model)
     batched, alone = (
-        [update.delta for update in kind(model, task, settings()).train(start, range(4), 0, 0.1)]
-        for kind in (BatchedEngine, SequentialEngine)
+        [
+            update.delta
+            for update in make_engine(kind, model, task, settings()).train(start, range(4), 0, 0.1)
+        ]
+        for kind in ("batched", "sequential")
     )
     for ours, theirs in zip(batched, alone, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
@@ -263,17 +266,17 @@ def test_labels_that_the_loss_leaves_out_are_left_out_of_the_mean() -> None:
 
 def test_batched_passes_on_an_error_of_the_model() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        BatchedEngine.supports(MLP((1, 7, 7), 10), make_task())
+        why_not_stacked(MLP((1, 7, 7), 10), make_task())
 
 
 def test_batched_needs_a_group() -> None:
     with pytest.raises(InvalidValueError, match="max_clients_per_group=0 must be >= 1"):
-        BatchedEngine(MLP(SHAPE, 10), make_task(), settings(), max_clients_per_group=0)
+        VmapTrainer(MLP(SHAPE, 10), make_task(), settings(), max_clients_per_group=0)
 
 
 def test_factory_knows_both_engines() -> None:
     model, task = MLP(SHAPE, 10), make_task()
-    assert isinstance(make_engine("batched", model, task, settings()), BatchedEngine)
+    assert isinstance(make_engine("batched", model, task, settings()), LocalEngine)
     engine = make_engine("processes", model, task, settings())
     assert isinstance(engine, ProcessEngine)
     assert engine.worker_pids == []
@@ -319,7 +322,7 @@ def test_the_cores_are_the_workers_while_they_train() -> None:
 def test_processes_train_batchnorm() -> None:
     model, task = seeded(normalised), make_task()
     start = start_of(model)
-    reference = two_rounds(SequentialEngine(model, task, settings()), start)
+    reference = two_rounds(make_engine("sequential", model, task, settings()), start)
     engine = ProcessEngine(model, task, settings(), workers=2)
     assert_agree(two_rounds(engine, start), reference)
     engine.close()
@@ -331,7 +334,7 @@ def test_processes_train_dropout_as_the_sequential_engine_does() -> None:
         make_task(),
     )
     start = start_of(model)
-    reference = two_rounds(SequentialEngine(model, task, settings()), start)
+    reference = two_rounds(make_engine("sequential", model, task, settings()), start)
     engine = ProcessEngine(model, task, settings(), workers=2)
     assert_agree(two_rounds(engine, start), reference)
     engine.close()
@@ -366,7 +369,7 @@ def test_forgotten_engine_leaves_no_process() -> None:
 
 SOCKETS = """
 import os, signal, tempfile
-from fedquilt.training.engines.workers import start_fork_server, worker_context
+from fedquilt.training.engines.pool import start_fork_server, worker_context
 
 here = tempfile.gettempdir()
 if os.fork() == 0:
@@ -381,6 +384,7 @@ print(len(left), len(os.listdir(here)), [name for name in os.listdir(here) if na
 """
 
 
+@pytest.mark.slow
 def test_sockets_of_a_killed_process_are_removed_by_the_next_and_its_own_by_itself() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # names of sockets are short
         ended = subprocess.run(
@@ -429,7 +433,9 @@ def test_round_left_early_does_not_leak_into_the_next(
         next(engine.train(start, cohort, 1, 0.1))
     updates.close()  # type: ignore[attr-defined]
     wanted = list(
-        SequentialEngine(MLP(SHAPE, 10), engine.task, engine.settings).train(start, [1], 1, 0.1)
+        make_engine("sequential", MLP(SHAPE, 10), engine.task, engine.settings).train(
+            start, [1], 1, 0.1
+        )
     )
     assert_agree(list(engine.train(start, [1], 1, 0.1)), wanted)
 

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import Engine, FlatModel, LocalSettings, Task, make_engine
-from fedquilt.training.trainers.autograd import SequentialEngine, client_seed, seeded_layers
+from fedquilt.training.draws import seeded_layers
+from fedquilt.training.task import client_seed
 from fedquilt.training.trainers.stack import ProgramShapes
-from fedquilt.training.trainers.vmap import BatchedEngine
 
 HOW = LocalSettings(epochs=2, batch_size=8, fedprox_mu=0.1, seed=3)
 SIZES = (20, 5, 9, 17, 1, 30)
@@ -316,9 +316,9 @@ def test_sizes_and_values_of_one_client_leave_all_others_alone(engine: str) -> N
 
 def test_a_row_is_the_same_whoever_stands_beside_it() -> None:
     model, rows = make(Dropping), LocalSettings(2, 8, 0.0, 3, group_rows=6)
-    whole = updates(BatchedEngine(model, task_of(), rows), model)
+    whole = updates(make_engine("batched", model, task_of(), rows), model)
     for cohort in ((3,), (3, 0), (5, 3, 1), (0, 2, 3, 4), (3, 4, 5, 0, 1)):
-        some = updates(BatchedEngine(model, task_of(), rows), model, cohort)
+        some = updates(make_engine("batched", model, task_of(), rows), model, cohort)
         for client in cohort:
             assert torch.equal(some[client], whole[client]), (cohort, client)
 
@@ -328,8 +328,8 @@ def test_batch_sizes_that_mean_all_samples() -> None:
     everything = LocalSettings(1, 10**6, 0.0, 3)
     for sizes in (SIZES, (200, *SIZES[1:])):
         task = task_of(sizes)
-        alone = updates(SequentialEngine(model, task, everything), model)
-        many = updates(BatchedEngine(model, task, everything), model)
+        alone = updates(make_engine("sequential", model, task, everything), model)
+        many = updates(make_engine("batched", model, task, everything), model)
         for client, update in alone.items():
             assert torch.allclose(many[client], update, atol=1e-6)
 
@@ -411,7 +411,7 @@ class WideOnly(nn.Module):
 @pytest.mark.parametrize("how", ["counter", "random"])
 def test_batched_refuses_side_effects_that_only_wide_batches_have(how: str) -> None:
     with pytest.raises(InvalidValueError, match=r"a forward pass changes (count|the generators)"):
-        BatchedEngine(make(WideOnly, how), task_of(), HOW)
+        make_engine("batched", make(WideOnly, how), task_of(), HOW)
 
 
 def test_batched_refuses_embeddings_that_renormalise_themselves() -> None:
@@ -426,7 +426,7 @@ def test_batched_refuses_embeddings_that_renormalise_themselves() -> None:
 
     torch.manual_seed(0)
     with pytest.raises(InvalidValueError, match=r"changes its own weights|vmap cannot run it"):
-        BatchedEngine(Words(), task_of(), HOW)
+        make_engine("batched", Words(), task_of(), HOW)
 
 
 class Counting(nn.Module):
@@ -445,10 +445,10 @@ class Counting(nn.Module):
 
 def test_batched_refuses_state_that_a_forward_pass_moves() -> None:
     with pytest.raises(InvalidValueError, match="a forward pass changes centre"):
-        BatchedEngine(make(Counting), task_of(), HOW)
+        make_engine("batched", make(Counting), task_of(), HOW)
     for how in ("frozen parameter", "attribute"):
         with pytest.raises(InvalidValueError, match="depends on the other samples"):
-            BatchedEngine(make(Stateful, how), task_of(), HOW)
+            make_engine("batched", make(Stateful, how), task_of(), HOW)
 
 
 SEEN = [0.0]
@@ -529,7 +529,7 @@ def test_batched_refuses_generators_that_clients_would_share(draw) -> None:  # t
             return super().forward(x.flatten(1)) * (1 + draw())
 
     with pytest.raises(InvalidValueError, match=r"generators of Python or NumPy|depends on"):
-        BatchedEngine(Skipping(64, 10), task_of(), HOW)
+        make_engine("batched", Skipping(64, 10), task_of(), HOW)
 
 
 def test_batched_refuses_a_forward_pass_that_changes_weights() -> None:
@@ -540,7 +540,7 @@ def test_batched_refuses_a_forward_pass_that_changes_weights() -> None:
             return super().forward(x.flatten(1))
 
     with pytest.raises(InvalidValueError, match=r"changes its own weights|vmap cannot run it"):
-        BatchedEngine(Bounded(64, 10), task_of(), HOW)
+        make_engine("batched", Bounded(64, 10), task_of(), HOW)
 
 
 @pytest.mark.parametrize("mu", [0.0, 1.0])
@@ -548,14 +548,14 @@ def test_rows_that_are_not_alike_do_not_move_one_another(mu: float, monkeypatch)
     """Where a row's place matters, clients stay in the cohort's order, finished ones between."""
     monkeypatch.setattr(ProgramShapes, "rows_are_alike", lambda self, rows, columns: False)
     model, how = make(Dropping), LocalSettings(2, 5, mu, 3)
-    reference = updates(BatchedEngine(model, task_of(), how), model)
-    sequential = updates(SequentialEngine(model, task_of(), how), model)
+    reference = updates(make_engine("batched", model, task_of(), how), model)
+    sequential = updates(make_engine("sequential", model, task_of(), how), model)
     for client, update in reference.items():
         assert torch.allclose(update, sequential[client], atol=1e-5)
     nan = float("nan")
     for size, value in ((0, None), (150, None), (150, nan), (10, nan), (150, 3e38)):
         task = task_of((*SIZES[:5], size), victim=5, value=value)
-        changed = updates(BatchedEngine(model, task, how), model)
+        changed = updates(make_engine("batched", model, task, how), model)
         for client in range(5):
             assert torch.equal(changed[client], reference[client]), (size, value, client)
 
@@ -563,8 +563,8 @@ def test_rows_that_are_not_alike_do_not_move_one_another(mu: float, monkeypatch)
 def test_a_secret_coin_moves_no_row_where_places_matter(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(ProgramShapes, "rows_are_alike", lambda self, rows, columns: False)
     model, rows = make(Dropping), LocalSettings(2, 8, 0.0, 3, group_rows=6)
-    whole = updates(BatchedEngine(model, task_of(), rows), model)
-    some = updates(BatchedEngine(model, task_of(), rows), model, (1, 3, 4))
+    whole = updates(make_engine("batched", model, task_of(), rows), model)
+    some = updates(make_engine("batched", model, task_of(), rows), model, (1, 3, 4))
     for client, update in some.items():
         assert torch.equal(update, whole[client])
 
@@ -614,7 +614,7 @@ class Noisy(nn.Module):
 
 def test_batched_refuses_draws_that_are_not_the_clients_own() -> None:
     with pytest.raises(InvalidValueError, match=r"vmap cannot run it.*random"):
-        BatchedEngine(make(Noisy), task_of(), HOW)
+        make_engine("batched", make(Noisy), task_of(), HOW)
 
 
 def test_no_engine_looks_at_data_before_it_trains() -> None:
@@ -680,7 +680,7 @@ def test_a_protected_stack_gives_the_same_bits_whatever_somebody_else_holds(kind
     start = FlatModel(model).read().clone()
     for sizes, victim, batch_size, epochs in COMPANIES:
         how = LocalSettings(epochs, batch_size, 0.1, 3, silent=True)
-        engine = BatchedEngine(model, task_of(sizes), how)
+        engine = make_engine("batched", model, task_of(sizes), how)
         worlds = []
         for count in (sizes[victim], sizes[victim] - 1, 0, 1, 90):
             engine.task = task_of((*sizes[:victim], count, *sizes[victim + 1 :]))

@@ -11,14 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.models import MLP
+from fedquilt.training import make_engine
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.task import LocalSettings, Task
+from fedquilt.training.metrics import evaluate
+from fedquilt.training.task import LocalSettings, Task, client_seed
 from fedquilt.training.trainers.autograd import (
-    SequentialEngine,
-    client_seed,
     epoch_batches,
-    evaluate,
-    seeded_layers,
     train_client,
 )
 
@@ -180,7 +179,7 @@ def test_batches_hold_every_sample_once_and_small_rests_go_only_when_they_must()
 def test_batchnorm_clients_of_one_sample_or_one_too_many_do_not_break() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     task = Task(INPUTS, TARGETS, [np.array([3]), np.arange(9), np.arange(8)])
-    engine = SequentialEngine(model, task, settings(batch_size=8))
+    engine = make_engine("sequential", model, task, settings(batch_size=8))
     start = FlatModel(model, INPUTS[:2]).read().clone()
     single, nine, eight = engine.train(start, [0, 1, 2], 0, 0.1)
     assert single.delta.abs().max() == 0
@@ -193,7 +192,7 @@ def test_batchnorm_clients_of_one_sample_or_one_too_many_do_not_break() -> None:
 def test_the_sequential_engine_trains_each_client_from_the_start() -> None:
     model, how = MLP((6,), 4, hidden=5), settings()
     clients = [np.arange(20), np.arange(20, 45)]
-    engine = SequentialEngine(model, Task(INPUTS, TARGETS, clients), how)
+    engine = make_engine("sequential", model, Task(INPUTS, TARGETS, clients), how)
     start = FlatModel(model).read().clone()
     kept = start.clone()
     updates = list(engine.train(start, np.array([1, 0]), 4, 0.3))

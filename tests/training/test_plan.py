@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from fedquilt.models.networks import MLP, CIFAR10Model, DigitsModel, MNISTModel
-from fedquilt.training import ClassMask, LocalSettings, Task
+from fedquilt.training import ClassMask, LocalSettings, Task, make_engine
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.trainers import gpu as planned
-from fedquilt.training.trainers.autograd import SequentialEngine, epoch_batches
+from fedquilt.training.trainers.autograd import epoch_batches
 from fedquilt.training.trainers.batches import Shuffles
-from fedquilt.training.trainers.gpu import PlannedTraining
+from fedquilt.training.trainers.gpu import GpuTrainer
 from fedquilt.training.trainers.manual_layers import check_layers
 from fedquilt.training.trainers.plan import (
     Conv,
@@ -36,7 +36,6 @@ from fedquilt.training.trainers.plan import (
     is_interpreted,
     make_plan,
 )
-from fedquilt.training.trainers.vmap import BatchedEngine
 from tiers import rest_is_slow
 
 
@@ -183,9 +182,9 @@ def test_a_plan_trains_as_the_sequential_engine_does(name: str) -> None:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
     model, task = make(), make_task(shape, tokens=VOCABULARIES.get(name, 0))
-    engine = BatchedEngine(model, task, how())
-    assert engine._planned is not None
-    wanted = updates(SequentialEngine(model, task, how()), model, [4, 1, 2, 0, 3])
+    engine = make_engine("batched", model, task, how())
+    assert isinstance(engine.trainer, GpuTrainer)
+    wanted = updates(make_engine("sequential", model, task, how()), model, [4, 1, 2, 0, 3])
     got = updates(engine, model, [4, 1, 2, 0, 3])
     for client, delta in wanted.items():
         assert torch.allclose(got[client], delta, rtol=1e-4, atol=1e-6), client
@@ -198,9 +197,9 @@ def test_fedprox_pulls_as_in_the_sequential_engine(name: str) -> None:
     make, shape = NETWORKS[name]
     task = make_task(shape, tokens=VOCABULARIES.get(name, 0))
     model, settings = make(), how(fedprox_mu=0.7, epochs=2)
-    engine = BatchedEngine(model, task, settings)
-    assert engine._planned is not None
-    wanted = updates(SequentialEngine(model, task, settings), model, [4, 1, 0])
+    engine = make_engine("batched", model, task, settings)
+    assert isinstance(engine.trainer, GpuTrainer)
+    wanted = updates(make_engine("sequential", model, task, settings), model, [4, 1, 0])
     got = updates(engine, model, [4, 1, 0])
     for client, delta in wanted.items():
         assert torch.allclose(got[client], delta, rtol=1e-4, atol=1e-6), client
@@ -218,9 +217,9 @@ def test_hidden_classes_are_left_alone(value: float) -> None:
     assert hidden.any()
     task = dataclasses.replace(task, class_mask=ClassMask(hidden, value))
     model = make()
-    engine = BatchedEngine(model, task, how())
-    assert engine._planned is not None
-    wanted = updates(SequentialEngine(model, task, how()), model, [4, 1, 3, 0])
+    engine = make_engine("batched", model, task, how())
+    assert isinstance(engine.trainer, GpuTrainer)
+    wanted = updates(make_engine("sequential", model, task, how()), model, [4, 1, 3, 0])
     got = updates(engine, model, [4, 1, 3, 0])
     for client, delta in wanted.items():
         assert torch.allclose(got[client], delta, rtol=1e-4, atol=1e-6), client
@@ -234,15 +233,15 @@ def test_a_client_computes_the_same_bits_in_any_company(name: str) -> None:
     # Another world: the others hold other numbers of other samples.
     sizes = [5, 7, 2, 10, 0]
     task, other = make_task(shape, tokens=tokens), make_task(shape, sizes, 1, tokens)
-    alone = updates(BatchedEngine(model, task, how()), model, [1])[1]
+    alone = updates(make_engine("batched", model, task, how()), model, [1])[1]
     inputs, targets = other.inputs.clone(), other.targets.clone()
     inputs[other.clients[1]], targets[other.clients[1]] = (
         task.inputs[task.clients[1]],
         task.targets[task.clients[1]],
     )
     world = Task(inputs, targets, other.clients)
-    engine = BatchedEngine(model, world, how())
-    assert engine._planned is not None
+    engine = make_engine("batched", model, world, how())
+    assert isinstance(engine.trainer, GpuTrainer)
     for cohort in ([1, 0, 2, 3, 4], [3, 1]):
         assert torch.equal(updates(engine, model, cohort)[1], alone), cohort
 
@@ -255,7 +254,7 @@ def test_a_finished_client_does_not_move_when_its_outputs_overflow() -> None:
     inputs = task.inputs.clone()
     inputs[task.clients[0]] *= 1e30
     world = Task(inputs, task.targets, task.clients)
-    engine = BatchedEngine(model, world, how(epochs=1))
+    engine = make_engine("batched", model, world, how(epochs=1))
     alone, beside = updates(engine, model, [0])[0], updates(engine, model, [0, 1])[0]
     assert torch.equal(alone.view(torch.int32), beside.view(torch.int32))
 
@@ -264,9 +263,9 @@ def test_a_finished_client_does_not_move_when_its_outputs_overflow() -> None:
 def test_ignored_labels_do_not_count() -> None:
     model, task = NETWORKS["vector"][0](), make_task((7,), [6, 4])
     task.targets[[1, 2, 7]] = -100
-    wanted = updates(SequentialEngine(model, task, how()), model, [0, 1])
-    engine = BatchedEngine(model, task, how())
-    assert engine._planned is not None
+    wanted = updates(make_engine("sequential", model, task, how()), model, [0, 1])
+    engine = make_engine("batched", model, task, how())
+    assert isinstance(engine.trainer, GpuTrainer)
     got = updates(engine, model, [0, 1])
     for client in (0, 1):
         assert torch.allclose(got[client], wanted[client], rtol=1e-4, atol=1e-6)
@@ -276,8 +275,8 @@ def test_ignored_labels_do_not_count() -> None:
 def test_a_token_that_names_no_row_spoils_its_client_alone() -> None:
     torch.manual_seed(0)
     model, task = token_bag(), make_task((6,), [5, 4, 3, 2, 4], tokens=9)
-    engine = BatchedEngine(model, task, how())
-    assert engine._planned is not None
+    engine = make_engine("batched", model, task, how())
+    assert isinstance(engine.trainer, GpuTrainer)
     before = updates(engine, model, [0, 1, 2, 3, 4])
     for client, token in ((0, 2**40), (1, -1), (3, 9)):
         task.inputs[task.clients[client][0], 3] = token
@@ -294,7 +293,9 @@ def test_rows_that_no_token_names_and_the_one_of_padding_stay_as_they_are() -> N
     torch.manual_seed(0)
     model, task = token_bag(), make_task((6,), [4, 9], tokens=9)
     task.inputs[task.clients[0]] %= 4
-    moved = updates(BatchedEngine(model, task, how()), model, [0, 1])[0][: 9 * 5].view(9, 5)
+    moved = updates(make_engine("batched", model, task, how()), model, [0, 1])[0][: 9 * 5].view(
+        9, 5
+    )
     assert (moved != 0).any(1).tolist() == [False, True, True, True, *[False] * 5]
 
 
@@ -436,7 +437,7 @@ def test_settings_without_a_plan_say_why(changes: dict[str, Any], reason: str) -
     flat = FlatModel(model, task.public().inputs)
     flat.remember()
     with pytest.raises(NoPlanError, match=reason):
-        PlannedTraining(flat, task, how(**changes), None)
+        GpuTrainer(flat, task, how(**changes), None)
 
 
 @interpreted
@@ -454,7 +455,7 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     flat = FlatModel(model, task.public().inputs)
     flat.remember()
     with pytest.raises(NoPlanError, match="away from autograd"):
-        PlannedTraining(flat, task, how(), None)
+        GpuTrainer(flat, task, how(), None)
 
 
 def _without_relu(layer: Any) -> Any:
@@ -489,6 +490,6 @@ def test_shuffles_are_those_of_one_client_at_a_time() -> None:
             assert table[place : place + len(part)].tolist() == batches.tolist()
     assert len(table) == shuffles.length == 3 * 17 + 1
     # Nothing is needed before it comes: client 1 begins its last epoch at step 2.
-    first = {stretch.step: stretch.place for stretch in shuffles.stretches()}
+    first = {chunk.step: chunk.place for chunk in shuffles.chunks()}
     assert list(first) == sorted(first)
     assert shuffles.places[2, 1] >= first[2]

@@ -11,16 +11,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fedquilt.training import FlatModel, LocalSettings, Task
-from fedquilt.training.trainers import autograd as local
-from fedquilt.training.trainers import stepped
-from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training import FlatModel, LocalSettings, Task, make_engine
+from fedquilt.training.trainers import autograd
 
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LARGE", 10)
-    monkeypatch.setattr(stepped, "WIDE", 20)
+    monkeypatch.setattr(autograd, "LARGE", 10)
+    monkeypatch.setattr(autograd, "WIDE", 20)
 
 
 class Net(nn.Module):
@@ -86,24 +84,24 @@ def test_the_update_is_that_of_steps_after_the_backward_pass(
 ) -> None:
     model, task = make(kind)
     start = FlatModel(model).read().clone()
-    engine = SequentialEngine(model, task, HOW)
-    names = {layer: name for name, layer in engine._flat.module.named_modules()}
-    assert [names[layer] for layer in engine._flat.stepped] == KINDS[kind]
+    engine = make_engine("sequential", model, task, HOW)
+    names = {layer: name for name, layer in engine.trainer.flat.module.named_modules()}
+    assert [names[layer] for layer in engine.trainer.flat.stepped] == KINDS[kind]
     found = list(engine.train(start, range(3), 0, 0.1))
-    monkeypatch.setattr(local, "LARGE", 10**6)
-    wanted = list(SequentialEngine(model, task, HOW).train(start, range(3), 0, 0.1))
+    monkeypatch.setattr(autograd, "LARGE", 10**6)
+    wanted = list(make_engine("sequential", model, task, HOW).train(start, range(3), 0, 0.1))
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.delta - theirs.delta).norm() <= 1e-5 * theirs.delta.norm()
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-    assert not [layer for layer in engine._flat.stepped if "forward" in vars(layer)]
+    assert not [layer for layer in engine.trainer.flat.stepped if "forward" in vars(layer)]
 
 
 def test_no_gradient_of_a_wide_layer_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where gradients arrive."""
     model, task = make("once")
-    engine = SequentialEngine(model, task, HOW)
+    engine = make_engine("sequential", model, task, HOW)
     arrived: list[int] = []
-    plain = local.step_in_backward
+    plain = autograd.step_in_backward
 
     def watched(loss: torch.Tensor, parameters: list[torch.Tensor], rate: float) -> None:
         hooks: list[Any] = [
@@ -116,7 +114,7 @@ def test_no_gradient_of_a_wide_layer_is_held(monkeypatch: pytest.MonkeyPatch) ->
         for hook in hooks:
             hook.remove()
 
-    monkeypatch.setattr(local, "step_in_backward", watched)
+    monkeypatch.setattr(autograd, "step_in_backward", watched)
     list(engine.train(FlatModel(model).read().clone(), [0], 0, 0.1))
     assert arrived
     assert set(arrived) == {1}  # biases
@@ -126,5 +124,5 @@ def test_no_gradient_of_a_wide_layer_is_held(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_steps_than_plain_ones_wait_for_the_gradient(how: dict[str, Any]) -> None:
     model, task = make("once")
     settings = LocalSettings(**{"epochs": 1, "batch_size": 8, "fedprox_mu": 0.0, "seed": 1, **how})
-    stepped_layers = SequentialEngine(model, task, settings)._flat.stepped
+    stepped_layers = make_engine("sequential", model, task, settings).trainer.flat.stepped
     assert bool(stepped_layers) == (settings.fedprox_mu == 0)

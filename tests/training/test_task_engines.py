@@ -13,13 +13,14 @@ from torch import nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import make_engine
+from fedquilt.training.engines import LocalEngine
 from fedquilt.training.engines.workers import ProcessEngine
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import Objective
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task, public_inputs
-from fedquilt.training.trainers.autograd import SequentialEngine
-from fedquilt.training.trainers.vmap import BatchedEngine
+from fedquilt.training.trainers.autograd import AutogradTrainer
+from fedquilt.training.trainers.vmap import why_not_stacked
 
 SIZES = (9, 1, 8, 0, 17, 5)
 COHORT = [4, 1, 3, 0, 2, 5]
@@ -138,8 +139,8 @@ def assert_agree(ours: list[ClientUpdate], wanted: list[ClientUpdate], slack: fl
 def test_batched_is_sequential_on_every_task(name: str) -> None:
     build, task = TASKS[name]
     model = made(build)
-    alone = updates(SequentialEngine(model, task, how()), model, task)
-    assert_agree(updates(BatchedEngine(model, task, how()), model, task), alone, 1e-5)
+    alone = updates(make_engine("sequential", model, task, how()), model, task)
+    assert_agree(updates(make_engine("batched", model, task, how()), model, task), alone, 1e-5)
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.4])
@@ -149,8 +150,8 @@ def test_batched_is_sequential_with_every_rule(rule: str, mu: float) -> None:
     # step of full size of that.
     build, task = TASKS["two numbers"]
     model, settings = made(build), how(OPTIMIZERS[rule], fedprox_mu=mu)
-    alone = updates(SequentialEngine(model, task, settings), model, task)
-    assert_agree(updates(BatchedEngine(model, task, settings), model, task), alone, 1e-5)
+    alone = updates(make_engine("sequential", model, task, settings), model, task)
+    assert_agree(updates(make_engine("batched", model, task, settings), model, task), alone, 1e-5)
 
 
 @pytest.mark.parametrize("rule", ["momentum", "nesterov, clip", "adam"])
@@ -158,7 +159,7 @@ def test_a_stacked_row_does_not_depend_on_its_neighbours(rule: str) -> None:
     build, task = TASKS["tuple"]
     model, settings = made(build), how(OPTIMIZERS[rule], group_rows=6)
     start = FlatModel(model, task.public().inputs).read().clone()
-    engine = BatchedEngine(model, task, settings)
+    engine = make_engine("batched", model, task, settings)
     whole = {u.client: u.delta.clone() for u in engine.train(start, COHORT, 0, 0.05)}
     for cohort in ([4, 0], [1, 0, 5], [0]):
         for update in engine.train(start, cohort, 0, 0.05):
@@ -174,7 +175,7 @@ def test_processes_are_sequential_bit_by_bit(
 ) -> None:
     build, task = TASKS[name]
     model = made(build)
-    alone = updates(SequentialEngine(model, task, how(rule)), model, task)
+    alone = updates(make_engine("sequential", model, task, how(rule)), model, task)
     engine = ProcessEngine(model, task, how(rule), workers=2)
     for one, other in zip(updates(engine, model, task), alone, strict=True):
         assert torch.equal(one.delta, other.delta)
@@ -185,7 +186,7 @@ def test_processes_take_a_factory_and_a_loss_on_batches(one_thread: None) -> Non
     task = dealt(X, CLASSES, whole_batch)
     model = made(lambda: linear(3))
     settings = how(ClientOptimizer("custom", factory=torch.optim.RMSprop))
-    alone = updates(SequentialEngine(model, task, settings), model, task)
+    alone = updates(make_engine("sequential", model, task, settings), model, task)
     engine = ProcessEngine(model, task, settings, workers=1)
     for one, other in zip(updates(engine, model, task), alone, strict=True):
         assert torch.equal(one.delta, other.delta)
@@ -203,10 +204,12 @@ def test_batched_names_what_it_cannot_and_auto_picks_another(
     loss: Any, rule: ClientOptimizer, reason: str
 ) -> None:
     task, model = dealt(X, CLASSES, loss), made(lambda: linear(3))
-    assert not BatchedEngine.supports(model, task, how(rule))
+    assert why_not_stacked(model, task, how(rule)) is not None
     with pytest.raises(InvalidValueError, match=f"engine='batched' cannot.*{reason}"):
         make_engine("batched", model, task, how(rule))
-    assert isinstance(make_engine("auto", model, task, how(rule)), SequentialEngine)
+    engine = make_engine("auto", model, task, how(rule))
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine.trainer, AutogradTrainer)
 
 
 def test_processes_name_what_cannot_be_pickled() -> None:
@@ -237,7 +240,7 @@ def test_a_factory_that_keeps_its_optimiser_is_refused() -> None:
 
     task, model = dealt(X, CLASSES, "cross_entropy"), linear(3)
     with pytest.raises(InvalidValueError, match="must train alike from the same state"):
-        SequentialEngine(model, task, how(ClientOptimizer("custom", factory=Keeping())))
+        make_engine("sequential", model, task, how(ClientOptimizer("custom", factory=Keeping())))
 
 
 def test_a_loss_with_a_memory_is_nobody_s_in_a_program_of_many() -> None:
@@ -249,8 +252,8 @@ def test_a_loss_with_a_memory_is_nobody_s_in_a_program_of_many() -> None:
 
     task, model = dealt(X, CLASSES, remembering), linear(3)
     with pytest.raises(InvalidValueError, match=r"engine='batched' cannot.*changes loss"):
-        BatchedEngine(model, task, how())
-    engine = SequentialEngine(model, task, how())
+        make_engine("batched", model, task, how())
+    engine = make_engine("sequential", model, task, how())
     start = FlatModel(model).read().clone()
     first = [u.delta.clone() for u in engine.train(start, [0, 4], 0, 0.1)]
     other = [u.delta.clone() for u in engine.train(start, [4, 0], 0, 0.1)]
@@ -268,7 +271,7 @@ def counting(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_with_a_global_state_is_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"must train alike.*the loss or the optimizer"):
-        SequentialEngine(linear(3), dealt(X, CLASSES, counting), how())
+        make_engine("sequential", linear(3), dealt(X, CLASSES, counting), how())
 
 
 def test_a_client_that_cannot_be_trained_is_silent_where_it_is_protected() -> None:
@@ -276,12 +279,12 @@ def test_a_client_that_cannot_be_trained_is_silent_where_it_is_protected() -> No
     build, task = TASKS["next token"]
     task = dataclasses.replace(task, inputs=ids, targets=ids)
     model = made(build)
-    alone = updates(SequentialEngine(model, task, how()), model, task)
+    alone = updates(make_engine("sequential", model, task, how()), model, task)
     ids[task.clients[2]] = 99
     with pytest.raises(IndexError):
-        updates(SequentialEngine(model, task, how()), model, task)
+        updates(make_engine("sequential", model, task, how()), model, task)
     engines = [
-        SequentialEngine(model, task, how(silent=True)),
+        make_engine("sequential", model, task, how(silent=True)),
         ProcessEngine(model, task, how(silent=True), workers=1),
     ]
     for engine in engines:

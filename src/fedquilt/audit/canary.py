@@ -34,10 +34,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.audit import comparisons
 from fedquilt.audit.bounds import epsilon_lower_bound
-from fedquilt.audit.findings import plain_table, scratch_folder
-from fedquilt.audit.worlds import Witness, World, known_entropy
+from fedquilt.audit.findings import plain_table, released_sum, scratch_folder
+from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
@@ -46,9 +45,9 @@ from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training.hardware import one_thread
 
 EPSILONS = (1.0, 6.0)
@@ -188,7 +187,7 @@ def canary_table(findings: Sequence[CanaryFinding]) -> str:
     return f"{plain_table(head, rows)}\n\n{verdict}"
 
 
-def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, Problem]:
+def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, FederatedTask]:
     shared = {
         "mode": "certified",
         "dataset": "custom",
@@ -205,7 +204,7 @@ def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, Problem]:
     inputs, labels, clients = audit_samples(seed)
     train = (inputs, labels)
     config = plain_config({**shared, **settings})
-    return problem_from(config, drawn_model(Net, seed), train, train, clients)
+    return task_from(config, drawn_model(Net, seed), train, train, clients)
 
 
 class Net(nn.Module):
@@ -245,7 +244,7 @@ def audit_samples(
     return inputs, torch.arange(total) % CLASSES, clients
 
 
-def _without(problem: Problem, client: int) -> Problem:
+def _without(problem: FederatedTask, client: int) -> FederatedTask:
     """Return the problem in which a client holds nothing."""
     task = problem.task
     nothing = np.zeros(0, dtype=np.int64)
@@ -254,7 +253,7 @@ def _without(problem: Problem, client: int) -> Problem:
 
 
 def _scores(
-    config: RunConfig, problem: Problem, trials: int
+    config: RunConfig, problem: FederatedTask, trials: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return where releases lie along the canary's direction, without it and with it."""
     empty = _without(problem, _CANARY)
@@ -276,18 +275,20 @@ def _scores(
     return np.array(scores[0]), np.array(scores[1])
 
 
-def _release(config: RunConfig, problem: Problem, method: Method, place: Path) -> torch.Tensor:
+def _release(
+    config: RunConfig, problem: FederatedTask, method: Method, place: Path
+) -> torch.Tensor:
     """Run one real round on a new ledger and return the sum it released."""
     path = place / "ledger.sqlite"
     path.unlink(missing_ok=True)
     account = open_account(config, problem, path, "canary")
     try:
         own = copy.copy(method)
-        own.server = server = Witness(method.server)
+        own.server = server = WatchedServer(method.server)
         federation = build_federation(config, problem, account, own)
         world = World(federation, server, account, None, 1.0)
         world.run(0)
-        released = comparisons.released_sum(world)
+        released = released_sum(world)
     finally:
         account.close()
     if released is None:
@@ -300,5 +301,7 @@ def clip_taken_away(missing: bool) -> contextlib.AbstractContextManager[object]:
     return patch.object(Certified, "clip", _left_alone) if missing else contextlib.nullcontext()
 
 
-def _left_alone(mechanism: Certified, contribution: Contribution) -> Contribution:
+def _left_alone(
+    mechanism: Certified, plan: object, contribution: Contribution, tally: object
+) -> Contribution:
     return contribution

@@ -47,7 +47,13 @@ class Case:
 _UNEVEN = ((0, 1, 2, 3), (1, 3), (), (0, 1, 3, 5), (1,), (1, 2, 3, 4))
 _NONE = math.nan
 
-_CONDENSE = {"method": "condense", "ipc": 1, "drawings": 8, "model_epochs": 1, "eval_every": 6}
+_CONDENSE = {
+    "method": "condense",
+    "ipc": 1,
+    "synthetic_images": 8,
+    "model_epochs": 1,
+    "eval_every": 6,
+}
 
 CASES: dict[str, Case] = {
     "adaptive clips": Case({"policy": "adaptive"}, present=_UNEVEN),

@@ -35,9 +35,9 @@ from fedquilt.config import RunConfig, plain_config
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.round import run_round
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 from fedquilt.training import ClientUpdate, Engine
 
 _SIDE, _CLASSES = 16, 40  # 10280 parameters
@@ -114,7 +114,7 @@ def random_directions(count: int, dimension: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(drawn / np.linalg.norm(drawn, axis=1, keepdims=True))
 
 
-class CanaryEngine:
+class CanaryEngine(Engine):
     """Lets canaries send their directions, and everybody else train."""
 
     def __init__(
@@ -146,7 +146,7 @@ class CanaryEngine:
 
 def _problem(
     epsilon: float, delta: float, canaries: int, rounds: int, seed: int, device: str
-) -> tuple[RunConfig, Problem]:
+) -> tuple[RunConfig, FederatedTask]:
     clients = canaries + _ORDINARY
     random = generator(seed, "canary data")
     inputs = torch.from_numpy(random.standard_normal((clients, 1, _SIDE, _SIDE))).float()
@@ -171,11 +171,11 @@ def _problem(
         }
     )
     train = (inputs, labels)
-    return problem_from(config, model, train, train, [[i] for i in range(clients)])
+    return task_from(config, model, train, train, [[i] for i in range(clients)])
 
 
 def _trained(
-    config: RunConfig, problem: Problem, directions: torch.Tensor, inside: NDArray[np.bool_]
+    config: RunConfig, problem: FederatedTask, directions: torch.Tensor, inside: NDArray[np.bool_]
 ) -> torch.Tensor:
     """Train to the end and return the last model minus the first."""
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:

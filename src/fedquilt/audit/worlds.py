@@ -35,10 +35,10 @@ from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import as_line, split_private
 from fedquilt.round import RoundRecord, run_round
 from fedquilt.setup.account import open_account
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
-from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate
+from fedquilt.setup.task import FederatedTask
+from fedquilt.training import ClientUpdate, Engine
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -51,7 +51,7 @@ class World:
     """A federation with or without one client's data, and its newest round."""
 
     federation: Federation
-    server: Witness
+    server: WatchedServer
     account: RunAccount
     victim: int | None
     seconds: float
@@ -103,7 +103,7 @@ class World:
         }
 
 
-class Witness:
+class WatchedServer:
     """A server's step that remembers the release it was given."""
 
     def __init__(self, server: ServerStep) -> None:
@@ -127,7 +127,7 @@ class Still(ServerOptimizer):
         return weights
 
 
-class Prescribed:
+class Prescribed(Engine):
     """An engine whose updates are known in advance; the victim has none."""
 
     def __init__(self, update: Callable[[int, int], torch.Tensor], victim: int | None) -> None:
@@ -214,7 +214,7 @@ def make_worlds(
         mechanism = _copied(pattern.mechanism, first, account)
         _give_noise(mechanism, noise)
         method = build_method(config, its_problem)
-        server = Witness(_server(case, method))
+        server = WatchedServer(_server(case, method))
         if case.norms:
             method.engine = Prescribed(prescribed(case, seed, method), victim)
         method.server = server
@@ -233,7 +233,7 @@ def make_worlds(
     return world("whole", None, known), world("silent", None, NoNoise()), neighbours
 
 
-def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
+def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, FederatedTask]:
     """Return the case's configuration and a problem of a few random samples."""
     availability = "always"
     if case.present:
@@ -263,10 +263,10 @@ def _problem(case: Case, seed: int, folder: Path) -> tuple[RunConfig, Problem]:
         torch.manual_seed(torch_seed(seed, "replay model"))
         model = nn.Sequential(nn.Flatten(), nn.Linear(side**2, 4), nn.ReLU(), nn.Linear(4, 3))
     parts = np.arange(CLIENTS * _SAMPLES).reshape(CLIENTS, _SAMPLES)
-    return problem_from(config, model, (inputs, labels), (inputs, labels), list(parts))
+    return task_from(config, model, (inputs, labels), (inputs, labels), list(parts))
 
 
-def _of_its_own(problem: Problem, victim: int | None) -> Problem:
+def _of_its_own(problem: FederatedTask, victim: int | None) -> FederatedTask:
     """Return the problem in which the victim holds no sample, with parts of its own."""
     nothing = np.zeros(0, dtype=np.int64)
     held = [nothing if i == victim else part for i, part in enumerate(problem.task.clients)]
@@ -275,7 +275,7 @@ def _of_its_own(problem: Problem, victim: int | None) -> Problem:
 
 
 def _account(
-    config: RunConfig, problem: Problem, path: Path, stack: contextlib.ExitStack
+    config: RunConfig, problem: FederatedTask, path: Path, stack: contextlib.ExitStack
 ) -> RunAccount:
     account = open_account(config, problem, path, "replay")
     stack.callback(account.close)

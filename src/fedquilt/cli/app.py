@@ -3,53 +3,95 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
-from typing import Annotated, NoReturn
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.models import ArgumentInfo
 
 from fedquilt._version import __version__
-from fedquilt.cli.arguments import Group
-from fedquilt.cli.audit import audit
-from fedquilt.cli.clients import clients
-from fedquilt.cli.compare import compare
-from fedquilt.cli.condense import condense
-from fedquilt.cli.data import data
-from fedquilt.cli.flower import flower
-from fedquilt.cli.ledger import ledger
-from fedquilt.cli.plan import plan
-from fedquilt.cli.report import report
-from fedquilt.cli.run import run
-from fedquilt.cli.statement import statement
-from fedquilt.cli.sweep import sweep
-from fedquilt.cli.watch import watch
-from fedquilt.common.errors import FedquiltError
-from fedquilt.common.printable import printable_message
-from fedquilt.common.storage import in_words
+from fedquilt.common.errors import FedquiltError, InvalidValueError
+from fedquilt.common.formatting import printable_message
+from fedquilt.common.storage import os_reason
+
+COMMANDS = (
+    *("run", "compare", "sweep", "condense", "plan", "statement", "clients", "report", "watch"),
+    *("ledger", "audit", "data", "flower"),
+)
+"""Each is a function, or a group of commands, in the file of its name; in the order of help."""
+MOVED = {"bench": "benchmarks.bench", "reproduce": "reproduction"}
+"""Commands of earlier versions, and the modules of the repository that they are now."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands below one, their arguments with the help that was written for them.
+
+    From click 8.5 on an argument has a help of its own, which typer up to 0.20 (the newest that
+    Flower takes) leaves empty: what a command says of its arguments would not be shown.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        for command in _commands(self):
+            unsaid = [item for item in command.params if _lacks_help(item)]
+            texts = _texts(command.callback) if unsaid else {}
+            for item in unsaid:
+                item.help = texts.get(item.name)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name; say of one that has left where it is now."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in MOVED:
+            raise InvalidValueError(
+                f"fedquilt {cmd_name} is now `python -m {MOVED[cmd_name]}`, in a clone of "
+                "fedquilt's repository"
+            )
+        return found
+
+
+def _commands(group: Any) -> Iterator[Any]:
+    """Yield the commands of a group and of the groups below it."""
+    for command in group.commands.values():
+        yield command
+        if hasattr(command, "commands"):
+            yield from _commands(command)
+
+
+def _lacks_help(parameter: Any) -> bool:
+    return parameter.param_type_name == "argument" and not parameter.help
+
+
+def _texts(command: Callable[..., Any]) -> dict[str, str | None]:
+    """Return what a function's annotations say of its arguments, by name."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    return {
+        name: said.help
+        for name, hint in hints.items()
+        for said in getattr(hint, "__metadata__", ())
+        if isinstance(said, ArgumentInfo)
+    }
+
 
 app = typer.Typer(
     name="fedquilt",
-    cls=Group,
+    cls=CommandGroup,
     help="Federated learning for clients that are not equal.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run)
-app.command()(compare)
-app.command()(sweep)
-app.command()(condense)
-app.command()(plan)
-app.command()(statement)
-app.command()(clients)
-app.command()(report)
-app.command()(watch)
-app.add_typer(ledger)
-app.command()(audit)
-app.command()(data)
-app.add_typer(flower)
+for _name in COMMANDS:
+    _command = getattr(importlib.import_module(f"fedquilt.cli.{_name}"), _name)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command)
+    else:
+        app.command()(_command)
 
 
 @app.command()
@@ -94,7 +136,7 @@ def main() -> None:
             _drop_output()
             if error.errno not in _NOT_TAKEN:
                 raise
-            _refuse(f"standard output cannot be written: {in_words(error)}")
+            _refuse(f"standard output cannot be written: {os_reason(error)}")
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         if error.errno == errno.ENAMETOOLONG:
             _refuse(f"{name!r} must be a shorter name: {error.strerror}")

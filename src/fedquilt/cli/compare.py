@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedquilt.cli.loading import loading
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
+from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
+from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, loading, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import MODES, RunConfig, build_config
@@ -88,7 +87,7 @@ def _train(
 ) -> None:
     from fedquilt.common.storage import storage_errors
     from fedquilt.record.folder import make_fresh
-    from fedquilt.setup.build_task import build_problem
+    from fedquilt.setup.build_task import build_task
     from fedquilt.setup.federation import build_method
 
     arms = _arms(modes)
@@ -99,7 +98,7 @@ def _train(
         for name, arm in arms.items()
     }
     for base in bases.values():
-        build_method(*build_problem(base)).close()  # a mistake in the last is found at once
+        build_method(*build_task(base)).close()  # a mistake in the last is found at once
     configs = [
         (name, b.replace(seed=seed)) for name, b in bases.items() for seed in parse_seeds(seeds)
     ]
@@ -118,7 +117,7 @@ def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
     with loading():
         from fedquilt.experiment.api import run_config
 
-    with watch(f"{name}, seed {config.seed}", shown, tracker) as observer:
+    with run_observer(f"{name}, seed {config.seed}", shown, tracker) as observer:
         return run_config(config, observer)
 
 
@@ -130,9 +129,9 @@ def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) 
     runs = [{**one.result, "mode": name} for name, one in finished]
     rows = comparison_table(runs)
     figure = None
-    with drawing("comparison.png"):
+    with optional_drawing("comparison.png"):
         figure = str(plot_comparison(runs, str(folder / "comparison.png")))
-    with drawing("the table"):
+    with optional_drawing("the table"):
         names = [
             f"run {i}" if one.folder is None else one.folder.name
             for i, (_, one) in enumerate(finished)
@@ -191,7 +190,7 @@ def _compare_finished(
     results = _results(runs)
     tables = write_tables(results, folder)
     drawn: list[str] = []
-    with drawing("a figure of the comparison"):
+    with optional_drawing("a figure of the comparison"):
         drawn = _draw(results, wanted, folder, figure_format)
     rows = comparison_rows(group_by_config(entries_of(results)))
     if as_json:

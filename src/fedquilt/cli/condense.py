@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import drawing, interruptible, watch
+from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
 from fedquilt.cli.run import (
     CONFIG,
     JSON,
@@ -19,17 +19,12 @@ from fedquilt.cli.run import (
     TRACKER,
     run_or_resume,
     say,
+    screen_width,
     stands_alone,
 )
-from fedquilt.cli.screen import screen_width
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, build_config
-from fedquilt.config.condense import (
-    ALIASES,
-    COMMON_OF_CONDENSE,
-    CONDENSE_PRESETS,
-    NOT_FOR_CONDENSE,
-)
+from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
@@ -43,7 +38,7 @@ PRESET_OPTION = typer.Option(
 )
 
 
-@takes_run_options(*NOT_FOR_CONDENSE, kind=CondenseConfig, also=ALIASES, common=COMMON_OF_CONDENSE)
+@takes_run_options(kind=CondenseConfig, also=ALIASES)
 @interruptible("condense")  # also while it loads
 def condense(
     settings: dict[str, Any],
@@ -56,10 +51,6 @@ def condense(
     baselines: Annotated[str, BASELINES_OPTION] = "none",
 ) -> None:
     """Grow a synthetic data set on the server from class statistics of the clients."""
-    from fedquilt.papers.fednum.pictures import draw_pictures
-    from fedquilt.record.folder import finite
-    from fedquilt.report import condensation_row
-
     if baselines != "none":
         raise InvalidValueError(
             f"baselines={baselines!r} must be left out: in a clone of fedquilt's repository "
@@ -73,13 +64,17 @@ def condense(
         wanted = _config_of(resume)
     else:
         wanted = build_config({**settings, "method": "condense"}, preset=preset, file=config)
+    from fedquilt.papers.fednum.pictures import draw_pictures
+    from fedquilt.record.folder import finite
+    from fedquilt.report import condensation_row
+
     with interruptible("condense") as kept:
         label = f"{wanted.dataset} {wanted.mode}"
-        with watch(label, shown, tracker, _draw_on_the_way) as observer:
+        with run_observer(label, shown, tracker, _draw_on_the_way) as observer:
             finished = run_or_resume(wanted, resume, observer)
         kept.folder = finished.folder
         pictures: list[Path] = []
-        with drawing("the pictures"):
+        with optional_drawing("the pictures"):
             pictures = draw_pictures(finished.folder)
     row = condensation_row(finished.result)
     if as_json:
@@ -105,7 +100,7 @@ def _draw_on_the_way(path: Path) -> None:
     """Draw the images of one file; a run goes on without."""
     from fedquilt.papers.fednum.pictures import draw_one
 
-    with drawing(path.with_suffix(".png").name):
+    with optional_drawing(path.with_suffix(".png").name):
         draw_one(path)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.run import say
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 
 
 def data(

@@ -10,7 +10,7 @@ import typer
 
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 
 if TYPE_CHECKING:
     from fedquilt.flower.federation import LocalFederation
@@ -121,8 +121,8 @@ def status(folder: Annotated[str, FOLDER] = _HERE) -> None:
         print(f"last run: {printable(last)} ({rounds_of(last)} rounds, {ended})")
 
 
-@flower.command()
-def run(
+@flower.command("run")
+def submit(
     run_config: Annotated[str | None, CONFIG] = None,
     folder: Annotated[str, FOLDER] = _HERE,
 ) -> None:
@@ -277,7 +277,7 @@ def _shown(name: str) -> str:
 
 
 def _needed() -> None:
-    optional.load("flwr", "fedquilt flower")
+    optional.require("flwr", "fedquilt flower")
 
 
 def _federation(folder: str) -> LocalFederation:

@@ -16,7 +16,7 @@ import typer
 
 from fedquilt.cli.run import JSON, say
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 
 ledger = typer.Typer(
     name="ledger",

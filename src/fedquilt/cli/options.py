@@ -4,14 +4,15 @@ One list of names, defaults and help texts serves the command line, the TOML
 file and the Python keywords.  Every option's real default is "not given", so
 that a preset or a file is only overridden by what was typed.
 
-`--help` lists what most people need (`fedquilt.config.uses.COMMON`), `--help-all` the rest.
+`--help` lists what most people need (`Flag.COMMON`), `--help-all` the rest.  Names of versions
+before are taken, and listed nowhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import typer
@@ -20,21 +21,19 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.condense import CERTIFIED_DEFAULTS, COLOUR_DEFAULTS, FEDNUM_DEFAULTS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE
-from fedquilt.config.uses import COMMON, modes_of
-
-_KINDS: dict[str, type] = {"str": str, "bool": bool}
+from fedquilt.config.option import Flag, kinds_of
+from fedquilt.config.run import old_names, option_names
+from fedquilt.config.uses import modes_of
 
 
 def takes_run_options(
     *left_out: str,
     kind: type[RunConfig] = RunConfig,
     also: Mapping[str, str] | None = None,
-    common: Iterable[str] = COMMON,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of a configuration except those named.
 
-    `also` gives options of numbers a second name: {"second_name": "name"}; `common` are
-    those of the short help.
+    `also` gives options of numbers a second name: {"second_name": "name"}.
 
     The command receives the options that were typed as one dictionary, each under the
     name that was typed, in its parameter `settings`.
@@ -42,12 +41,14 @@ def takes_run_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = option_fields(kind)
-        names = [name for name in fields if name not in left_out]
-        second = also or {}
+        condenses = kind is CondenseConfig
+        refused = {*left_out, *(option_names(Flag.NOT_CONDENSE, kind) if condenses else ())}
+        names = [name for name in fields if name not in refused]
+        second, old = also or {}, old_names(kind)
 
         def wrapper(**given: Any) -> None:
             given.pop(_HELP_ALL)
-            typed = {name: given.pop(name) for name in (*names, *second)}
+            typed = {name: given.pop(name) for name in (*names, *second, *old)}
             command(settings={k: v for k, v in typed.items() if v is not None}, **given)
 
         own = [
@@ -55,10 +56,17 @@ def takes_run_options(
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.name != "settings"
         ]
-        shown = set(common)
-        parameters = [*own, _help_all()]
+        shown = option_names(Flag.COMMON_CONDENSE if condenses else Flag.COMMON, kind)
+        parameters = [*own, _help_all(old)]
         parameters += [_parameter(fields[name], kind, hidden=name not in shown) for name in names]
-        parameters += [_second_name(other, fields[name]) for other, name in second.items()]
+        parameters += [
+            _parameter(fields[name], kind, hidden=True, called=other) for other, name in old.items()
+        ]
+        kinds = kinds_of(kind)
+        parameters += [
+            _second_name(other, fields[name], float if float in kinds[name] else int)
+            for other, name in second.items()
+        ]
         wrapper.__name__ = command.__name__
         wrapper.__doc__ = command.__doc__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -71,13 +79,14 @@ def takes_run_options(
 _HELP_ALL = "help_all"
 
 
-def _help_all() -> inspect.Parameter:
-    """Return the option that lists every option."""
+def _help_all(left_out: Collection[str]) -> inspect.Parameter:
+    """Return the option that lists every option but these."""
 
     def show(context: typer.Context, asked: bool) -> None:
         if not asked:
             return
-        hidden = [item for item in context.command.params if getattr(item, "hidden", False)]
+        listed = [item for item in context.command.params if item.name not in left_out]
+        hidden = [item for item in listed if getattr(item, "hidden", False)]
         try:
             for item in hidden:
                 item.hidden = False  # type: ignore[attr-defined]
@@ -143,10 +152,10 @@ def _word(value: object) -> str:
 
 
 def _parameter(
-    item: dataclasses.Field[Any], kind: type[RunConfig], *, hidden: bool
+    item: dataclasses.Field[Any], kind: type[RunConfig], *, hidden: bool, called: str = ""
 ) -> inspect.Parameter:
-    """Return the command-line option of a field."""
-    name = item.name
+    """Return the command-line option of a field, which may be called otherwise."""
+    name = called or item.name
     flag = _flag(name)
     if any(mode.defaults.get(name) is True for mode in MODE_TABLE.values()):
         flag = f"{flag}/--no-{flag[2:]}"  # on by default somewhere, so that off can be said
@@ -161,27 +170,28 @@ def _parameter(
         "hidden": hidden,
     }
     annotation: Any = Any
-    if "int | float" in str(item.type):
+    kinds = kinds_of(kind)[item.name]
+    if kinds >= {int, float}:
         option = typer.Option(None, flag, parser=parse_count, metavar="COUNT", **common)
-    elif "int" in str(item.type):
-        option = typer.Option(None, flag, parser=_parser(name, int), metavar="NUMBER", **common)
-    elif "float" in str(item.type):
-        option = typer.Option(None, flag, parser=_parser(name, float), metavar="NUMBER", **common)
+    elif number := kinds & {int, float}:
+        parser = _parser(name, *number)
+        option = typer.Option(None, flag, parser=parser, metavar="NUMBER", **common)
     else:
-        annotation = _KINDS[str(item.type).split(" |")[0]] | None
-        metavar = "" if annotation == bool | None else "NAME" if choices else "TEXT"
+        annotation = (bool if bool in kinds else str) | None
+        metavar = "" if bool in kinds else "NAME" if choices else "TEXT"
         option = typer.Option(None, flag, metavar=metavar, **common)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
     )
 
 
-def _second_name(name: str, item: dataclasses.Field[Any]) -> inspect.Parameter:
+def _second_name(
+    name: str, item: dataclasses.Field[Any], kind: type[int] | type[float]
+) -> inspect.Parameter:
     """Return an option of its own for a field of numbers.
 
     Where the field takes a count or a share, the second name is that of the share.
     """
-    kind = float if "float" in str(item.type) else int
     option = typer.Option(
         None,
         _flag(name),

@@ -36,18 +36,19 @@ def plan(
 
     Takes the options of `fedquilt run` and describes that run; nothing is trained or spent.
     """
-    from fedquilt.experiment.preflight import cohort_line, noise_outlook
-    from fedquilt.privacy import feasibility as planning
-    from fedquilt.setup.task import build_selector
-
     asked = build_config(settings, preset=preset, file=config)
     if not MODE_TABLE[asked.mode].noised:
         raise InvalidValueError(
             f"mode={asked.mode!r} must be one of {', '.join(map(repr, NOISED_MODES))}: "
             "others add no noise that could be planned"
         )
+    # Only now: a configuration that is refused is refused at once.
+    from fedquilt.experiment.preflight import cohort_line, noise_feasibility
+    from fedquilt.privacy import feasibility as planning
+    from fedquilt.setup.task import build_selector
+
     selector = build_selector(asked, _num_clients(asked))
-    made = noise_outlook(asked, selector, _count(asked) if parameters is None else parameters)
+    made = noise_feasibility(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
         from fedquilt.report.plan import plan_figure
 

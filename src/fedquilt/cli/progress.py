@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.formatting import printable, printable_message
 from fedquilt.common.observer import Observer
-from fedquilt.common.printable import printable, printable_message
 from fedquilt.config import RunConfig
 from fedquilt.observe.progress import Progress
 
@@ -83,7 +83,7 @@ def _terminable() -> Iterator[list[int]]:
 
 
 @contextmanager
-def drawing(what: str) -> Iterator[None]:
+def optional_drawing(what: str) -> Iterator[None]:
     """Let a command go on without a figure that cannot be made, and say why.
 
     The run is finished and paid for: what may be claimed is worth more than a picture, whatever
@@ -150,7 +150,7 @@ class Watcher(Observer):
         if self._progress is not None:
             self._progress.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass on the file of a condensation's images."""
         if self._on_kept is not None:
             self._on_kept(path)
@@ -163,7 +163,7 @@ class Watcher(Observer):
 
 
 @contextmanager
-def watch(
+def run_observer(
     label: str,
     shown: bool,
     trackers: str = "none",

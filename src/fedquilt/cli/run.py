@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedquilt.cli.loading import loading
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import drawing, interruptible, watch
-from fedquilt.cli.screen import screen_width
+from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import printable_lines
 from fedquilt.common.observer import Observer, Observers, as_observer
-from fedquilt.common.printable import printable_lines
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.choices import FLOWER_ENGINES
 from fedquilt.config.files import read_beside
@@ -68,12 +68,12 @@ def run(
     with interruptible() as kept:
         finished = _run(settings, config, preset, resume, shown, tracker, monitor)
         kept.folder = finished.folder
-        with drawing("training.png"):
+        with optional_drawing("training.png"):
             draw_history(finished)
         if monitor and finished.folder is not None:
             from fedquilt.report.monitor_figure import plot_usage
 
-            with drawing("monitor.png"):
+            with optional_drawing("monitor.png"):
                 plot_usage(finished.folder)
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))
@@ -95,12 +95,15 @@ def _run(
     if resume is None:
         merged = build_config(settings, preset=preset, file=config)
         with (
-            watch(f"{merged.dataset} {merged.mode}", shown, tracker) as shows,
+            run_observer(f"{merged.dataset} {merged.mode}", shown, tracker) as shows,
             _monitored(monitor, shows) as observer,
         ):
             return run_or_resume(merged, None, observer)
     stands_alone(resume, settings, config, preset)
-    with watch(Path(resume).name, shown, tracker) as shows, _monitored(monitor, shows) as observer:
+    with (
+        run_observer(Path(resume).name, shown, tracker) as shows,
+        _monitored(monitor, shows) as observer,
+    ):
         return run_or_resume(RunFolder.open(resume).read_config(), resume, observer)
 
 
@@ -110,11 +113,32 @@ def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | 
     if not monitor:
         yield observer
         return
-    optional.load("psutil", "--monitor")
+    optional.require("psutil", "--monitor")
     from fedquilt.observe.round_monitor import RoundMonitor
 
     with RoundMonitor() as measures:
         yield Observers(as_observer(observer), measures)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Import within it: modules make objects by the hundred thousand and no garbage.
+
+    A collection goes through all of them several times while they load, a fifth of a second in
+    all; afterwards they are set aside, so that no collection of the run looks at them again.
+    Once torch is there, there is nothing of the kind to do.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | None) -> RunResult:
@@ -123,7 +147,7 @@ def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | No
         from fedquilt.experiment.api import resume_run, run_config
 
     if config.engine in FLOWER_ENGINES:
-        optional.load("flwr", f"engine={config.engine!r}")
+        optional.require("flwr", f"engine={config.engine!r}")
         from fedquilt.flower.simulate import simulate
 
         return simulate(config, observer, resume=resume)
@@ -133,6 +157,11 @@ def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | No
 def say(text: object) -> None:
     """Print text that may hold names from files: line ends stay, control characters do not."""
     print(printable_lines(text))
+
+
+def screen_width() -> int | None:
+    """Return the columns of the terminal; None where output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def stands_alone(resume: str, *given: object) -> None:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedquilt.cli.run import JSON, say
-from fedquilt.cli.screen import screen_width
+from fedquilt.cli.run import JSON, say, screen_width
 from fedquilt.common.errors import RunFolderError
 
 

@@ -14,10 +14,10 @@ import typer
 
 from fedquilt.cli.compare import SEEDS_OPTION, parse_seeds
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import drawing
+from fedquilt.cli.progress import optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
 
@@ -146,7 +146,7 @@ def _report(
         for s in found.settings
     ]
     figures: list[str] = []
-    with drawing("the figures of the sweep"):
+    with optional_drawing("the figures of the sweep"):
         figures = plot_sweep(points, plan.axes, folder / "sweep.png", metric=found.metric)
     if as_json:
         record = {"folder": str(folder), "figures": figures, **_plain(found)}
@@ -183,7 +183,7 @@ def _plain(found: Summary) -> dict[str, Any]:
 def _table(found: Summary) -> str:
     from tabulate import tabulate
 
-    from fedquilt.common.bounds import format_bound
+    from fedquilt.common.formatting import format_bound
 
     body = [
         (

@@ -29,7 +29,7 @@ def watch(
     knows it. A run may be killed and resumed under the page's eyes.
     """
     from fedquilt.common import checks
-    from fedquilt.common.printable import printable
+    from fedquilt.common.formatting import printable
     from fedquilt.report.watch import WatchServer, source_of
 
     checks.integer("port", port, at_least=0, at_most=65535)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,26 @@ class Observer:
     def working(self, what: str, share: float) -> None:
         """Called within a round with the step that is running and the share that is done."""
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Called with each file that the method writes between rounds."""
+
+    kept = on_artifact
+
+    def __init_subclass__(cls) -> None:
+        """Read `kept`, as `on_artifact` was called."""
+        accept_old_names(cls, {"kept": "on_artifact"})
+
+
+def accept_old_names(cls: type, names: Mapping[str, str]) -> None:
+    """Let a subclass define methods by their old names, and call those of its parents by them."""
+    own = vars(cls)
+    for old, new in names.items():
+        if old in own and new not in own:
+            words = f"{cls.__qualname__}.{old} is called {new} now; {old} is read until version 0.2"
+            warnings.warn(words, DeprecationWarning, stacklevel=4)
+            setattr(cls, new, own[old])
+        elif new in own:
+            setattr(cls, old, own[new])
 
 
 class _EachRound(Observer):
@@ -88,6 +107,6 @@ class Observers(Observer):
         for member in self._members:
             member.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         for member in self._members:
-            member.kept(path)
+            member.on_artifact(path)

@@ -29,7 +29,7 @@ _PACKAGES = {
 }
 
 
-def load(module: str, purpose: str) -> Any:
+def require(module: str, purpose: str) -> Any:
     """Return a module of an optional package.
 
     Parameters

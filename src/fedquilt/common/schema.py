@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, Protocol
 
 from fedquilt.common.errors import FedquiltError
-from fedquilt.common.printable import printable, shortened
+from fedquilt.common.formatting import printable, shortened
 
 
 class Schema(Protocol):

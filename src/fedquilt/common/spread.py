@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 
-def spread(values: Sequence[float | None], name: str) -> dict[str, float]:
+def client_spread(values: Sequence[float | None], name: str) -> dict[str, float]:
     """Return how a measure is spread over clients: mean, worst decile, Gini.
 
     The worst decile is the mean of the tenth of the clients that have least, at least one.
@@ -35,7 +35,7 @@ def grouped(
     """Return the spread of a measure in each group of clients; empty groups are left out."""
     by_client = {row["client"]: row.get(key) for row in rows}
     found = {
-        name: spread([by_client.get(client) for client in members], "mean")
+        name: client_spread([by_client.get(client) for client in members], "mean")
         for name, members in groups.items()
     }
     return {name: values for name, values in found.items() if values}

@@ -1,4 +1,4 @@
-"""Files that survive a crash: one opener, one writer, one appender, one lock.
+"""Files that survive a crash: one opener, one writer, one appender, one lock; safetensors.
 
 `open_regular` opens a file for what it is: a folder that somebody else has packed may hold a
 link to any file of its reader, or a pipe that nobody ever writes to.
@@ -7,6 +7,10 @@ link to any file of its reader, or a pipe that nobody ever writes to.
 file in the same folder and to the disk, then the name is moved, then the folder goes to
 the disk.  A kill at any moment leaves the old file or the new one, and at most a
 temporary file `.name.*.tmp`, which `remove_leftovers` deletes.
+
+`as_safetensors` yields tensors from where they lie.  The library's own `save` holds all of them
+a second time, as bytes, and a third time as one.  The format is a length, a header in JSON and
+the bytes of each tensor (https://huggingface.co/docs/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -14,13 +18,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
+import re
 import secrets
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fedquilt.common.errors import IrregularFileError, StorageError
+from fedquilt.common.errors import InvalidValueError, IrregularFileError, StorageError
+
+if TYPE_CHECKING:
+    import torch
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -44,10 +54,10 @@ def storage_errors(path: object) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r}: {in_words(error)}") from error
+        raise StorageError(f"cannot write {str(path)!r}: {os_reason(error)}") from error
 
 
-def in_words(error: OSError) -> str:
+def os_reason(error: OSError) -> str:
     """Return why the system refused a file."""
     return _CAUSES.get(error.errno or 0, error.strerror or str(error))
 
@@ -278,3 +288,61 @@ def has_locks(folder: Path) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+# The format's names of torch's types, where they are not the first letter and the bits.
+_NAMES = {
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_PLAIN = re.compile(r"([fiuc])(?:loat|nt|int|omplex)(8|16|32|64)")
+_ALIGNED = 8
+
+
+def as_safetensors(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a file that holds these tensors, for `storage.write_file`.
+
+    Wide types come first, so that every tensor begins where its type wants it to.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name in ordered:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _type_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + size],
+        }
+        place += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNED) * _ALIGNED)
+    yield len(text).to_bytes(8, "little") + text
+    for name in ordered:
+        yield _bytes_of(tensors[name])
+
+
+def _type_name(name: str, tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if plain := _PLAIN.fullmatch(kind):
+        return plain[1].upper() + plain[2]
+    if kind not in _NAMES:
+        raise InvalidValueError(f"{name} of type {tensor.dtype} must have a type that can be saved")
+    return _NAMES[kind]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, in its own memory where it lies in one piece there."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

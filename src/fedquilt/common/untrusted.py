@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedquilt.common.errors import DataError, FedquiltError, IrregularFileError
-from fedquilt.common.printable import printable
-from fedquilt.common.storage import check_regular, in_words, open_regular
+from fedquilt.common.formatting import printable
+from fedquilt.common.storage import check_regular, open_regular, os_reason
 
 JSON_BYTES = 1 << 30
 """The largest record of a run: 20 million joins take a third of it."""
@@ -80,7 +80,7 @@ def read_bytes(path: Path, most: int, error: type[FedquiltError] = DataError) ->
     except IrregularFileError:
         raise
     except OSError as cause:
-        raise error(f"{str(path)!r} cannot be read: {in_words(cause)}") from cause
+        raise error(f"{str(path)!r} cannot be read: {os_reason(cause)}") from cause
     if content is None or len(content) > most:
         raise error(f"{str(path)!r} must be a file of at most {most} bytes; it is larger")
     return content

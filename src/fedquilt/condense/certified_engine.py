@@ -33,7 +33,7 @@ from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Trainer
 from fedquilt.method import Progress
 from fedquilt.models.features import draw, precompute
-from fedquilt.training import ClientUpdate, Task
+from fedquilt.training import ClientUpdate, Engine, Task
 
 _FLOAT_BYTES = 4
 
@@ -59,7 +59,7 @@ class Schedule:
         return self.head_step * left / max(1, self.rounds - self.mean_rounds)
 
 
-class CertifiedEngine:
+class CertifiedEngine(Engine):
     """Compute one table for each client from the features of a public front.
 
     Features do not change from round to round, so they are computed once, for all samples,

@@ -25,7 +25,7 @@ from fedquilt.condense.embeds import (
 )
 from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
 from fedquilt.method import Progress
-from fedquilt.training import ClientUpdate, FlatModel, Task
+from fedquilt.training import ClientUpdate, Engine, FlatModel, Task
 
 
 class RoundModels:
@@ -146,7 +146,7 @@ class RoundModels:
 _MAX_SAMPLES_TOGETHER = 65536
 
 
-class TableSource:
+class TableSource(Engine):
     """What a round's tables follow from, and which vectors are tables of it."""
 
     round_models: RoundModels

@@ -138,7 +138,7 @@ class Condensation(Method):
         """
         return self.images.train_if_stale(weights) if self._trains_late else (weights, {})
 
-    def keep(self, files: Files, rounds: int | None = None) -> Path | None:
+    def save_artifacts(self, files: Files, rounds: int | None = None) -> Path | None:
         """Write the images after so many rounds; None: the final ones."""
         # On the way all images are kept: those of one round must fit those of another.
         stored = self.images.grown() if rounds is None else self.images.synthetic
@@ -218,8 +218,8 @@ def _make_grouped(
     """Build FedNum: tables of means over groups, matching."""
     held = np.unique(task.targets.cpu().numpy()[_held(task)])
     # Where clients' data are elsewhere, every class of the model may be somebody's.
-    classes = tuple(map(int, range(num_classes) if task.elsewhere else held))
-    too_small = None if task.elsewhere else classes_too_small(task, classes, config.min_group)
+    classes = tuple(map(int, range(num_classes) if task.is_remote else held))
+    too_small = None if task.is_remote else classes_too_small(task, classes, config.min_group)
     round_models = make_round_models(
         config, model, task.public().inputs, trainer.augmentation, classes
     )
@@ -328,7 +328,7 @@ def _make_bounded(
             "and no images follow from it"
         )
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
-    front = make_feature_model(config.front, shape, num_classes).front.to(device)
+    front = make_feature_model(config.feature_extractor, shape, num_classes).front.to(device)
     released = Released.nothing(num_classes, count_features(front), device)
     # Updates are scaled to the clip, so the step is in units of it.
     step = config.head_step / config.clip_norm
@@ -344,14 +344,15 @@ def _make_bounded(
         front,
         mean=mean,
         std=std,
-        drawings=config.drawings,
+        drawings=config.synthetic_images,
         growing=GrowingSettings(),
         seed=config.seed,
     )
     notes = (
         "clients send one bounded vector a round, over all classes; the synthetic images and "
         "the model are computed from the noised sums alone",
-        f"features come from a public front ({config.front}) and images begin as public drawings",
+        f"features come from a public front ({config.feature_extractor}) and images begin as "
+        "public drawings",
         *_choice_notes(config),
     )
     size = released.means_total.numel()
@@ -369,7 +370,7 @@ def _make_bounded(
 def _choice_notes(config: CondenseConfig) -> tuple[str, ...]:
     """Say on which data the front and the defaults of a condensation were chosen."""
     chosen = {
-        "the front's settings": CHOSEN_ON[config.front],
+        "the front's settings": CHOSEN_ON[config.feature_extractor],
         "the condensation's default settings": CHOSEN_ON["condensation"],
     }
     notes = (choice_note(what, where, config.dataset) for what, where in chosen.items())
@@ -465,7 +466,7 @@ def first_images(
     begun = begun_without_data(synthetic, config)
     if begun is not None:
         return begun, 0
-    if task.elsewhere:
+    if task.is_remote:
         raise InvalidValueError(
             f"init_method={config.init_method!r} must be 'random', 'smooth' or 'leaves' where "
             "clients' data are elsewhere"

@@ -24,7 +24,7 @@ METRICS = ("accuracy", "top<k>", "auroc", "f1", "mse", "mae", "perplexity")
 """What is measured on the test data, beside the loss."""
 CLIENT_OPTIMIZERS = ("sgd", "adam", "nesterov", "adamw")
 LR_SCHEDULES = ("exponential", "constant", "cosine", "step")
-ENGINES = ("auto", "sequential", "batched", "processes", "flower", "flower-ray")
+ENGINES = ("auto", "local", "sequential", "batched", "processes", "flower", "flower-ray")
 FLOWER_ENGINES = ("flower", "flower-ray")
 """Engines whose clients are Flower nodes, in this process or in Ray's (`fedquilt.flower`)."""
 DEVICES = ("auto", "cpu", "cuda")
@@ -51,11 +51,11 @@ POLICIES = ("adaptive", "cap", "worst_case", "paper")
 CLIPPINGS = ("fixed", "quantile")
 ADJACENCIES = ("zero_out", "replace_one")
 """What two neighbouring worlds differ in: a client's data against nothing, or other data."""
-ON_SHORT = ("refuse", "sit_out")
+IF_EXHAUSTED = ("refuse", "sit_out")
 
 # Condensation
 FEATURE_MODELS = ("trained_pool", "random_pool", "global", "perturbed")
-FRONTS = ("hog-linear", "scatter-linear")
+FEATURE_EXTRACTORS = ("hog-linear", "scatter-linear")
 INIT_METHODS = ("random", "smooth", "leaves", "real_sample", "dm")
 ROW_BITS = (32, 12, 8)
 """How many bits a number of a table of statistics has on its way."""

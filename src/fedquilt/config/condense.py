@@ -7,6 +7,7 @@ with it; where the package has another name for the same thing, both are underst
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
+    FEATURE_EXTRACTORS,
     FEATURE_MODELS,
-    FRONTS,
     IMAGE_OPTIMIZERS,
     INIT_METHODS,
     LOGIT_LOSSES,
@@ -24,8 +25,15 @@ from fedquilt.config.choices import (
     ROW_BITS,
 )
 from fedquilt.config.modes import CONDENSE_MODES
-from fedquilt.config.option import declare
-from fedquilt.config.run import RunConfig, option_fields
+from fedquilt.config.option import AnyBut, Case, Flag, declare, declare_again
+from fedquilt.config.run import (
+    CERTIFIED,
+    OF_SPLIT,
+    RunConfig,
+    old_names,
+    option_fields,
+    option_names,
+)
 
 # The FedNum document's name on the left, the package's on the right.
 ALIASES = {
@@ -33,28 +41,15 @@ ALIASES = {
     "join_ratio": "clients_per_round",
     "eval_gap": "eval_every",
 }
-# Options of a run that say nothing here: clients do not train, and hold no slices.
-NOT_FOR_CONDENSE = (
-    *("trainable", "local_epochs", "learning_rate", "lr_decay", "fedprox_mu"),
-    *("lr_schedule", "lr_step_rounds", "lr_warmup_rounds", "loss", "ignore_index", "optimizer"),
-    *("momentum", "weight_decay", "gradient_clip"),
-    *("server_optimizer", "server_lr", "server_momentum", "method", "tiers"),
-    *("budget_alpha", "budget_beta", "warmup_rounds", "participation_ema", "clip_quantile"),
-    *("clip_momentum", "min_clip", "max_clip", "max_agg_norm", "noise_layers"),
-)
-
-COMMON_OF_CONDENSE = (
-    *("dataset", "data_dir", "partition", "dirichlet_alpha", "num_clients", "clients_per_round"),
-    *("mode", "model", "num_rounds", "model_epochs", "ipc", "feature_model", "dc_iterations"),
-    *("epsilon", "delta", "adjacency", "ledger", "population", "allowance"),
-    *("eval_every", "seed", "device", "output_dir"),
-)
-"""The options of `fedquilt condense --help`; `--help-all` lists the others too."""
-
 # A quarter of a smaller image has too few pixels to be a picture.
 _LEAST_SIDE = 24
 _STATISTICS, _MATCHING, _MODEL = "Statistics", "Synthetic images", "Training"
 _BOUNDED = "Certified condensation"
+
+F = Flag
+_RUN = option_fields(RunConfig)
+_FEDNUM: tuple[Case, ...] = ({"mode": ("fednum",)},)
+_TRAINED_POOL: tuple[Case, ...] = ({"mode": ("fednum",), "feature_model": ("trained_pool",)},)
 # What serves a condensation where nobody said otherwise.  Noise is shared by all clients,
 # so a bound wants many; groups need clients with enough samples of a class.
 FEDNUM_DEFAULTS: dict[str, Any] = {"num_clients": 20}
@@ -131,159 +126,145 @@ DEFAULTS_BY_MODE = {"fednum": FEDNUM_DEFAULTS, "certified": CERTIFIED_DEFAULTS}
 class CondenseConfig(RunConfig):
     """One condensation on one data set."""
 
-    method: str = declare("condense", _MODEL, "Fixed.", choices=("condense",))
-    mode: str = declare(
-        "fednum",
-        _MODEL,
+    # A table of options: one argument a line would take four screens more.
+    # fmt: off
+    method: str = declare_again(_RUN["method"], "condense", _MODEL, "Fixed.", choices=("condense",))
+    mode: str = declare_again(
+        _RUN["mode"], "fednum", _MODEL,
         "fednum sends means over groups and claims nothing; certified sends one bounded vector, "
-        "in 40 rounds and for the model hog-linear unless said otherwise.",
-        choices=CONDENSE_MODES,
-    )
-    model: str = declare(
-        "convnet-64", _MODEL, "The model: convnet (width 128), convnet-64, or any of `run`."
-    )
+        "in 40 rounds and for the model hog-linear unless said otherwise.", choices=CONDENSE_MODES)
+    model: str = declare_again(
+        _RUN["model"], "convnet-64", _MODEL,
+        "The model: convnet (width 128), convnet-64, or any of `run`.")
     embed_layer: str | None = declare(
-        None, _MODEL, "Layer whose output is the embedding, for models without embed()."
-    )
-    num_rounds: int = declare(8, _MODEL, "Communication rounds.", at_least=1)
-    clients_per_round: int | float = declare(
-        1.0, _MODEL, "Share of the clients that join a round, or their number."
-    )
-    availability: str = declare(
-        "always", "Population", "Who is there: always, beta, uniform, or a FILE.csv."
-    )
-    batch_size: int = declare(256, _MODEL, "Batch size of training on the images.", at_least=1)
-    model_epochs: int = declare(600, _MODEL, "Epochs on the synthetic set.", at_least=1)
+        None, _MODEL, "Layer whose output is the embedding, for models without embed().", F.NODES,
+        uses=_FEDNUM)
+    num_rounds: int = declare_again(
+        _RUN["num_rounds"], 8, _MODEL, "Communication rounds.", at_least=1)
+    clients_per_round: int | float = declare_again(
+        _RUN["clients_per_round"], 1.0, _MODEL,
+        "Share of the clients that join a round, or their number.")
+    availability: str = declare_again(
+        _RUN["availability"], "always", "Population",
+        "Who is there: always, beta, uniform, or a FILE.csv.")
+    batch_size: int = declare_again(
+        _RUN["batch_size"], 256, _MODEL, "Batch size of training on the images.", at_least=1)
+    model_epochs: int = declare(
+        600, _MODEL, "Epochs on the synthetic set.", F.COMMON_CONDENSE, at_least=1)
     model_lr: float = declare(0.01, _MODEL, "Learning rate; a tenth from half way on.", above=0)
     model_weight_decay: float = declare(5e-4, _MODEL, "Weight decay of that training.", at_least=0)
     model_schedule: str = declare(
-        "step",
-        _MODEL,
+        "step", _MODEL,
         "How that rate falls: step (a tenth from half way on), cosine (to 0), or constant.",
-        choices=MODEL_SCHEDULES,
-    )
+        choices=MODEL_SCHEDULES)
     cutmix: float = declare(
-        0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1
-    )
+        0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1)
     model_families: int = declare(
-        1,
-        _MODEL,
+        1, _MODEL,
         "Families of augmentation that a batch of that training goes through, others each time.",
-        at_least=1,
-        at_most=6,
-    )
-    eval_every: int = declare(4, "Run", "Evaluate after every so many rounds.", at_least=1)
+        at_least=1, at_most=6, uses=({"augmentation": AnyBut(("none",))},))
+    eval_every: int = declare_again(
+        _RUN["eval_every"], 4, "Run", "Evaluate after every so many rounds.", at_least=1)
 
-    avg_num: int = declare(64, _STATISTICS, "Samples that are averaged into one group.", at_least=1)
+    avg_num: int = declare(
+        64, _STATISTICS, "Samples that are averaged into one group.", F.NODES, at_least=1,
+        uses=_FEDNUM)
     min_group: int = declare(
-        8, _STATISTICS, "A class with fewer samples is not sent at all.", at_least=1
-    )
+        8, _STATISTICS, "A class with fewer samples is not sent at all.", F.NODES, at_least=1,
+        uses=_FEDNUM)
     max_samples: int = declare(
-        64, _STATISTICS, "Samples of a class a client looks at with one model; 0: all.", at_least=0
-    )
+        64, _STATISTICS, "Samples of a class a client looks at with one model; 0: all.", F.NODES,
+        at_least=0, uses=_FEDNUM)
     feature_model: str = declare(
-        "random_pool",
-        _STATISTICS,
-        "What clients look at samples with.",
-        choices=FEATURE_MODELS,
-    )
+        "random_pool", _STATISTICS, "What clients look at samples with.",
+        F.NODES | F.COMMON_CONDENSE, choices=FEATURE_MODELS, uses=_FEDNUM)
     model_n: int | None = declare(
-        None,
-        _STATISTICS,
+        None, _STATISTICS,
         "Feature models a round; absent: 8, with two moments 4, with 8 bits thrice that, for "
-        "global 1.",
-        at_least=1,
-    )
+        "global 1.", F.NODES, at_least=1, uses=_FEDNUM)
     trained_n: int = declare(
-        1, _STATISTICS, "Models of a trained_pool that are sent in a round.", at_least=1
-    )
+        1, _STATISTICS, "Models of a trained_pool that are sent in a round.", F.NODES, at_least=1,
+        uses=_TRAINED_POOL)
     pool_epochs: int = declare(
-        50, _STATISTICS, "Epochs that the server trains them for on its images.", at_least=1
-    )
+        50, _STATISTICS, "Epochs that the server trains them for on its images.", at_least=1,
+        uses=_TRAINED_POOL)
     moments: int = declare(
-        1, _STATISTICS, "1: clients send means; 2: means and variances.", at_least=1, at_most=2
-    )
+        1, _STATISTICS, "1: clients send means; 2: means and variances.", F.NODES, at_least=1,
+        at_most=2, uses=_FEDNUM)
     row_bits: int = declare(
-        32, _STATISTICS, "Bits of a number that clients send: 32, 12 or 8.", at_least=1
-    )
-    rho: float = declare(5.0, _STATISTICS, "Distance of perturbed models.", at_least=0)
+        32, _STATISTICS, "Bits of a number that clients send: 32, 12 or 8.", F.NODES, at_least=1,
+        uses=_FEDNUM)
+    rho: float = declare(
+        5.0, _STATISTICS, "Distance of perturbed models.", F.NODES, at_least=0,
+        uses=({"mode": ("fednum",), "feature_model": ("perturbed",)},
+              {"mode": ("fednum",), "init_method": ("dm",)}))
     augmentation: str = declare(
-        "auto",
-        _STATISTICS,
+        "auto", _STATISTICS,
         "Families joined by '_' (color, crop, cutout, flip, scale, rotate), none, or auto.",
-    )
+        F.NODES)
 
-    ipc: int = declare(10, _MATCHING, "Synthetic images per class.", at_least=1)
+    ipc: int = declare(10, _MATCHING, "Synthetic images per class.", F.COMMON_CONDENSE, at_least=1)
     tiles: int = declare(
-        1,
-        _MATCHING,
+        1, _MATCHING,
         "Each image holds tiles x tiles smaller ones; 0: 2 for images of 24 x 24 pixels or more.",
-        at_least=0,
-    )
+        at_least=0, uses=_FEDNUM)
     init_method: str = declare(
-        "random",
-        _MATCHING,
+        "random", _MATCHING,
         "First images: noise, smooth noise, or drawings (leaves); for comparison only real_sample, "
         "which takes the clients' own, and dm, which takes what they condense of them.",
-        choices=INIT_METHODS,
-    )
-    dc_iterations: int = declare(600, _MATCHING, "Matching steps a round.", at_least=1)
+        choices=INIT_METHODS, uses=_FEDNUM)
+    dc_iterations: int = declare(
+        600, _MATCHING, "Matching steps a round.", F.COMMON_CONDENSE, at_least=1, uses=_FEDNUM)
     batch_num: int | None = declare(
-        None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1
-    )
+        None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1,
+        uses=_FEDNUM)
     image_optimizer: str = declare(
-        "sgd", _MATCHING, "How images are moved.", choices=IMAGE_OPTIMIZERS
-    )
+        "sgd", _MATCHING, "How images are moved.", choices=IMAGE_OPTIMIZERS, uses=_FEDNUM)
     image_lr: float | None = declare(
-        None,
-        _MATCHING,
-        "Step of the images; absent: 0.5 ipc pixels / features with sgd, 0.02 with adam.",
-        above=0,
-    )
-    image_momentum: float = declare(0.5, _MATCHING, "Momentum of the images.", at_least=0, below=1)
+        None, _MATCHING,
+        "Step of the images; absent: 0.5 ipc pixels / features with sgd, 0.02 with adam.", above=0,
+        uses=_FEDNUM)
+    image_momentum: float = declare(
+        0.5, _MATCHING, "Momentum of the images.", at_least=0, below=1,
+        uses=({"mode": ("fednum",), "image_optimizer": ("sgd",)},))
     logit_loss_type: str = declare(
-        "auto",
-        _MATCHING,
-        "Distance of mean logits; auto: none for random_pool, else l2.",
-        choices=("auto", *LOGIT_LOSSES),
-    )
+        "auto", _MATCHING, "Distance of mean logits; auto: none for random_pool, else l2.", F.NODES,
+        choices=("auto", *LOGIT_LOSSES), uses=_FEDNUM)
     loss_computation: str = declare(
-        "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS
-    )
+        "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS,
+        uses=_FEDNUM)
 
     discrimination: float = declare(
-        0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0
-    )
+        0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0,
+        uses=_TRAINED_POOL)
 
-    front: str = declare(
-        "hog-linear",
-        _BOUNDED,
-        "The fixed front that certified statistics are taken through; chosen on MNIST.",
-        choices=FRONTS,
-    )
+    feature_extractor: str = declare(
+        "hog-linear", _BOUNDED,
+        "The fixed feature extractor that certified statistics are taken through; chosen on MNIST.",
+        F.NODES, was="front", choices=FEATURE_EXTRACTORS, uses=CERTIFIED)
     mean_rounds: int | None = declare(
-        None, _BOUNDED, "First rounds, which ask for class means; absent: a fifth.", at_least=1
-    )
-    head_step: float = declare(0.8, _BOUNDED, "Step of the head in the other rounds.", above=0)
-    drawings: int = declare(
-        15000, _BOUNDED, "Public drawings that images are begun from.", at_least=1
-    )
+        None, _BOUNDED, "First rounds, which ask for class means; absent: a fifth.", F.NODES,
+        at_least=1, uses=CERTIFIED)
+    head_step: float = declare(
+        0.8, _BOUNDED, "Step of the head in the other rounds.", F.NODES, above=0, uses=CERTIFIED)
+    synthetic_images: int = declare(
+        15000, _BOUNDED, "Public drawings that the condensed images begin as.", was="drawings",
+        at_least=1, uses=CERTIFIED)
 
     split_file: str | None = declare(
-        None, "Data", "Who holds which samples, in the published FedNum code's JSON form."
-    )
+        None, "Data", "Who holds which samples, in the published FedNum code's JSON form.",
+        uses=OF_SPLIT)
     pixel_mean: str | None = declare(
-        None,
-        "Data",
-        "What was subtracted from your own data's pixels: one number a channel, 0.5,0.4.",
-    )
+        None, "Data",
+        "What was subtracted from your own data's pixels: one number a channel, 0.5,0.4.")
     pixel_std: str | None = declare(
-        None, "Data", "What your own data's pixels were divided by afterwards, in the same form."
-    )
+        None, "Data", "What your own data's pixels were divided by afterwards, in the same form.")
+
+    # fmt: on
 
     def _check_method(self) -> None:
         self._check_foreign()
-        if self.engine in ("batched", "processes"):
+        if self.engine in ("local", "batched", "processes"):
             raise InvalidValueError(
                 f"engine={self.engine!r} must be left out of a condensation, whose clients do not "
                 "train, or be one of those whose clients are elsewhere"
@@ -334,14 +315,17 @@ class CondenseConfig(RunConfig):
                 "clipping='quantile' must be 'fixed' with normalise_updates=True: every vector "
                 "is scaled to the clip, and its own length plays no part"
             )
-        if self.drawings < self.ipc:
-            raise InvalidValueError(f"drawings={self.drawings} must be >= ipc={self.ipc}")
+        if self.synthetic_images < self.ipc:
+            raise InvalidValueError(
+                f"synthetic_images={self.synthetic_images} must be >= ipc={self.ipc}"
+            )
 
     def _check_foreign(self) -> None:
         """Refuse options that would do nothing, rather than take them silently."""
-        for name, item in option_fields(type(self)).items():
+        fields = option_fields(type(self))
+        for name in option_names(F.NOT_CONDENSE, type(self)):
             value = getattr(self, name)
-            if name in NOT_FOR_CONDENSE and value != item.default:
+            if value != fields[name].default:
                 raise InvalidValueError(
                     f"{name}={value!r} must be left out of a condensation, where it says nothing"
                 )
@@ -410,24 +394,32 @@ def _numbers(
     return numbers * count
 
 
-def package_names(kind: type[RunConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a kind of configuration under the package's own names."""
-    return with_package_names(settings) if issubclass(kind, CondenseConfig) else dict(settings)
+def package_names(
+    kind: type[RunConfig], settings: Mapping[str, Any], *, warns: bool = False
+) -> dict[str, Any]:
+    """Return settings of a kind of configuration under the names that its options have now.
 
-
-def with_package_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the FedNum document's names replaced by the package's."""
+    Names of the FedNum document and of the version before are understood; the latter `warns`.
+    """
+    condenses, old = issubclass(kind, CondenseConfig), old_names(kind)
+    others = {**(ALIASES if condenses else {}), **old}
     renamed: dict[str, Any] = {}
     for key, value in settings.items():
-        name = ALIASES.get(key, key)
+        name = others.get(key, key)
         if name in renamed:
-            document = next(word for word, ours in ALIASES.items() if ours == name)
+            other = next(word for word in settings if others.get(word) == name)
             raise InvalidValueError(
-                f"{document}={settings[document]!r} must not be given beside "
+                f"{other}={settings[other]!r} must not be given beside "
                 f"{name}={settings[name]!r}: they are one option"
             )
-        if key == "join_ratio":
+        if condenses and key == "join_ratio":
             # A share of 1 is everybody; as a whole number it would be one client.
             value = checks.number(key, value, above=0, at_most=1)
+        if warns and key in old:
+            warnings.warn(
+                f"{key} is now {name}; the next version will not know {key}",
+                FutureWarning,
+                stacklevel=2,
+            )
         renamed[name] = value
     return renamed

@@ -19,8 +19,8 @@ from typing import Any
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.common.printable import shortened
-from fedquilt.common.storage import in_words
+from fedquilt.common.formatting import shortened
+from fedquilt.common.storage import os_reason
 from fedquilt.config.condense import (
     ALIASES,
     COLOUR_DEFAULTS,
@@ -32,14 +32,9 @@ from fedquilt.config.condense import (
 )
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
-from fedquilt.config.run import RunConfig, option_fields
-from fedquilt.config.uses import (
-    CLIENTS,
-    OWN_CLIENTS,
-    SPLIT,
-    refuse_idle,
-    says_something,
-)
+from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT
+from fedquilt.config.run import RunConfig, old_names, option_fields
+from fedquilt.config.uses import is_effective, reject_unused
 
 SCHEMA_VERSION = 1
 BESIDE = ("preset", "tracker", "quiet")
@@ -85,7 +80,10 @@ def build_config(
     base = {} if preset is None else dict(presets[checks.choice("preset", preset, presets)])
     if own:
         base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
-    from_file, said = package_names(kind, from_file), package_names(kind, said)
+    # Whoever wrote a file may change it; a run has written down what it was given.
+    by_hand = not _is_record(from_file, kind)
+    from_file = package_names(kind, from_file, warns=by_hand)
+    said = package_names(kind, said, warns=True)
     check_keys(from_file, str(file), kind)
     check_keys(said, "configuration", kind)
     given = {**from_file, **said}
@@ -93,20 +91,20 @@ def build_config(
     rest = {key: value for key, value in from_file.items() if key not in said}
     config = _made(kind, {**usual, **given}, file, rest)
     if not own:
-        check_company(config)
+        require_two_clients(config)
     if brought:
         return config
     whole = {**config.as_dict(), CLIENTS: OWN_CLIENTS if own else SPLIT}
     runs = [{**whole, **arm} for arm in arms] or [whole]
-    refuse_idle(said, runs)
-    if not _is_record(from_file, kind):
+    reject_unused(said, runs)
+    if by_hand:
         # A file that names no mode, or another than was typed, is meant for several.
         shared = "mode" in said and from_file.get("mode") != said["mode"]
         try:
-            refuse_idle(rest, [{**whole, "mode": m} for m in MODE_TABLE] if shared else runs)
+            reject_unused(rest, [{**whole, "mode": m} for m in MODE_TABLE] if shared else runs)
         except InvalidValueError as error:
             raise InvalidValueError(f"{error} (in {file})") from error
-    idle = [key for key in base if key not in given and not says_something(key, whole)]
+    idle = [key for key in base if key not in given and not is_effective(key, whole)]
     fields = option_fields(kind)
     return config if arms else config.replace(**{key: fields[key].default for key in idle})
 
@@ -119,7 +117,7 @@ def kind_of(settings: Mapping[str, Any], file: str | Path | None = None) -> type
     return CondenseConfig if method == CondenseConfig.method else RunConfig
 
 
-def check_company(config: RunConfig) -> None:
+def require_two_clients(config: RunConfig) -> None:
     """Raise where noise would have to hide the only client of a data set."""
     if config.mode == DEFAULT_MODE and config.num_clients == 1:
         raise InvalidValueError(
@@ -241,7 +239,7 @@ def read_config_file(path: str | Path, method: str | None = None) -> dict[str, A
         content = untrusted.parse_toml(untrusted.read_named(path, untrusted.TOML_BYTES))
     except OSError as error:
         raise InvalidValueError(
-            f"config={str(path)!r} cannot be read: {in_words(error)}"
+            f"config={str(path)!r} cannot be read: {os_reason(error)}"
         ) from error
     except ValueError as error:  # not TOML, not text, or beyond the limits
         raise InvalidValueError(f"config={str(path)!r} is not a TOML file: {error}") from error
@@ -275,8 +273,10 @@ def check_keys(
     extra: tuple[str, ...] = (),
 ) -> None:
     """Raise for a key that no option has, naming the nearest one."""
-    known = [*option_fields(kind), *extra]
-    words = [*known, *ALIASES] if issubclass(kind, CondenseConfig) else known
+    words = [*option_fields(kind), *extra]
+    known = {*words, *old_names(kind)}
+    if issubclass(kind, CondenseConfig):
+        words += ALIASES
     for key in settings:
         if key not in known:
             hint = checks.did_you_mean(key, words)

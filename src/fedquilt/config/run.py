@@ -23,11 +23,12 @@ from fedquilt.config.choices import (
     CLIPPINGS,
     DEVICES,
     ENGINES,
+    IF_EXHAUSTED,
     LOSSES,
     LR_SCHEDULES,
     METHODS,
+    NARROW_METHODS,
     NORM_STATISTICS,
-    ON_SHORT,
     PARTITIONS,
     POLICIES,
     PRECISIONS,
@@ -35,357 +36,345 @@ from fedquilt.config.choices import (
     SERVER_OPTIMIZERS,
     WHOLE_METHODS,
 )
-from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, MODES, SLICED_MODES, Claim
-from fedquilt.config.option import OWN, checked, declare
+from fedquilt.config.modes import (
+    DEFAULT_MODE,
+    MODE_TABLE,
+    MODES,
+    NOISED_MODES,
+    SLICED_MODES,
+    Claim,
+)
+from fedquilt.config.option import (
+    CLIENTS,
+    OWN,
+    OWN_CLIENTS,
+    SPLIT,
+    Case,
+    Flag,
+    checked,
+    declare,
+    kinds_of,
+)
+
+F = Flag
 
 # The panels of the help, in the words of what somebody wants to do.
 _DATA, _POPULATION = "Choose data and deal them to clients", "Say who takes part"
 _TRAINING, _SLICES = "Train", "Let clients train a part of the model"
-_PRIVACY, _CERTIFIED = "Promise privacy", "Promise privacy"
+_PRIVACY = "Promise privacy"
 _LEDGER, _RUN = "Keep a ledger over several runs", "Run, evaluate, keep"
+
+# The cases in which options have an effect; see `declare`.
+_QUAP = ("quap_fl", "quap_fl_client")
+_BY_LAYER = tuple(name for name, mode in MODE_TABLE.items() if mode.by_layer)
+_CLAIMING = ("fixed_dp", "certified")
+_SLICED = tuple(name for name in METHODS if name != "full")
+OF_SPLIT: tuple[Case, ...] = ({CLIENTS: (SPLIT,)},)
+CERTIFIED: tuple[Case, ...] = ({"mode": ("certified",)},)
+_BUDGETED: tuple[Case, ...] = ({"mode": _QUAP}, {"mode": ("certified",), "policy": ("paper",)})
+_QUANTILE: tuple[Case, ...] = ({"mode": ("certified",), "clipping": ("quantile",)},)
+_IN_LEDGER: Case = {"ledger": None}
+
+_BOTH = F.COMMON | F.COMMON_CONDENSE
+# Squares and quotients of smaller bounds leave the range in which float32 has all its digits.
+_FLOOR = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run of one mode on one data set."""
 
+    # A table of options: one argument a line would take four screens more.
+    # fmt: off
     dataset: str = declare(
-        "digits",
-        _DATA,
+        "digits", _DATA,
         "digits, mnist, fashion-mnist, cifar10, mnist-writers, cifar100, tiny-imagenet, femnist, "
-        "shakespeare.",
-    )
-    data_dir: str | None = declare(None, _DATA, "Data folders, joined by ':' (or FEDQUILT_DATA).")
-    no_download: bool = declare(False, _DATA, "Refuse to download missing data.")
+        "shakespeare.", _BOTH | F.APP)
+    data_dir: str | None = declare(
+        None, _DATA, "Data folders, joined by ':' (or FEDQUILT_DATA).",
+        F.EXECUTION | _BOTH | F.OPERATOR, uses=OF_SPLIT)
+    no_download: bool = declare(
+        False, _DATA, "Refuse to download missing data.", F.EXECUTION | F.APP, uses=OF_SPLIT)
     partition: str = declare(
-        "dirichlet",
-        _DATA,
-        "Split: dirichlet, iid, shards, writer.",
-        choices=PARTITIONS,
-    )
+        "dirichlet", _DATA, "Split: dirichlet, iid, shards, writer.", _BOTH | F.APP,
+        choices=PARTITIONS, uses=OF_SPLIT)
     dirichlet_alpha: float = declare(
-        0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.", above=0
-    )
+        0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.",
+        F.COMMON_CONDENSE | F.APP, above=0,
+        uses=({CLIENTS: (SPLIT,), "partition": ("dirichlet", "part")},))
     classes_per_client: int = declare(
-        2, _DATA, "Classes a client holds with --partition shards or part.", at_least=1
-    )
+        2, _DATA, "Classes a client holds with --partition shards or part.", F.APP, at_least=1,
+        uses=({CLIENTS: (SPLIT,), "partition": ("shards", "part")},))
 
     num_clients: int | None = declare(
-        None, _POPULATION, "Number of clients; 100, or all writers of the writer split.", at_least=1
-    )
+        None, _POPULATION, "Number of clients; 100, or all writers of the writer split.",
+        _BOTH | F.OPERATOR, at_least=1)
     allow_overlap: bool = declare(
-        False, _POPULATION, "Let your own clients hold the same samples; the statement says so."
-    )
+        False, _POPULATION, "Let your own clients hold the same samples; the statement says so.",
+        uses=({CLIENTS: (OWN_CLIENTS,)},))
     clients_per_round: int | float = declare(
-        0.3,
-        _POPULATION,
-        "Most clients of a round: 30, or a share, 0.3.",
-    )
+        0.3, _POPULATION, "Most clients of a round: 30, or a share, 0.3.", F.NODES | _BOTH)
     availability: str = declare(
-        "beta",
-        _POPULATION,
-        "Who is there: always, beta (long tail), uniform, or FILE.csv (round,client).",
-    )
+        "beta", _POPULATION,
+        "Who is there: always, beta (long tail), uniform, or FILE.csv (round,client).", F.COMMON)
     selection: str = declare(
-        "uniform",
-        _POPULATION,
+        "uniform", _POPULATION,
         "Who is picked among them: uniform or weighted (Beta) without replacement, or a poisson "
-        "coin.",
-        choices=SELECTIONS,
-    )
+        "coin.", F.NODES, choices=SELECTIONS)
 
     mode: str = declare(
-        DEFAULT_MODE,
-        _PRIVACY,
+        DEFAULT_MODE, _PRIVACY,
         "certified: a bound for every client; fedavg: none; of the QuAP-FL papers: fixed_dp, "
-        "quap_fl, quap_fl_client.",
-        choices=MODES,
-    )
+        "quap_fl, quap_fl_client.", F.NODES | _BOTH, choices=MODES)
     model: str = declare(
-        "auto",
-        _TRAINING,
-        "hog-linear, scatter-linear (a head on a frozen front, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data "
-        "set's.",
-    )
+        "auto", _TRAINING,
+        "hog-linear, scatter-linear (a head on frozen features, chosen on MNIST), linear, mlp, "
+        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data set's.",
+        _BOTH | F.APP | F.PARAMETER)
     trainable: str = declare(
-        "all",
-        _TRAINING,
-        "Patterns of parameter names, joined by commas; the rest is frozen.",
-    )
-    num_rounds: int = declare(200, _TRAINING, "Communication rounds.", at_least=1)
-    local_epochs: int = declare(5, _TRAINING, "Epochs of a client in a round.", at_least=1)
-    batch_size: int = declare(32, _TRAINING, "Batch size of local training.", at_least=1)
-    learning_rate: float = declare(0.01, _TRAINING, "Local learning rate in round 0.", above=0)
+        "all", _TRAINING, "Patterns of parameter names, joined by commas; the rest is frozen.",
+        F.NODES | F.COMMON | F.NOT_CONDENSE)
+    num_rounds: int = declare(200, _TRAINING, "Communication rounds.", F.NODES | _BOTH, at_least=1)
+    local_epochs: int = declare(
+        5, _TRAINING, "Epochs of a client in a round.", F.NODES | F.COMMON | F.NOT_CONDENSE,
+        at_least=1)
+    batch_size: int = declare(
+        32, _TRAINING, "Batch size of local training.", F.NODES | F.COMMON, at_least=1)
+    learning_rate: float = declare(
+        0.01, _TRAINING, "Local learning rate in round 0.", F.COMMON | F.NOT_CONDENSE, above=0)
     lr_decay: float = declare(
-        1.0, _TRAINING, "Factor on the local learning rate each round.", above=0, at_most=1
-    )
+        1.0, _TRAINING, "Factor on the local learning rate each round.", F.NOT_CONDENSE, above=0,
+        at_most=1, uses=({"lr_schedule": ("exponential", "step")},))
     lr_schedule: str = declare(
-        "exponential",
-        _TRAINING,
+        "exponential", _TRAINING,
         "How it moves over the rounds: by lr_decay each round, not at all, as half a cosine to 0, "
-        "or by lr_decay every lr_step_rounds.",
-        choices=LR_SCHEDULES,
-    )
-    lr_step_rounds: int = declare(10, _TRAINING, "Rounds between two steps of it.", at_least=1)
+        "or by lr_decay every lr_step_rounds.", F.NOT_CONDENSE, choices=LR_SCHEDULES)
+    lr_step_rounds: int = declare(
+        10, _TRAINING, "Rounds between two steps of it.", F.NOT_CONDENSE, at_least=1,
+        uses=({"lr_schedule": ("step",)},))
     lr_warmup_rounds: int = declare(
-        0, _TRAINING, "Rounds at the start in which it rises to its value.", at_least=0
-    )
+        0, _TRAINING, "Rounds at the start in which it rises to its value.", F.NOT_CONDENSE,
+        at_least=0)
     loss: str = declare(
-        "auto",
-        _TRAINING,
+        "auto", _TRAINING,
         "What clients minimise; auto: cross-entropy for classes, squared error for numbers; "
-        "model: the loss that the model returns.",
-        choices=LOSSES,
-        own=True,
-    )
+        "model: the loss that the model returns.", F.NODES | F.NOT_CONDENSE | F.PARAMETER,
+        choices=LOSSES, own=True)
     ignore_index: int = declare(
-        -100,
-        _TRAINING,
-        "Target that a loss of classes leaves out, such as padding.",
-        at_least=-(2**31),
-    )
+        -100, _TRAINING, "Target that a loss of classes leaves out, such as padding.",
+        F.NODES | F.NOT_CONDENSE, at_least=-(2**31))
     metrics: str = declare(
-        "auto",
-        _TRAINING,
+        "auto", _TRAINING,
         "Measured on the test data, joined by commas, the headline first: accuracy, top<k>, auroc, "
-        "f1, mse, mae, perplexity; auto: what fits the loss.",
-    )
+        "f1, mse, mae, perplexity; auto: what fits the loss.", F.PARAMETER, own=True)
     optimizer: str = declare(
-        "sgd", _TRAINING, "How clients step.", choices=CLIENT_OPTIMIZERS, own=True
-    )
+        "sgd", _TRAINING, "How clients step.", F.NODES | F.NOT_CONDENSE | F.PARAMETER,
+        choices=CLIENT_OPTIMIZERS, own=True)
     momentum: float = declare(
-        0.0, _TRAINING, "Momentum of --optimizer sgd and nesterov.", at_least=0, below=1
-    )
+        0.0, _TRAINING, "Momentum of --optimizer sgd and nesterov.", F.NODES | F.NOT_CONDENSE,
+        at_least=0, below=1, uses=({"optimizer": ("sgd", "nesterov")},))
     weight_decay: float = declare(
-        0.0, _TRAINING, "Weight decay of clients; decoupled with adamw.", at_least=0
-    )
+        0.0, _TRAINING, "Weight decay of clients; decoupled with adamw.", F.NODES | F.NOT_CONDENSE,
+        at_least=0)
     gradient_clip: float | None = declare(
-        None, _TRAINING, "Largest norm of a batch's gradient on a client; absent is none.", above=0
-    )
+        None, _TRAINING, "Largest norm of a batch's gradient on a client; absent is none.",
+        F.NODES | F.NOT_CONDENSE, above=0)
     fedprox_mu: float = declare(
-        0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", at_least=0
-    )
+        0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", F.NODES | F.NOT_CONDENSE,
+        at_least=0)
     server_optimizer: str = declare(
-        "sgd", _TRAINING, "How the server applies the mean.", choices=SERVER_OPTIMIZERS
-    )
+        "sgd", _TRAINING, "How the server applies the mean.", F.COMMON | F.NOT_CONDENSE,
+        choices=SERVER_OPTIMIZERS)
     server_lr: float | None = declare(
-        None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.", above=0
-    )
+        None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.",
+        F.NOT_CONDENSE, above=0, limit=1e300)
     server_momentum: float = declare(
-        0.9, _TRAINING, "Momentum of --server-optimizer momentum.", at_least=0, below=1
-    )
+        0.9, _TRAINING, "Momentum of --server-optimizer momentum.", F.NOT_CONDENSE, at_least=0,
+        below=1, uses=({"server_optimizer": ("momentum",)},))
 
     method: str = declare(
-        "full",
-        _SLICES,
+        "full", _SLICES,
         "full, heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, largest_only "
-        "(fedavg unless certified is said).",
-        choices=METHODS,
-        own=True,
-    )
+        "(fedavg unless certified is said).", F.NODES | F.COMMON | F.NOT_CONDENSE | F.PARAMETER,
+        choices=METHODS, own=True)
     tiers: str = declare(
-        "1,1/2,1/4,1/8",
-        _SLICES,
+        "1,1/2,1/4,1/8", _SLICES,
         "Widths dealt to clients, or FILE.csv (client,width or client,memory_mb,flops).",
-    )
+        F.NODES | F.COMMON | F.NOT_CONDENSE, uses=({"method": _SLICED},))
     whole: str | None = declare(
-        None,
-        _SLICES,
+        None, _SLICES,
         "Patterns of module names, joined by commas, that every client holds at full width.",
-    )
+        F.NODES, uses=({"method": (*NARROW_METHODS, "smallest")},))
     absent_classes: str = declare(
-        "average",
-        _SLICES,
+        "average", _SLICES,
         "HeteroFL's output rows of classes that a client lacks: in the mean, or left out of it "
-        "(usual in fedavg, and only there).",
-        choices=ABSENT_CLASSES,
-    )
+        "(usual in fedavg, and only there).", F.NODES, choices=ABSENT_CLASSES,
+        uses=({"mode": ("fedavg",), "method": ("heterofl",)},))
     fjord_alpha: float = declare(
-        0.5,
-        _SLICES,
-        "Share of the distilled part in the loss of FjORD's narrow passes.",
-        at_least=0,
-        at_most=1,
-    )
-    fjord_temperature: float = declare(1.0, _SLICES, "Temperature of that distillation.", above=0)
+        0.5, _SLICES, "Share of the distilled part in the loss of FjORD's narrow passes.", F.NODES,
+        at_least=0, at_most=1, uses=({"method": ("fjord",)},))
+    fjord_temperature: float = declare(
+        1.0, _SLICES, "Temperature of that distillation.", F.NODES, above=0,
+        uses=({"method": ("fjord",)},))
     depthfl_rampup: int = declare(
-        0,
-        _SLICES,
+        0, _SLICES,
         "Rounds in which the weight of DepthFL's distillation rises to 1; 0: it is 1 at once.",
-        at_least=0,
-    )
+        F.NODES, at_least=0, uses=({"method": ("depthfl",)},))
     norm_statistics: str = declare(
-        "clients",
-        _SLICES,
+        "clients", _SLICES,
         "Whose inputs give BatchNorm its statistics before an evaluation: everybody's (fedavg "
-        "only), or the server's own, a validation split.",
-        choices=NORM_STATISTICS,
-    )
+        "only), or the server's own, a validation split.", F.NODES, choices=NORM_STATISTICS,
+        uses=({"method": NARROW_METHODS},))
 
-    epsilon: float = declare(3.0, _PRIVACY, "What the run may take from a client.", above=0)
-    delta: float = declare(1e-5, _PRIVACY, "Its delta.", above=0, below=1)
+    epsilon: float = declare(
+        3.0, _PRIVACY, "What the run may take from a client.", F.NODES | _BOTH, above=0, limit=1e4,
+        uses=({"mode": NOISED_MODES}, _IN_LEDGER))
+    delta: float = declare(
+        1e-5, _PRIVACY, "Its delta.", F.NODES | _BOTH, above=0, below=1,
+        uses=({"mode": NOISED_MODES}, _IN_LEDGER))
     adjacency: str = declare(
-        "zero_out",
-        _PRIVACY,
+        "zero_out", _PRIVACY,
         "A client's data against nothing (zero_out) or, at twice the noise, any others "
-        "(replace_one).",
-        choices=ADJACENCIES,
-    )
+        "(replace_one).", F.NODES | _BOTH, choices=ADJACENCIES,
+        uses=({"mode": _CLAIMING}, _IN_LEDGER))
     budget_alpha: float = declare(
-        0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", at_least=0
-    )
+        0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", F.NOT_CONDENSE,
+        at_least=0, uses=_BUDGETED)
     budget_beta: float = declare(
-        2.0, _PRIVACY, "Decay of the participation-adaptive budget (beta).", above=0
-    )
+        2.0, _PRIVACY, "Decay of the participation-adaptive budget (beta).", F.NOT_CONDENSE,
+        above=0, uses=_BUDGETED)
     warmup_rounds: int = declare(
-        0, _PRIVACY, "Rounds at the start with the fixed base budget.", at_least=0
-    )
+        0, _PRIVACY, "Rounds at the start with the fixed base budget.", F.NOT_CONDENSE, at_least=0,
+        uses=_BUDGETED)
     participation_ema: float | None = declare(
-        None,
-        _PRIVACY,
+        None, _PRIVACY,
         "Rate of the moving average of participation (eq. 3); absent is the cumulative mean.",
-        above=0,
-        at_most=1,
-    )
-    clip_norm: float = declare(1.0, _PRIVACY, "Bound on the length of an update.", above=0)
+        F.NOT_CONDENSE, above=0, at_most=1, uses=({"mode": _QUAP},))
+    clip_norm: float = declare(
+        1.0, _PRIVACY, "Bound on the length of an update.", F.NODES | F.COMMON, above=0,
+        floor=_FLOOR, uses=({"mode": _CLAIMING},))
     clip_quantile: float = declare(
-        0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", above=0, below=1
-    )
+        0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", F.NOT_CONDENSE,
+        above=0, below=1, uses=({"mode": _QUAP},))
     clip_momentum: float = declare(
-        0.95, _PRIVACY, "Momentum of the clip bound.", at_least=0, below=1
-    )
-    min_clip: float = declare(0.1, _PRIVACY, "Smallest clip bound.", above=0)
-    max_clip: float = declare(10.0, _PRIVACY, "Largest clip bound.", above=0)
+        0.95, _PRIVACY, "Momentum of the clip bound.", F.NOT_CONDENSE, at_least=0, below=1,
+        uses=({"mode": _QUAP},))
+    min_clip: float = declare(
+        0.1, _PRIVACY, "Smallest clip bound.", F.NOT_CONDENSE, above=0, floor=_FLOOR,
+        uses=({"mode": _QUAP},))
+    max_clip: float = declare(
+        10.0, _PRIVACY, "Largest clip bound.", F.NOT_CONDENSE, above=0, floor=_FLOOR,
+        uses=({"mode": _QUAP},))
     max_agg_norm: float = declare(
-        10000.0, _PRIVACY, "Largest norm of the noised mean update; not used by fedavg.", above=0
-    )
+        10000.0, _PRIVACY, "Largest norm of the noised mean update; not used by fedavg.",
+        F.NOT_CONDENSE, above=0, uses=({"mode": ("fixed_dp", *_QUAP)},))
     noise_layers: str = declare(
-        "fc*", _PRIVACY, "Noised tensors: comma-separated patterns of parameter names, or all."
-    )
+        "fc*", _PRIVACY, "Noised tensors: comma-separated patterns of parameter names, or all.",
+        F.NODES | F.NOT_CONDENSE, uses=({"mode": _BY_LAYER},))
     noise_seed: int | None = declare(
-        None, _PRIVACY, "Reproducible noise, which protects nobody; absent is secret.", at_least=0
-    )
+        None, _PRIVACY, "Reproducible noise, which protects nobody; absent is secret.",
+        F.REPETITION, at_least=0, limit=2**63 - 1, uses=({"mode": NOISED_MODES},))
 
     policy: str = declare(
-        "adaptive",
-        _CERTIFIED,
-        "How epsilon is spread over a client's joins.",
-        choices=POLICIES,
-    )
+        "adaptive", _PRIVACY, "How epsilon is spread over a client's joins.", F.NODES | F.COMMON,
+        choices=POLICIES, uses=CERTIFIED)
     max_joins: int | None = declare(
-        None, _CERTIFIED, "Most joins of a client, for --policy cap.", at_least=1
-    )
+        None, _PRIVACY, "Most joins of a client, for --policy cap.", F.NODES | F.COMMON, at_least=1,
+        uses=({"mode": ("certified",), "policy": ("cap",)},))
     clipping: str = declare(
-        "fixed",
-        _CERTIFIED,
-        "fixed at --clip-norm, or a private quantile from there.",
-        choices=CLIPPINGS,
-    )
+        "fixed", _PRIVACY, "fixed at --clip-norm, or a private quantile from there.", F.COMMON,
+        choices=CLIPPINGS, uses=CERTIFIED)
     private_quantile: float = declare(
-        0.5, _CERTIFIED, "Quantile that --clipping quantile follows.", above=0, below=1
-    )
+        0.5, _PRIVACY, "Quantile that --clipping quantile follows.", above=0, below=1,
+        uses=_QUANTILE)
     private_quantile_lr: float = declare(
-        0.2, _CERTIFIED, "How fast it follows.", above=0, at_most=2
-    )
+        0.2, _PRIVACY, "How fast it follows.", above=0, at_most=2, uses=_QUANTILE)
     clip_cap: float = declare(
-        4.0, _CERTIFIED, "No client is clipped above this multiple of the bound.", at_least=1
-    )
+        4.0, _PRIVACY, "No client is clipped above this multiple of the bound.", at_least=1,
+        uses=CERTIFIED)
     normalise_updates: bool = declare(
-        False, _CERTIFIED, "Scale every update to exactly its clip, not only down to it."
-    )
+        False, _PRIVACY, "Scale every update to exactly its clip, not only down to it.",
+        uses=CERTIFIED)
     noise_bands: int = declare(
-        1,
-        _CERTIFIED,
-        "Correlate noise over so many rounds; nobody joins twice within them.",
-        at_least=1,
-    )
+        1, _PRIVACY, "Correlate noise over so many rounds; nobody joins twice within them.",
+        at_least=1, limit=10_000, uses=CERTIFIED)
     amplification: bool = declare(
-        False, _CERTIFIED, "Claim amplification by a secret coin (needs --selection poisson)."
-    )
-    ledger: str | None = declare(None, _LEDGER, "File that outlives runs: who gave away what.")
-    population: str | None = declare(None, _LEDGER, "The clients' name in it; absent: a digest.")
+        False, _PRIVACY, "Claim amplification by a secret coin (needs --selection poisson).",
+        F.NODES, uses=CERTIFIED)
+    ledger: str | None = declare(
+        None, _LEDGER, "File that outlives runs: who gave away what.",
+        F.REPETITION | _BOTH | F.OPERATOR)
+    population: str | None = declare(
+        None, _LEDGER, "The clients' name in it; absent: a digest.",
+        F.REPETITION | _BOTH | F.OPERATOR, uses=(_IN_LEDGER,))
     new_population: bool = declare(
-        False,
-        _LEDGER,
+        False, _LEDGER,
         "Make a ledger or population, or let only new clients join one, though the name is near "
-        "a known one or nobody is known in it.",
-    )
+        "a known one or nobody is known in it.", F.REPETITION, uses=(_IN_LEDGER,))
     allowance: float | None = declare(
-        None, _LEDGER, "Lifetime epsilon of new clients; absent: epsilon.", above=0
-    )
-    on_short: str = declare(
-        "refuse",
-        _LEDGER,
+        None, _LEDGER, "Lifetime epsilon of new clients; absent: epsilon.", _BOTH, above=0,
+        limit=1e4, uses=({"mode": _CLAIMING}, _IN_LEDGER))
+    if_exhausted: str = declare(
+        "refuse", _LEDGER,
         "When clients have less left than epsilon: refuse the run, or let them sit out.",
-        choices=ON_SHORT,
-    )
+        was="on_short", choices=IF_EXHAUSTED, uses=(_IN_LEDGER,))
 
-    spend_everything: bool = declare(
-        False,
-        _LEDGER,
+    allow_unbounded: bool = declare(
+        False, _LEDGER,
         "Let a run that claims nothing put clients of the ledger at infinity, for ever.",
-    )
+        F.OPERATOR, was="spend_everything", uses=(_IN_LEDGER,))
 
     client_test_fraction: float = declare(
-        0.0,
-        _RUN,
+        0.0, _RUN,
         "Share of its samples that each client holds back to evaluate the model on; what it "
-        "measures is for the owner.",
-        at_least=0,
-        below=1,
-    )
+        "measures is for the owner.", F.APP, at_least=0, below=1)
     evaluation_share: float = declare(
-        0.0,
-        _RUN,
+        0.0, _RUN,
         "Share of each client's budget, in certified, that pays for publishing a noised mean of "
-        "what clients measure; 0 publishes nothing of it.",
-        at_least=0,
-        below=1,
-    )
-    eval_every: int = declare(10, _RUN, "Evaluate every so many rounds.", at_least=1)
+        "what clients measure; 0 publishes nothing of it.", F.APP, at_least=0, below=1,
+        uses=CERTIFIED)
+    eval_every: int = declare(10, _RUN, "Evaluate every so many rounds.", _BOTH, at_least=1)
     target_accuracy: float | None = declare(
-        None, _RUN, "Target shown in reports and used by early stopping.", above=0, at_most=1
-    )
+        None, _RUN, "Target shown in reports and used by early stopping.", F.REPETITION | F.APP,
+        above=0, at_most=1)
     early_stopping: bool = declare(
-        False, _RUN, "Stop at the target accuracy on a validation split that no client holds."
-    )
+        False, _RUN, "Stop at the target accuracy on a validation split that no client holds.",
+        F.APP)
     validation_fraction: float = declare(
-        0.1, _RUN, "Share of the training data in that split.", above=0, below=1
-    )
-    seed: int = declare(0, _RUN, "Seed of everything except secret noise.", at_least=0)
+        0.1, _RUN, "Share of the training data in that split.", F.APP, above=0, below=1,
+        uses=({CLIENTS: (SPLIT,), "early_stopping": (True,)},
+              {CLIENTS: (SPLIT,), "norm_statistics": ("server",)}))
+    seed: int = declare(
+        0, _RUN, "Seed of everything except secret noise.", F.NODES | F.REPETITION | _BOTH,
+        at_least=0, limit=2**63 - 1)
     device: str = declare(
-        "auto",
-        _RUN,
-        "Where to train: auto, cpu, cuda, cuda:1.",
-        choices=DEVICES,
-        pattern=r"cuda:\d{1,3}",
-    )
+        "auto", _RUN, "Where to train: auto, cpu, cuda, cuda:1.", F.EXECUTION | _BOTH,
+        choices=DEVICES, pattern=r"cuda:\d{1,3}")
     engine: str = declare(
-        "auto",
-        _RUN,
-        "sequential: one client after the other; batched: many in one program (fast on a GPU); "
-        "processes: on several cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
-        choices=ENGINES,
-        own=True,
-    )
+        "auto", _RUN,
+        "local: in this process, the fastest way for the model; sequential: one client after the "
+        "other, by autograd; batched: many in one program (fast on a GPU); processes: on several "
+        "cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
+        F.EXECUTION | F.COMMON | F.OPERATOR | F.PARAMETER, choices=ENGINES, own=True)
     precision: str = declare(
-        "float32",
-        _RUN,
+        "float32", _RUN,
         "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
-        choices=PRECISIONS,
-    )
+        F.NODES | F.EXECUTION, choices=PRECISIONS)
     devices: str | None = declare(
-        None,
-        _RUN,
+        None, _RUN,
         "Devices that share each cohort, one batched engine on each: cuda:0,cuda:1, or cpu,cpu.",
-    )
-    output_dir: str = declare("./results", _RUN, "Where the run's folder is made.")
+        F.EXECUTION | F.APP)
+    output_dir: str = declare(
+        "./results", _RUN, "Where the run's folder is made.",
+        F.EXECUTION | _BOTH | F.OPERATOR | F.PARAMETER)
+
+    # fmt: on
 
     def __post_init__(self) -> None:
         """Check every field, then the rules that join two of them."""
+        kinds = kinds_of(type(self))
         for item in dataclasses.fields(self):
-            value = checked(item.name, getattr(self, item.name), item.metadata["rule"], item.type)
+            value = checked(item, getattr(self, item.name), kinds[item.name])
             object.__setattr__(self, item.name, value)
         self._check_cohort()
         self._check_certified()
@@ -561,5 +550,17 @@ class RunConfig:
 
 
 def option_fields(kind: type[RunConfig] = RunConfig) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of a configuration by name."""
+    """Return the fields of a configuration by name; `declare` says what their metadata are."""
     return {item.name: item for item in dataclasses.fields(kind)}
+
+
+def old_names(kind: type[RunConfig] = RunConfig) -> dict[str, str]:
+    """Return the options that had another name before: old -> new."""
+    fields = option_fields(kind).items()
+    return {item.metadata["was"]: name for name, item in fields if item.metadata["was"]}
+
+
+def option_names(flag: Flag, kind: type[RunConfig] = RunConfig) -> tuple[str, ...]:
+    """Return the options that were declared with a flag, in their order."""
+    fields = option_fields(kind).items()
+    return tuple(name for name, item in fields if flag in item.metadata["flags"])

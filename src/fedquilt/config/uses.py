@@ -1,143 +1,36 @@
-"""Which options say something in which run, and which of them most people need.
+"""Which options have an effect in which run, as their declarations say.
 
-One table.  The refusal of options that would do nothing, the help of the command line and
-`docs/modes.md` read it.  An option that is not in it says something in every run.
+The refusal of options that would do nothing, the help of the command line and `docs/modes.md`
+ask here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import METHODS, NARROW_METHODS
-from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
-from fedquilt.config.option import OWN
-from fedquilt.config.run import RunConfig
-
-Case = Mapping[str, tuple[Any, ...] | None]
-"""Settings that must hold together: option -> what it may be; None: anything but absent."""
-
-CLIENTS = "clients"
-"""Stands in a case for whose clients a run has: dealt from a named data set, or your own."""
-SPLIT, OWN_CLIENTS = "dealt from a data set", "your own"
-
-
-class _AnyBut(tuple[Any, ...]):
-    """All values but these."""
-
-    def __contains__(self, value: object) -> bool:
-        return not super().__contains__(value)
-
-
-_QUAP = ("quap_fl", "quap_fl_client")
-_BY_LAYER = tuple(name for name, mode in MODE_TABLE.items() if mode.by_layer)
-_CLAIMING = ("fixed_dp", "certified")
-_CERTIFIED: Case = {"mode": ("certified",)}
-_PAPER: Case = {"mode": ("certified",), "policy": ("paper",)}
-_IN_LEDGER: Case = {"ledger": None}
-_FEDNUM: Case = {"mode": ("fednum",)}
-_TRAINED_POOL: Case = {"mode": ("fednum",), "feature_model": ("trained_pool",)}
-_SLICED = tuple(name for name in METHODS if name != "full")
+from fedquilt.config.choices import METHODS
+from fedquilt.config.condense import CondenseConfig
+from fedquilt.config.keywords import keywords
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
+from fedquilt.config.option import CLIENTS, OWN, AnyBut, Case
+from fedquilt.config.run import RunConfig, option_fields
 
 USES: dict[str, tuple[Case, ...]] = {
-    "data_dir": ({CLIENTS: (SPLIT,)},),
-    "no_download": ({CLIENTS: (SPLIT,)},),
-    "partition": ({CLIENTS: (SPLIT,)},),
-    "dirichlet_alpha": ({CLIENTS: (SPLIT,), "partition": ("dirichlet", "part")},),
-    "classes_per_client": ({CLIENTS: (SPLIT,), "partition": ("shards", "part")},),
-    "allow_overlap": ({CLIENTS: (OWN_CLIENTS,)},),
-    "lr_decay": ({"lr_schedule": ("exponential", "step")},),
-    "lr_step_rounds": ({"lr_schedule": ("step",)},),
-    "momentum": ({"optimizer": ("sgd", "nesterov")},),
-    "server_momentum": ({"server_optimizer": ("momentum",)},),
-    "tiers": ({"method": _SLICED},),
-    "whole": ({"method": (*NARROW_METHODS, "smallest")},),
-    "absent_classes": ({"mode": ("fedavg",), "method": ("heterofl",)},),
-    "fjord_alpha": ({"method": ("fjord",)},),
-    "fjord_temperature": ({"method": ("fjord",)},),
-    "depthfl_rampup": ({"method": ("depthfl",)},),
-    "norm_statistics": ({"method": NARROW_METHODS},),
-    "epsilon": ({"mode": NOISED_MODES}, _IN_LEDGER),
-    "delta": ({"mode": NOISED_MODES}, _IN_LEDGER),
-    "adjacency": ({"mode": _CLAIMING}, _IN_LEDGER),
-    "budget_alpha": ({"mode": _QUAP}, _PAPER),
-    "budget_beta": ({"mode": _QUAP}, _PAPER),
-    "warmup_rounds": ({"mode": _QUAP}, _PAPER),
-    "participation_ema": ({"mode": _QUAP},),
-    "clip_norm": ({"mode": _CLAIMING},),
-    "clip_quantile": ({"mode": _QUAP},),
-    "clip_momentum": ({"mode": _QUAP},),
-    "min_clip": ({"mode": _QUAP},),
-    "max_clip": ({"mode": _QUAP},),
-    "max_agg_norm": ({"mode": ("fixed_dp", *_QUAP)},),
-    "noise_layers": ({"mode": _BY_LAYER},),
-    "noise_seed": ({"mode": NOISED_MODES},),
-    "policy": (_CERTIFIED,),
-    "max_joins": ({"mode": ("certified",), "policy": ("cap",)},),
-    "clipping": (_CERTIFIED,),
-    "private_quantile": ({"mode": ("certified",), "clipping": ("quantile",)},),
-    "private_quantile_lr": ({"mode": ("certified",), "clipping": ("quantile",)},),
-    "clip_cap": (_CERTIFIED,),
-    "normalise_updates": (_CERTIFIED,),
-    "noise_bands": (_CERTIFIED,),
-    "amplification": (_CERTIFIED,),
-    "population": (_IN_LEDGER,),
-    "new_population": (_IN_LEDGER,),
-    "allowance": ({"mode": _CLAIMING}, _IN_LEDGER),
-    "on_short": (_IN_LEDGER,),
-    "spend_everything": (_IN_LEDGER,),
-    "evaluation_share": (_CERTIFIED,),
-    "validation_fraction": (
-        {CLIENTS: (SPLIT,), "early_stopping": (True,)},
-        {CLIENTS: (SPLIT,), "norm_statistics": ("server",)},
-    ),
-    "front": (_CERTIFIED,),
-    "mean_rounds": (_CERTIFIED,),
-    "head_step": (_CERTIFIED,),
-    "drawings": (_CERTIFIED,),
-    "embed_layer": (_FEDNUM,),
-    "model_families": ({"augmentation": _AnyBut(("none",))},),
-    "avg_num": (_FEDNUM,),
-    "min_group": (_FEDNUM,),
-    "max_samples": (_FEDNUM,),
-    "feature_model": (_FEDNUM,),
-    "model_n": (_FEDNUM,),
-    "trained_n": (_TRAINED_POOL,),
-    "pool_epochs": (_TRAINED_POOL,),
-    "moments": (_FEDNUM,),
-    "row_bits": (_FEDNUM,),
-    "rho": (
-        {"mode": ("fednum",), "feature_model": ("perturbed",)},
-        {"mode": ("fednum",), "init_method": ("dm",)},
-    ),
-    "tiles": (_FEDNUM,),
-    "init_method": (_FEDNUM,),
-    "dc_iterations": (_FEDNUM,),
-    "batch_num": (_FEDNUM,),
-    "image_optimizer": (_FEDNUM,),
-    "image_lr": (_FEDNUM,),
-    "image_momentum": ({**_FEDNUM, "image_optimizer": ("sgd",)},),
-    "logit_loss_type": (_FEDNUM,),
-    "loss_computation": (_FEDNUM,),
-    "discrimination": (_TRAINED_POOL,),
-    "split_file": ({CLIENTS: (SPLIT,)},),
+    name: item.metadata["uses"]
+    for kind in (RunConfig, CondenseConfig)
+    for name, item in option_fields(kind).items()
+    if item.metadata["uses"]
 }
-"""Option -> the cases in which it says something; one of them is enough."""
+"""Option -> the cases in which it has an effect; one of them is enough."""
 
-COMMON = (
-    *("dataset", "data_dir", "partition"),
-    *("num_clients", "clients_per_round", "availability"),
-    *("model", "trainable", "num_rounds", "local_epochs", "batch_size", "learning_rate"),
-    *("server_optimizer", "method", "tiers"),
-    *("mode", "epsilon", "delta", "adjacency", "policy", "max_joins", "clipping", "clip_norm"),
-    *("ledger", "population", "allowance"),
-    *("eval_every", "seed", "device", "engine", "output_dir"),
-)
-"""The options of `fedquilt run --help`; `--help-all` lists the others too."""
+_SLICED = tuple(name for name in METHODS if name != "full")
 
 
-def says_something(name: str, settings: Mapping[str, Any]) -> bool:
+def is_effective(name: str, settings: Mapping[str, Any]) -> bool:
     """Tell whether an option does anything in a run of these (complete) settings."""
     cases = USES.get(name)
     return cases is None or any(_holds(case, settings) for case in cases)
@@ -152,7 +45,7 @@ def _holds(case: Case, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def refuse_idle(given: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
+def reject_unused(given: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
     """Raise for the first given option that would do nothing.
 
     Parameters
@@ -164,7 +57,7 @@ def refuse_idle(given: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> 
     """
     for name, value in given.items():
         said = value is not None and value is not False
-        if said and not any(says_something(name, run) for run in runs):
+        if said and not any(is_effective(name, run) for run in runs):
             raise InvalidValueError(
                 f"{name}={value!r} must be left out of this run, where it would do nothing: "
                 f"it is for {uses_in_words(name)}"
@@ -186,7 +79,7 @@ def _in_words(case: Case) -> Iterator[str]:
             yield f"clients that are {allowed[0]}"
         elif allowed == (True,):
             yield name
-        elif isinstance(allowed, _AnyBut):
+        elif isinstance(allowed, AnyBut):
             yield f"{name} other than {allowed[0]!r}"
         else:
             names = [repr(value) for value in allowed]
@@ -224,3 +117,44 @@ def _cell(cases: tuple[Case, ...], mode: str) -> str:
             rest = {name: allowed for name, allowed in case.items() if name != "mode"}
             found.append(" and ".join(_in_words(rest)).replace("'", "`"))
     return "yes" if "" in found else "; ".join(found)
+
+
+def shows_settings(function: Callable[..., Any]) -> None:
+    """Give a function with `**settings` a signature and a docstring that name every one."""
+    signature = inspect.signature(function)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    taken = {p.name for p in named}
+    more = [p for p in _parameters() if p.name not in taken]
+    function.__signature__ = signature.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    described = "\n".join(_described(name) for name in (key for key, _ in keywords(RunConfig)))
+    function.__doc__ = (
+        f"{inspect.cleandoc(function.__doc__ or '')}\n\nSettings\n--------\n{described}"
+    )
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    fields = option_fields(CondenseConfig)
+    for key, name in keywords(CondenseConfig):
+        kind, default = fields[name].type, _default(name)
+        yield inspect.Parameter(
+            key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+        )
+
+
+def _described(name: str) -> str:
+    item = option_fields(RunConfig)[name]
+    choices = item.metadata["rule"].get("choices")
+    words = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+    only = f" Only for {uses_in_words(name)}." if name in USES else ""
+    return f"{name} : {item.type}, default {_default(name)!r}\n    {words}{only}"
+
+
+def _default(name: str) -> Any:
+    """Return what an option is in the default mode, with your own model and clients."""
+    row = MODE_TABLE[DEFAULT_MODE]
+    usual = {**row.defaults, **row.own_defaults, **OWN_CLIENT_DEFAULTS}
+    if name in usual:
+        return usual[name]
+    fields = {**option_fields(CondenseConfig), **option_fields(RunConfig)}
+    default = fields[name].default
+    return None if default is dataclasses.MISSING else default

@@ -39,9 +39,8 @@ from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueError
-from fedquilt.common.printable import printable, shortened
-from fedquilt.common.storage import write_file
-from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.formatting import printable, shortened
+from fedquilt.common.storage import as_safetensors, write_file
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
 from fedquilt.data.dataset import ImageDataset
 

@@ -198,8 +198,8 @@ def _fetch(
 
 def _transfer(url: str, path: Path, item: FileSpec | ArchiveSpec, *, progress: bool) -> str | None:
     """Download `url` to `path`; return why that failed, or None."""
-    pooch = optional.load("pooch", "a download")
-    requests = optional.load("requests", "a download")
+    pooch = optional.require("pooch", "a download")
+    requests = optional.require("requests", "a download")
     fetch = pooch.HTTPDownloader(
         chunk_size=_CHUNK,
         timeout=SILENCE_SECONDS,

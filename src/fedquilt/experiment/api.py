@@ -1,4 +1,4 @@
-"""What is called to train: run, run_config, run_in_memory, resume_run, run_problem."""
+"""What is called to train: run, run_config, run_in_memory, resume_run, run_task."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
-from fedquilt.config.keywords import Settings, shows_settings
+from fedquilt.config.keywords import Settings
+from fedquilt.config.uses import shows_settings
 from fedquilt.experiment.loop import Watching
-from fedquilt.experiment.start import open_and_train
+from fedquilt.experiment.start import start_run
 from fedquilt.method import RemoteEngine
 from fedquilt.observe.progress import Expectations, Progress
 from fedquilt.observe.trackers import tracked as _tracked
 from fedquilt.privacy.certified import Certified
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import CUSTOM, RunResult, load
-from fedquilt.setup.build_task import build_problem, named_clients, problem_from, tests_of
+from fedquilt.setup.build_task import build_task, named_clients, task_from, tests_of
 from fedquilt.setup.mechanism import Build
-from fedquilt.setup.task import BuildEngine, BuildMethod, Own, Problem
+from fedquilt.setup.task import BuildEngine, BuildMethod, FederatedTask, UserComponents
 from fedquilt.training import Engine
 from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
@@ -157,7 +158,7 @@ def run(
             "let clients evaluate on samples of their own (client_test_fraction=0.2)"
         )
     tests = tests_of(client_tests, clients)
-    config, problem = problem_from(config, model, train, test, parts, ids, own, tests, validation)
+    config, problem = task_from(config, model, train, test, parts, ids, own, tests, validation)
     # Copied, and maybe nobody else's.
     del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
     if tracker != "none" and folder is None and place is None:
@@ -166,13 +167,13 @@ def run(
         _tracked(tracker, observer) as tracked,
         _shown(config, tracked, progress and not quiet, quiet) as watching,
     ):
-        return open_and_train(config, problem, folder, place, watching)
+        return start_run(config, problem, folder, place, watching)
 
 
 shows_settings(run)
 
 
-Prepare = Callable[[RunConfig, Problem], Problem]
+Prepare = Callable[[RunConfig, FederatedTask], FederatedTask]
 """Exchanges parts of a problem before its run: who trains its clients, and where."""
 
 
@@ -184,19 +185,19 @@ def run_config(
     tracker: str = "none",
 ) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
-    config, problem = build_problem(config, progress=observer is not None)
+    config, problem = build_task(config, progress=observer is not None)
     problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
-        return open_and_train(config, problem, None, config.output_dir, watching)
+        return start_run(config, problem, None, config.output_dir, watching)
 
 
 def run_in_memory(
     config: RunConfig, observer: Watching | None = None, prepare: Prepare | None = None
 ) -> RunResult:
     """Run what a configuration describes and write nothing."""
-    config, problem = build_problem(config)
+    config, problem = build_task(config)
     problem = problem if prepare is None else prepare(config, problem)
-    return open_and_train(config, problem, None, None, observer)
+    return start_run(config, problem, None, None, observer)
 
 
 def resume_run(
@@ -218,15 +219,15 @@ def resume_run(
             f"run folder {str(path)!r} was made from your own model or data: "
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
-    config, problem = build_problem(config, progress=observer is not None)
+    config, problem = build_task(config, progress=observer is not None)
     problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
-        return open_and_train(config, problem, folder, None, watching)
+        return start_run(config, problem, folder, None, watching)
 
 
-def run_problem(
+def run_task(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     *,
     output_dir: str | None,
     resume: str | Path | None = None,
@@ -234,7 +235,7 @@ def run_problem(
 ) -> RunResult:
     """Run a problem that was put together elsewhere, in a new folder or in one to continue."""
     folder = None if resume is None else RunFolder.open(resume)
-    return open_and_train(config, problem, folder, output_dir, observer)
+    return start_run(config, problem, folder, output_dir, observer)
 
 
 @contextlib.contextmanager
@@ -260,7 +261,7 @@ def _own_parts(
     loss: str | OwnLoss | None = None,
     optimizer: str | Factory | None = None,
     metrics: Metrics | None = None,
-) -> tuple[Own, dict[str, str]]:
+) -> tuple[UserComponents, dict[str, str]]:
     """Part what a user brought from what was named; the configuration says `custom`."""
     if isinstance(metrics, list | tuple) and all(isinstance(one, str) for one in metrics):
         metrics = ",".join(str(one) for one in metrics)
@@ -277,7 +278,7 @@ def _own_parts(
         if value is not None
     }
     elsewhere = hasattr(engine, "serve")
-    own = Own(
+    own = UserComponents(
         method=None if isinstance(method, str) else method,
         mechanism=mechanism,
         engine=None if isinstance(engine, str) or elsewhere else cast(Engine, engine),

@@ -21,6 +21,7 @@ from fedquilt.common.errors import RunFolderError
 from fedquilt.common.observer import as_observer
 from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
+from fedquilt.experiment.client_evaluation import ClientEvaluation
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
@@ -38,7 +39,6 @@ from fedquilt.record.result import (
 )
 from fedquilt.round import RoundRecord, begin_round, finish_round, run_round
 from fedquilt.setup.account import account_notes, check_account_of
-from fedquilt.setup.client_evaluation import ClientEvaluation
 from fedquilt.training import FlatModel
 from fedquilt.training.hardware import on_side_stream, one_thread, record_event
 
@@ -123,7 +123,7 @@ class Experiment:
         # With a ledger a round that has to run again costs privacy: save every round.
         self.saves_every_round = federation.account is not None
         self._saved_at = time.monotonic()
-        self._looked: tuple[str, ...] = ()  # what the last evaluation measured
+        self._evaluated: tuple[str, ...] = ()  # what the last evaluation measured
         self._withheld: dict[str, Any] = {}  # and what of it is for the owner alone
         self._pending: _Pending | None = None
         self._unheard: set[int] = set()
@@ -159,19 +159,19 @@ class Experiment:
     def _begin(self) -> str | None:
         """Finish what a killed run left open; return why no round should follow."""
         if not self.lines:
-            self._keep(0)
+            self._save_artifacts(0)
             return None
         done, line = len(self.lines), self.lines[-1]
         last = done == self.config.num_rounds
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
         if not was_evaluated(line) and (stopped or self._evaluates(done)):
-            line |= self._evaluate_and_keep(done)
+            line |= self._evaluate_and_save(done)
             if self.folder is not None:
                 self.folder.amend_round(line)
             return None if last else self._reason_to_stop(line)
         if was_evaluated(line):
-            self._bring_up_to_date()  # its checkpoint may be older than its line
+            self._update_model()  # its checkpoint may be older than its line
         return stopped
 
     def _next_round(self) -> str | None:
@@ -235,7 +235,7 @@ class Experiment:
             self.folder.append_round(line, private)
             self._save(done)
         if evaluates:
-            line |= self._evaluate_and_keep(done)
+            line |= self._evaluate_and_save(done)
             private = private and private | self._withheld
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
@@ -296,43 +296,43 @@ class Experiment:
         """Tell whether the model is evaluated after so many rounds."""
         return done % self.config.eval_every == 0 or done == self.config.num_rounds
 
-    def _evaluate_and_keep(self, done: int) -> dict[str, Any]:
+    def _evaluate_and_save(self, done: int) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
         measured = self.measure()
-        measured |= self.method.look(self.federation.weights, done - 1, measured)
+        measured |= self.method.extra_metrics(self.federation.weights, done - 1, measured)
         if self.clients is not None:
             measured |= self.clients.measure(self.federation.weights, done - 1)
             measured |= self._spent()  # an evaluation may have been paid for
             if self.folder is not None:
                 self.folder.append_client_metrics(done, self.clients.last)
-        self._keep(done)
+        self._save_artifacts(done)
         if not self.federation.mechanism.is_bounded:
             return measured
         withheld = self.federation.withheld
-        public, private = split_private(measured, self._looked, withheld)
+        public, private = split_private(measured, self._evaluated, withheld)
         self._withheld = {key: private[key] for key in private if key.startswith(withheld)}
         return public
 
-    def _bring_up_to_date(self) -> dict[str, float]:
+    def _update_model(self) -> dict[str, float]:
         self.federation.weights, measured = self.method.before_evaluation(self.federation.weights)
         return measured
 
     def measure(self) -> dict[str, Any]:
         """Step 9: evaluate the global model."""
-        measured: dict[str, Any] = dict(self._bring_up_to_date())
+        measured: dict[str, Any] = dict(self._update_model())
         self.subject.flat.write(self.federation.weights)
-        looked = self.subject.evaluate()
-        self._looked = tuple(looked)
-        measured |= looked
+        evaluated = self.subject.evaluate()
+        self._evaluated = tuple(evaluated)
+        measured |= evaluated
         if "test_loss" in measured or self.clients is not None:
             measured["participation_stats"] = self.federation.tracker.get_statistics()
         return measured
 
-    def _keep(self, rounds: int | None = None) -> None:
+    def _save_artifacts(self, rounds: int | None = None) -> None:
         """Let the method write its own files, and tell the observer where they are."""
-        path = None if self.folder is None else self.method.keep(self.folder, rounds)
+        path = None if self.folder is None else self.method.save_artifacts(self.folder, rounds)
         if path is not None and rounds is not None:
-            self.observer.kept(path)
+            self.observer.on_artifact(path)
 
     def _reason_to_stop(self, line: dict[str, Any]) -> str | None:
         """Return why no round should follow the one of this line, None when one should."""
@@ -425,7 +425,7 @@ class Experiment:
         result["stopped"] = stopped
         result["metadata"] |= self.subject.metadata()
         result |= self.method.result(self.lines)
-        self._keep()
+        self._save_artifacts()
         self.subject.flat.write(federation.weights)
         module = self.subject.whole_model().eval()
         if self.folder is not None:

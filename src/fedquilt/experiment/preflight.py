@@ -20,9 +20,9 @@ from fedquilt.privacy.feasibility import Feasibility, plan
 from fedquilt.privacy.noise import BandedNoise, noise_source
 from fedquilt.privacy.policies import make_policy
 from fedquilt.setup.mechanism import make_allocator
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 
-# A private quantile takes so much of every join (`assemble_mechanism.make_certified`).
+# A private quantile takes so much of every join (`setup.mechanism.make_certified`).
 _QUANTILE_SHARE = 1 / 16
 
 GOES_ON = (
@@ -32,17 +32,17 @@ GOES_ON = (
 """What follows the verdict that a run is hopeless."""
 
 
-def expectations(config: RunConfig, problem: Problem) -> list[str]:
+def preflight_lines(config: RunConfig, problem: FederatedTask) -> list[str]:
     """Return the lines that a run says before its first round."""
     lines = [cohort_line(problem.selector)]
     condenses = config.method == "condense"  # its statistics are no updates of a model
     if not condenses and MODE_TABLE[config.mode].noised:
-        found = noise_outlook(config, problem.selector, _noised(config, problem))
+        found = noise_feasibility(config, problem.selector, _noised(config, problem))
         lines += [found.line, *([GOES_ON] if found.verdict == "hopeless" else [])]
     return lines
 
 
-def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
+def tell_owner_of_missing_values(config: RunConfig, problem: FederatedTask) -> None:
     """Say whose samples have NaN or infinity, before anything is spent, on a terminal alone.
 
     In modes with noise such a client is not refused, because an error would say something about
@@ -61,7 +61,7 @@ def tell_owner_of_missing_values(config: RunConfig, problem: Problem) -> None:
         )
 
 
-def clients_with_missing_values(problem: Problem) -> list[str]:
+def clients_with_missing_values(problem: FederatedTask) -> list[str]:
     """Return the ids, or numbers, of clients that hold a sample which is not finite."""
     bad: torch.Tensor | None = None
     for leaf in trees.leaves((problem.task.inputs, problem.task.targets)):
@@ -86,7 +86,7 @@ def cohort_line(selector: CohortSelector) -> str:
     return f"on average {mean:.3g} of {count} clients join a round"
 
 
-def _noised(config: RunConfig, problem: Problem) -> int:
+def _noised(config: RunConfig, problem: FederatedTask) -> int:
     """Return how many parameters the noise of a mode falls on."""
     if not MODE_TABLE[config.mode].by_layer:
         return problem.flat.vector.numel()
@@ -94,7 +94,7 @@ def _noised(config: RunConfig, problem: Problem) -> int:
     return sum(segment.stop - segment.start for segment in covered)
 
 
-def noise_outlook(config: RunConfig, selector: CohortSelector, parameters: int) -> Feasibility:
+def noise_feasibility(config: RunConfig, selector: CohortSelector, parameters: int) -> Feasibility:
     """Return what the noise of a mode does to a model of so many parameters.
 
     For `certified` it is the noise of the mechanism, z = sqrt(k / (a - b)) with the
@@ -157,7 +157,7 @@ def _planned(
 
 
 def _amplified(config: RunConfig, selector: CohortSelector, parameters: int) -> Feasibility:
-    """Return the outlook under a secret coin, whose noise is calibrated for all exposures."""
+    """Return what to expect under a secret coin, whose noise is calibrated for all exposures."""
     joins = min(config.max_joins or config.num_rounds, config.num_rounds)
     if config.policy != "cap":
         joins = config.num_rounds
@@ -167,7 +167,7 @@ def _amplified(config: RunConfig, selector: CohortSelector, parameters: int) -> 
 
 
 def _of_documents(config: RunConfig, selector: CohortSelector, parameters: int) -> Feasibility:
-    """Return the outlook of a mode whose noise follows the classic formula, whatever it costs.
+    """Return what to expect of a mode whose noise follows the classic formula, whatever it costs.
 
     On the sum z = kappa T / epsilon at the base budget, kappa = sqrt(2 ln(1.25 / delta));
     where each of m clients adds noise of its own, sqrt(m) times that.

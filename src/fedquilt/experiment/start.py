@@ -20,11 +20,13 @@ from fedquilt.common.errors import (
 )
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
+from fedquilt.experiment.client_evaluation import make_client_evaluation
 from fedquilt.experiment.loop import Experiment, Watching
-from fedquilt.experiment.preflight import expectations, tell_owner_of_missing_values
+from fedquilt.experiment.preflight import preflight_lines, tell_owner_of_missing_values
 from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.ledger import LedgerBusyError, LedgerFileError
+from fedquilt.privacy.run_account import open_witness
 from fedquilt.record.folder import RunFolder, run_stem
 from fedquilt.record.result import RunResult, load
 from fedquilt.setup.account import (
@@ -35,22 +37,20 @@ from fedquilt.setup.account import (
     is_bounded,
     needs_account,
     open_account,
-    open_witness,
 )
-from fedquilt.setup.client_evaluation import make_client_evaluation
 from fedquilt.setup.federation import (
     build_federation,
     build_method,
     doubts_of,
-    engine_of_before,
-    settle_engine,
+    engine_for_resume,
+    resolve_auto_engine,
 )
-from fedquilt.setup.task import Problem
+from fedquilt.setup.task import FederatedTask
 
 
-def open_and_train(
+def start_run(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     folder: RunFolder | None,
     output_dir: str | None,
     observer: Watching | None,
@@ -67,29 +67,18 @@ def open_and_train(
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
         if resumed:
-            config = engine_of_before(config, problem)
+            config = engine_for_resume(config, problem)
         else:
-            config, problem = settle_engine(config, problem)
+            config, problem = resolve_auto_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
         stack.callback(method.close)
         if observer is not None:
-            watching.expects(config, expectations(config, problem))
+            watching.expects(config, preflight_lines(config, problem))
             tell_owner_of_missing_values(config, problem)
         federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())
-        clients = make_client_evaluation(
-            config,
-            problem.flat,
-            problem.task,
-            problem.client_tests,
-            problem.roster.ids,
-            method,
-            federation.account,
-            problem.selector.available,
-            problem.metrics,
-            is_bounded=federation.mechanism.is_bounded,
-        )
+        clients = make_client_evaluation(config, problem, federation)
         experiment = Experiment(
             config, problem, federation, folder=folder, observer=watching, clients=clients
         )
@@ -108,7 +97,7 @@ def open_and_train(
 
 def _open(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     method: Method,
     folder: RunFolder | None,
     output_dir: str | None,
@@ -163,7 +152,7 @@ def _open(
     return federation or build_federation(config, problem, account, method), folder
 
 
-def _refuse_doubts(config: RunConfig, problem: Problem, method: Method) -> None:
+def _refuse_doubts(config: RunConfig, problem: FederatedTask, method: Method) -> None:
     """Refuse to enter charges that are not true into a ledger that outlives the run."""
     doubts = doubts_of(config, method)
     if doubts and is_bounded(config, problem):
@@ -173,7 +162,7 @@ def _refuse_doubts(config: RunConfig, problem: Problem, method: Method) -> None:
         )
 
 
-def _identity_soon(problem: Problem) -> Future[dict[str, str]] | None:
+def _identity_soon(problem: FederatedTask) -> Future[dict[str, str]] | None:
     """Begin to digest the data while kernels for a GPU are found or compiled.
 
     Without a GPU there is nothing to wait for, and engines may fork: then it is done later.

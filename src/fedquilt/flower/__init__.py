@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fedquilt.common import optional
 
-    optional.load("flwr", f"fedquilt.flower.{name}")
+    optional.require("flwr", f"fedquilt.flower.{name}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

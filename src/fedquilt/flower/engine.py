@@ -78,7 +78,7 @@ class RoundTraffic:
     seconds: float = 0.0
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """Lets Flower nodes do the clients' part of a round.
 
     Parameters
@@ -119,7 +119,8 @@ class FlowerEngine:
         self._here: Engine | None = None
         self._nodes: dict[int, int] = {}
         self._answered: set[str] = set()
-        self._settings_text = wire.settings_text(config)
+        self._config = config
+        self._settings_text = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -154,6 +155,7 @@ class FlowerEngine:
                 "train the whole model: what it keeps back belongs to fixed places"
             )
         self._method, self._here = method, method.engine
+        self._settings_text = wire.settings_text(self._config, method.client_widths)
 
     def present(self) -> NDArray[np.bool_] | None:
         """Wait until enough clients are connected; tell which."""

@@ -11,7 +11,9 @@ FOLDER/
   logs/             one file a process
   results/          the server's runs
 
-All of it is its owner's alone, and read as files that somebody else may have written.
+All of it is its owner's alone, and read as files that somebody else may have written.  What
+federation.json names is run, so it is believed where this user's commands have written it:
+their state folder has its digest.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
 from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes
 from fedquilt.flower.client_registry import NodeRoster, key_fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
+from fedquilt.privacy.run_account import state_folder
 
 
 class LocalFederation:
@@ -44,6 +47,7 @@ class LocalFederation:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
+        self._said: str | None = None
 
     # -- up and down
 
@@ -105,12 +109,13 @@ class LocalFederation:
             },
             **options,
         }
-        self._write_config(config)
+        self._write_config(config, said=True)
         return config
 
     def up(self, wait: float = 180.0) -> None:
         """Start the supervisor and wait until every node is connected."""
         wanted = len(self.config()["nodes"])
+        self._check_said()
         self._make_folders()
         with self._alone() as lock:
             processes.remove_database(self.folder)
@@ -262,6 +267,8 @@ class LocalFederation:
     def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
         """Submit the app as a run; return the exit code of `flwr run`."""
         config = self.config()
+        if not self.is_up():  # its processes are this user's own
+            self._check_said()
         if config.get("trusted") not in (None, fab_hash(config["app"])):
             raise InvalidValueError(
                 f"app={config['app']!r} must be the one that nodes trust, and has changed since: "
@@ -380,8 +387,41 @@ class LocalFederation:
                 roster = roster.with_client(name, key_fingerprint(key))
         roster.with_reserved_slots(max(0, reserved_slots - len(roster.reserved_slots))).write(path)
 
-    def _write_config(self, config: dict[str, Any]) -> None:
+    def _write_config(self, config: dict[str, Any], *, said: bool = False) -> None:
+        """Write the configuration; it is this user's word if it was that before, or is now."""
+        said = said or self._is_said()
         write_file(self.folder / processes.CONFIG, json.dumps(config, indent=2).encode(), 0o600)
+        if said:
+            self._say()
+
+    def _check_said(self) -> None:
+        """Refuse to run what only a file says: whoever made the folder may be a stranger."""
+        if not self._is_said():
+            app = self.config()["app"]
+            raise InvalidValueError(
+                f"federation {str(self.folder)!r} must be yours: its files, and not you, say that "
+                f"app={app!r} runs here. If you want that, `fedquilt flower up APP --folder ...` "
+                "begins it with an app that you name; keys, roster and results stay"
+            )
+
+    def _is_said(self) -> bool:
+        return self._digest() in (self._said, _read_note(self._note_path()))
+
+    def _say(self) -> None:
+        """Note that the configuration is this user's; where there is no place, for this object."""
+        self._said = self._digest()
+        with contextlib.suppress(FedquiltError, OSError):
+            note = self._note_path()
+            note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_file(note, f"{self._said}\n".encode(), 0o600)
+
+    def _digest(self) -> str | None:
+        path = self.folder / processes.CONFIG
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+    def _note_path(self) -> Path:
+        name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:32]
+        return state_folder().parent / "federations" / name
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "flwr")}
@@ -448,6 +488,14 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         f"  --superexec-auth-secret-file node.secret --trust {trusted}",
     ]
     return "\n".join(lines)
+
+
+def _read_note(path: Path) -> str:
+    """Return the digest in a note; an empty text where there is none."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _program(name: str) -> str:

@@ -31,9 +31,9 @@ from fedquilt.flower.wire import compress
 from fedquilt.observe.meters import Sampler
 from fedquilt.observe.samples import Metrics, PowerUnavailableError, Reach
 from fedquilt.setup.account import is_bounded
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_method
-from fedquilt.setup.task import Own, Problem
+from fedquilt.setup.task import FederatedTask, UserComponents
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
@@ -57,7 +57,7 @@ def new_model(make_model: MakeModel, seed: int) -> nn.Module:
         return make_model()
 
 
-def frozen_digest(problem: Problem) -> str:
+def frozen_digest(problem: FederatedTask) -> str:
     """Return what stands for all that never travels: it must be the same on both sides."""
     travelling = set(problem.flat.names)
     digest = hashlib.sha256()
@@ -98,11 +98,11 @@ class Node:
     ----------
     config : RunConfig
         The run's settings, as the server sent them.
-    problem : Problem
+    problem : FederatedTask
         The model, and this client's data (other clients' too in a simulation).
     """
 
-    def __init__(self, config: RunConfig, problem: Problem) -> None:
+    def __init__(self, config: RunConfig, problem: FederatedTask) -> None:
         self.config = config
         self.method = build_method(config.replace(engine=_engine(problem)), problem)
         self.frozen = frozen_digest(problem)
@@ -117,17 +117,17 @@ class Node:
         data: object,
         client: int,
         num_clients: int,
-        own: Own | None = None,
+        own: UserComponents | None = None,
     ) -> Node:
         """Make the node of one client from its own data; nobody else's are here."""
-        own = own or Own()
+        own = own or UserComponents()
         _check_own(config, own)
         finite = not MODE_TABLE[config.mode].noised
         held = as_samples(data, "train", finite=finite)
         samples = [np.zeros(0, dtype=np.int64)] * num_clients
         samples[client] = np.arange(len(held))
-        config, problem = problem_from(config, model, held, None, samples, own=own)
-        task = dataclasses.replace(problem.task, elsewhere=True)
+        config, problem = task_from(config, model, held, None, samples, own=own)
+        task = dataclasses.replace(problem.task, is_remote=True)
         return cls(config, dataclasses.replace(problem, task=task))
 
     def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:
@@ -176,7 +176,7 @@ class NodeOfNobody:
         return wire.pack_reply(order.token, arrays)
 
 
-def _engine(problem: Problem) -> str:
+def _engine(problem: FederatedTask) -> str:
     """Return how a node trains: one client at a time, and on a CPU by hand where that is there.
 
     Both round as `sequential` does, up to 1e-5; a program for many clients on a GPU would not.
@@ -184,7 +184,7 @@ def _engine(problem: Problem) -> str:
     return "auto" if problem.task.device.type == "cpu" else "sequential"
 
 
-def _check_own(config: RunConfig, own: Own) -> None:
+def _check_own(config: RunConfig, own: UserComponents) -> None:
     """Refuse to train with another loss or optimiser than the server means."""
     for name in ("loss", "optimizer"):
         named = getattr(config, name)
@@ -203,7 +203,7 @@ class OwnData:
     """
 
     def __init__(
-        self, make_model: MakeModel, client_data: ClientData, own: Own | None = None
+        self, make_model: MakeModel, client_data: ClientData, own: UserComponents | None = None
     ) -> None:
         self._make_model = make_model
         self._client_data = client_data
@@ -263,7 +263,7 @@ def client_app(
         Objects of your own, as `fedquilt.run` takes them; the server's app gets the same.
         Those that have a name stand in the run configuration.
     """
-    return app_of(OwnData(make_model, client_data, Own(loss=loss, optimizer=optimizer)))
+    return app_of(OwnData(make_model, client_data, UserComponents(loss=loss, optimizer=optimizer)))
 
 
 def app_of(node_of: NodeOf) -> ClientApp:

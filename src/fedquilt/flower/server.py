@@ -8,7 +8,7 @@ says where results and the ledger are and who may take part:
 | `FEDQUILT_FLOWER_OUTPUT` | folder that receives the run's folder (default `./results`) |
 | `FEDQUILT_FLOWER_LEDGER` | the ledger; runs cannot name another |
 | `FEDQUILT_FLOWER_POPULATION` | what the clients are called in it |
-| `FEDQUILT_FLOWER_SPEND_EVERYTHING` | `yes`: runs that claim nothing may end bounds in the ledger |
+| `FEDQUILT_FLOWER_ALLOW_UNBOUNDED` | `yes`: runs that claim nothing may end bounds in the ledger |
 | `FEDQUILT_FLOWER_TRACKER` | trackers of runs (`wandb,tensorboard,mlflow`); default none |
 | `FEDQUILT_FLOWER_ROSTER` | the roster file; absent: a simulation, by `partition-id` |
 
@@ -33,9 +33,12 @@ from torch import nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer, as_observer
 from fedquilt.common.storage import append_line
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import RunConfig, build_config, package_names
+from fedquilt.config.files import kind_of
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.data import Samples, as_samples
-from fedquilt.experiment.api import run_problem
+from fedquilt.experiment.api import run_task
 from fedquilt.experiment.loop import Watching
 from fedquilt.flower.client_registry import ClientRegistry, KeyRegistry, NodeRoster, PlaceRegistry
 from fedquilt.flower.engine import FlowerEngine
@@ -49,19 +52,14 @@ from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.observe.trackers import tracked
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
-from fedquilt.setup.build_task import problem_from
-from fedquilt.setup.task import Own, Problem
+from fedquilt.setup.build_task import task_from
+from fedquilt.setup.task import FederatedTask, UserComponents
 from fedquilt.training import Objective, Task
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
-_OPERATORS = frozenset(
-    {
-        *("ledger", "population", "spend_everything", "output_dir", "data_dir", "engine"),
-        "num_clients",
-    }
-)
 _PREFIX = "FEDQUILT_FLOWER_"
+_UNBOUNDED = ("ALLOW_UNBOUNDED", "SPEND_EVERYTHING")  # the latter of versions before
 
 
 NODES_FILE = "nodes.jsonl"
@@ -97,22 +95,22 @@ class NodesFile(Observer):
         """Pass progress on."""
         self._inner.working(what, share)
 
-    def kept(self, path: Path) -> None:
+    def on_artifact(self, path: Path) -> None:
         """Pass a file's name on."""
-        self._inner.kept(path)
+        self._inner.on_artifact(path)
 
 
-def without_data(problem: Problem) -> Problem:
+def without_data(problem: FederatedTask) -> FederatedTask:
     """Return a problem in whose task no client has samples.
 
     Of a simulation `problem.data` stays: resumed with other data it is refused.
     """
     nobody = [np.zeros(0, dtype=np.int64)] * len(problem.task.clients)
-    task = dataclasses.replace(problem.task.public(), clients=nobody, elsewhere=True)
+    task = dataclasses.replace(problem.task.public(), clients=nobody, is_remote=True)
     return dataclasses.replace(problem, task=task)
 
 
-def served_problem(problem: Problem, engine: FlowerEngine) -> Problem:
+def served_problem(problem: FederatedTask, engine: FlowerEngine) -> FederatedTask:
     """Return a problem whose clients are the nodes of an engine."""
     if problem.client_tests is not None:
         raise InvalidValueError(
@@ -135,7 +133,7 @@ def run_on_grid(
     output_dir: str | None = None,
     resume: str | Path | None = None,
     observer: Watching | None = None,
-    own: Own | None = None,
+    own: UserComponents | None = None,
 ) -> RunResult:
     """Run a user's model on nodes that hold the data.
 
@@ -155,7 +153,7 @@ def run_on_grid(
     own
         A loss, an optimiser and metrics that are objects; the nodes' app has the same.
     """
-    own = own or Own()
+    own = own or UserComponents()
     config = _config(options, resume, own)
     test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
@@ -163,7 +161,7 @@ def run_on_grid(
     engine = FlowerEngine(grid, registry, config, settings, report=nodes_file.write)
     own = dataclasses.replace(own, remote=engine)
     config, problem = _problem(config, model, test, engine, client_ids, own)
-    return run_problem(
+    return run_task(
         config,
         served_problem(problem, engine),
         output_dir=None if resume is not None else output_dir,
@@ -172,7 +170,9 @@ def run_on_grid(
     )
 
 
-def _config(options: Mapping[str, Any], resume: str | Path | None, own: Own) -> RunConfig:
+def _config(
+    options: Mapping[str, Any], resume: str | Path | None, own: UserComponents
+) -> RunConfig:
     """Return the run's settings: those of the folder that is resumed, or new ones."""
     if resume is not None:
         return RunFolder.open(resume).read_config()
@@ -199,8 +199,8 @@ def _problem(
     test: Samples,
     engine: FlowerEngine,
     client_ids: Sequence[str] | None,
-    own: Own,
-) -> tuple[RunConfig, Problem]:
+    own: UserComponents,
+) -> tuple[RunConfig, FederatedTask]:
     """Build the problem of a server: public samples in the place of data nobody has here."""
     num_clients = engine.registry.num_clients
     if config.num_clients not in (None, num_clients):
@@ -212,7 +212,7 @@ def _problem(
     public = Task(test.inputs, test.targets, [], objective=form).public()
     unseen = Samples(public.inputs, public.targets, "train", test.num_classes)
     nobody = [np.zeros(0, dtype=np.int64)] * num_clients
-    config, problem = problem_from(config, model, unseen, test, nobody, client_ids, own)
+    config, problem = task_from(config, model, unseen, test, nobody, client_ids, own)
     return config, without_data(problem)
 
 
@@ -239,7 +239,7 @@ def server_app(
         Given the result.
     """
     app = ServerApp()
-    own = Own(loss=loss, optimizer=optimizer, metrics=metrics)
+    own = UserComponents(loss=loss, optimizer=optimizer, metrics=metrics)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
@@ -255,12 +255,13 @@ def run_from(
     run_config: Mapping[str, Any],
     make_model: MakeModel,
     test_data: Callable[[], object],
-    own: Own | None = None,
+    own: UserComponents | None = None,
 ) -> RunResult:
     """Run what a run configuration and the operator's environment describe."""
     options, settings = split_settings(run_config)
+    options = package_names(kind_of(options), options, warns=True)
     count = options.pop("num_clients", None)
-    named = sorted(set(options) & _OPERATORS)
+    named = sorted(set(options) & set(option_names(Flag.OPERATOR)))
     if named:
         raise InvalidValueError(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
@@ -280,8 +281,8 @@ def run_from(
         value = os.environ.get(_PREFIX + name.upper())
         if value:
             options[name] = value
-    if os.environ.get(_PREFIX + "SPEND_EVERYTHING") == "yes":
-        options["spend_everything"] = True
+    if "yes" in (os.environ.get(_PREFIX + name) for name in _UNBOUNDED):
+        options["allow_unbounded"] = True
     with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
         return run_on_grid(
             grid,

@@ -36,8 +36,8 @@ from fedquilt.flower.server import NodesFile, served_problem, without_data
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult, load
-from fedquilt.setup.build_task import build_problem
-from fedquilt.setup.task import Problem
+from fedquilt.setup.build_task import build_task
+from fedquilt.setup.task import FederatedTask
 
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -51,8 +51,8 @@ OFFLINE = {
 class OneForAll:
     """All nodes of this process work with one method, whose task has everybody's samples."""
 
-    def __init__(self, config: RunConfig, problem: Problem) -> None:
-        task = dataclasses.replace(problem.task, elsewhere=True)
+    def __init__(self, config: RunConfig, problem: FederatedTask) -> None:
+        task = dataclasses.replace(problem.task, is_remote=True)
         local = dataclasses.replace(problem, task=task)
         self._node = Node(config, local)
 
@@ -77,7 +77,7 @@ class FromSettings:
 
 @functools.lru_cache(maxsize=1)
 def _nodes_of(settings: str) -> OneForAll:
-    return OneForAll(*build_problem(plain_config(json.loads(settings))))
+    return OneForAll(*build_task(plain_config(json.loads(settings))))
 
 
 def simulate(
@@ -118,7 +118,7 @@ def _run(
     """Run with the nodes of a grid, or with those of this process."""
     watch = NodesFile(observer)
 
-    def prepare(config: RunConfig, problem: Problem) -> Problem:
+    def prepare(config: RunConfig, problem: FederatedTask) -> FederatedTask:
         count = len(problem.task.clients)
         here = grid or InProcessGrid(app_of(OneForAll(config, problem)), count)
         everybody = dataclasses.replace(settings, min_nodes=count)
@@ -133,8 +133,8 @@ def _run(
 
 def _with_ray(config: RunConfig, run: Any) -> RunResult:
     """Run beside Flower's simulation, whose nodes are Ray's actors."""
-    optional.load("ray", "engine='flower-ray'")
-    count = config.num_clients or len(build_problem(config)[1].task.clients)
+    optional.require("ray", "engine='flower-ray'")
+    count = config.num_clients or len(build_task(config)[1].task.clients)
     results: list[RunResult] = []
     server = ServerApp()
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, option_fields
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.flower.settings import PREFIX, FlowerSettings
 
 PACKAGE = "quiltapp"
@@ -25,15 +27,6 @@ CHOSEN: dict[str, Any] = {
     "eval_every": 1,
     "availability": "always",
 }
-# What the server's operator decides, and what follows from the app's own data.
-_LEFT_OUT = frozenset(
-    {
-        *("dataset", "data_dir", "no_download", "partition", "dirichlet_alpha"),
-        *("classes_per_client", "num_clients", "ledger", "population", "output_dir"),
-        *("model", "engine", "early_stopping", "validation_fraction", "target_accuracy"),
-        *("spend_everything", "client_test_fraction", "evaluation_share", "devices"),
-    }
-)
 
 FILES = {
     "README.md": """# {name}
@@ -152,8 +145,9 @@ def run_configuration(**chosen: Any) -> dict[str, Any]:
     Defaults follow the mode, and an option that does nothing in it is refused; so what
     nobody chose is not given.
     """
+    elsewhere = {*option_names(Flag.OPERATOR), *option_names(Flag.APP)}
     values: dict[str, Any] = {
-        name: None for name in ("preset", *option_fields(RunConfig)) if name not in _LEFT_OUT
+        name: None for name in ("preset", *option_fields(RunConfig)) if name not in elsewhere
     }
     own = {PREFIX + field.name: field.default for field in dataclasses.fields(FlowerSettings)}
     merged = {**values, **CHOSEN, **own}

@@ -25,8 +25,9 @@ earlier releases alone, and is clipped in every round.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,23 +38,13 @@ from numpy.typing import NDArray
 from fedquilt import __version__
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import RunConfig, plain_config
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
+from fedquilt.slices.selection import is_table, one_for_each
 
 _RAW = "fedquilt.raw"
 _TYPES = ("float32", "float64", "int8", "int16", "int32")
 _MOST_ARRAYS = 4
-
-# What decides nothing at a client, or is none of its business: places on the server's disk,
-# the account, the seed of the noise, where the server trains.
-_SERVER_ONLY = frozenset(
-    {
-        *("data_dir", "no_download", "output_dir", "device", "engine", "availability"),
-        *("ledger", "population", "new_population", "allowance", "on_short", "noise_seed"),
-        *("spend_everything", "evaluation_share", "client_test_fraction", "metrics"),
-        *("eval_every", "target_accuracy", "early_stopping", "validation_fraction"),
-        *("dataset", "model", "num_clients", "partition", "dirichlet_alpha"),
-        *("classes_per_client", "allow_overlap"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -89,15 +80,22 @@ class Reply:
     monitor: dict[str, float]
 
 
-def settings_text(config: RunConfig) -> str:
-    """Return what clients must know of a configuration: options that differ from the usual."""
+def settings_text(config: RunConfig, widths: Sequence[Fraction] | None = None) -> str:
+    """Return what clients must know of a configuration: options that differ from the usual.
+
+    Only options that are declared with `Flag.NODES` are among them.  Clients are told the
+    `widths` of a table of tiers, not where it lies on the server's disk.
+    """
     # What is usual differs by kind of run, so these are always said.
     kind = {"mode": config.mode, "method": config.method}
     usual = read_settings(json.dumps(kind)).as_dict()
+    told = config.as_dict()
+    if is_table(config.tiers):
+        told["tiers"] = usual["tiers"] if widths is None else one_for_each(widths)
     chosen = {
-        name: value
-        for name, value in config.as_dict().items()
-        if name not in _SERVER_ONLY and value != usual[name]
+        name: told[name]
+        for name in option_names(Flag.NODES, type(config))
+        if told[name] != usual[name]
     }
     return json.dumps({**chosen, **kind}, sort_keys=True)
 

@@ -100,7 +100,7 @@ class ProcessTree:
     """
 
     def __init__(self, pid: int, *, children: bool) -> None:
-        self._psutil = optional.load("psutil", "CPU and memory metrics")
+        self._psutil = optional.require("psutil", "CPU and memory metrics")
         self._children = children
         self._pid = pid
         self._sampler = os.getpid() if os.getpid() != pid else None
@@ -232,7 +232,7 @@ def namespace_scope(pid: int, *, loopback: bool) -> str:
 
 
 def _from_psutil() -> dict[str, Traffic]:
-    counters = optional.load("psutil", "network metrics").net_io_counters(pernic=True)
+    counters = optional.require("psutil", "network metrics").net_io_counters(pernic=True)
     return {
         name: Traffic(sent=nic.bytes_sent, received=nic.bytes_recv)
         for name, nic in counters.items()

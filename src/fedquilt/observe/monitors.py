@@ -95,7 +95,7 @@ class LatestSample:
 
     def __init__(self, network_scope: str) -> None:
         self._scope = network_scope
-        self._families = optional.load("prometheus_client.core", "PrometheusMonitor")
+        self._families = optional.require("prometheus_client.core", "PrometheusMonitor")
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
         self._totals: dict[str, float] = {}
@@ -155,7 +155,7 @@ class PrometheusSink:
     """
 
     def __init__(self, address: str, port: int, network_scope: str) -> None:
-        client = optional.load("prometheus_client", "PrometheusMonitor")
+        client = optional.require("prometheus_client", "PrometheusMonitor")
         self._latest = LatestSample(network_scope)
         registry = client.CollectorRegistry()
         registry.register(self._latest)

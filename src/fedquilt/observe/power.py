@@ -162,7 +162,7 @@ class Nvml(PowerSource):
 def find_nvml() -> Nvml:
     """Return the machine's cards, or say why there are none."""
     try:
-        nvml = optional.load("pynvml", "the power of NVIDIA cards")
+        nvml = optional.require("pynvml", "the power of NVIDIA cards")
     except MissingPackageError as error:
         raise NotOfferedError(str(error)) from None
     try:

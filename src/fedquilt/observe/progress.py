@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from fedquilt.common.formatting import printable
 from fedquilt.common.observer import Observer
-from fedquilt.common.printable import printable
 
 SECONDS = 20.0
 """Between two plain lines."""

@@ -235,12 +235,12 @@ def _quiet(mode: str) -> AbstractContextManager[None]:
 
 def load_wandb() -> Any:
     """Return the package."""
-    return optional.load("wandb", "trackers='wandb'")
+    return optional.require("wandb", "trackers='wandb'")
 
 
 def load_tensorboard() -> Any:
     """Return torch's module with SummaryWriter, which needs the package tensorboard."""
-    optional.load("tensorboard", "trackers='tensorboard'")
+    optional.require("tensorboard", "trackers='tensorboard'")
     return importlib.import_module("torch.utils.tensorboard")
 
 
@@ -331,4 +331,4 @@ class MlflowTracker:
 def load_mlflow() -> Any:
     """Return the package, told to keep to itself."""
     with _environment(_ENVIRONMENT):
-        return optional.load("mlflow", "trackers='mlflow'")
+        return optional.require("mlflow", "trackers='mlflow'")

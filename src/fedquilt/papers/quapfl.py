@@ -24,6 +24,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
+from fedquilt.common.vectors import norm
 from fedquilt.config import (
     HYPERPARAMETERS,
     OUTPUT_CONFIG,
@@ -33,7 +34,7 @@ from fedquilt.config import (
 )
 from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment.loop import Experiment, limit_notes
-from fedquilt.experiment.preflight import expectations
+from fedquilt.experiment.preflight import preflight_lines
 from fedquilt.observe.progress import Progress
 from fedquilt.population import (
     Availability,
@@ -43,16 +44,16 @@ from fedquilt.population import (
     checked_ids,
     propensities,
 )
-from fedquilt.privacy.clip import FixedClipper, QuantileClipper, norm
+from fedquilt.privacy.clip import FixedClipper, QuantileClipper
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator
 from fedquilt.privacy.quap_mechanisms import Clipper, LayerNoise, QuapMechanism
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.result import build_history, build_result, published
-from fedquilt.setup.build_task import problem_from
+from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
-from fedquilt.setup.task import Problem
-from fedquilt.training import ClientUpdate, FlatModel, evaluate
+from fedquilt.setup.task import FederatedTask
+from fedquilt.training import ClientUpdate, Engine, FlatModel, evaluate
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -113,7 +114,7 @@ class QuAPFLServer:
         self._own_logger = logger is not None
         self._config = _Settings({**HYPERPARAMETERS, **(config or {})})
         settings = _settings(config or {}, model, len(client_indices), dataset_name, device)
-        self._run_config, self._problem = problem_from(
+        self._run_config, self._problem = task_from(
             settings, model, train_dataset, test_dataset, client_indices, validation=validation
         )
         self._federation = build_federation(self._run_config, self._problem)
@@ -351,12 +352,14 @@ class QuAPFLServer:
         After them who will join, and what the noise will do.
         """
         config = self._run_config
-        listed = ("mode", "num_rounds", "learning_rate", "max_clip", "max_agg_norm")
-        words = [f"{key}: {getattr(config, key)}" for key in listed]
-        words.append(f"epsilon_total: {config.epsilon}")
-        words.append(f"epsilon_base: {config.epsilon / config.num_rounds:.6f}")
+        words = (
+            f"mode: {config.mode}, num_rounds: {config.num_rounds}, "
+            f"learning_rate: {config.learning_rate}, max_clip: {config.max_clip}, "
+            f"max_agg_norm: {config.max_agg_norm}, epsilon_total: {config.epsilon}, "
+            f"epsilon_base: {config.epsilon / config.num_rounds:.6f}"
+        )
         problem = dataclasses.replace(self._problem, selector=self._selector)
-        return [", ".join(words), *expectations(config, problem)]
+        return [words, *preflight_lines(config, problem)]
 
 
 class LocalUpdate(np.ndarray[Any, np.dtype[Any]]):
@@ -412,7 +415,7 @@ def _nowhere(text: str) -> None:
 class _OwnEvaluation:
     """What an experiment is about, with a subclass's `evaluate`."""
 
-    def __init__(self, server: QuAPFLServer, problem: Problem) -> None:
+    def __init__(self, server: QuAPFLServer, problem: FederatedTask) -> None:
         self._server, self._problem = server, problem
 
     @property
@@ -431,7 +434,7 @@ class _OwnEvaluation:
         return self._problem.metadata()
 
 
-class _OwnTraining:
+class _OwnTraining(Engine):
     """An engine that asks a subclass's `local_training`."""
 
     def __init__(self, server: QuAPFLServer) -> None:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import DataError, InvalidValueError
-from fedquilt.common.printable import shortened
+from fedquilt.common.formatting import shortened
 from fedquilt.common.randomness import generator, secret_bytes
 from fedquilt.config.choices import AVAILABILITIES, SELECTIONS
 

@@ -75,16 +75,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.vectors import cached_norm, chunks_of
+from fedquilt.common.vectors import StreamingNorm, cached_norm, chunks_of, is_finite, norm
 from fedquilt.privacy.accounting import Adjacency
-from fedquilt.privacy.clip import PrivateQuantile, StreamingNorm, norm
+from fedquilt.privacy.clip import PrivateQuantile
 from fedquilt.privacy.mechanism import (
     Contribution,
     NoiseReport,
     RoundPlan,
     RoundTally,
     Summed,
-    is_finite,
 )
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import JoinFacts, Policy

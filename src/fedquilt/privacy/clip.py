@@ -30,76 +30,14 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, NotReadyError
-from fedquilt.common.vectors import cached_norm, chunks
+from fedquilt.common.vectors import norm
 from fedquilt.privacy.noise import NoiseStream
 
 Vector = TypeVar("Vector", NDArray[Any], torch.Tensor)
 
 
-# Longer vectors are not copied to float64 as a whole.
-_LONG = 1 << 22
-_LANES = 4
 # Scaled vectors end this much inside the bound, or twice the spacing of their type.
 _HAIR = 1e-12
-
-
-def norm(vector: NDArray[Any] | torch.Tensor) -> float:
-    """Return the L2 norm in float64; NaN or Inf when an entry is."""
-    if isinstance(vector, torch.Tensor):
-        known = cached_norm(vector)
-        if known is not None:
-            return known
-        values = vector.detach()
-        values = values if values.is_floating_point() else values.to(torch.float64)
-        if values.numel() <= _LONG or values.device.type != "cpu" or values.ndim != 1:
-            return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-        whole = StreamingNorm()
-        for chunk in chunks(values.numel()):
-            whole.add(values[chunk])
-        return whole.value()
-    return float(np.linalg.norm(np.asarray(vector, dtype=np.float64)))
-
-
-class StreamingNorm:
-    """The L2 norm, in float64, of a vector that comes a chunk at a time (`common.vectors`).
-
-    Four sums of squares, of every fourth element, are carried from chunk to chunk and
-    added at the end: the order in which torch adds up a whole vector on one thread.
-    """
-
-    def __init__(self) -> None:
-        self._only: torch.Tensor | None = None
-        self._lanes: NDArray[np.float64] = np.zeros(_LANES)
-        self._rest: NDArray[np.float64] = np.zeros(0)
-        self._far: float | torch.Tensor = 0.0
-        self._count = 0
-
-    def add(self, chunk: torch.Tensor) -> None:
-        """Add the next chunk; all but the last have the same length."""
-        self._count += 1
-        self._only = chunk if self._count == 1 else None
-        if chunk.device.type != "cpu":  # it adds in an order of its own, and fetching it waits
-            self._only = None
-            self._far = self._far + torch.sum(chunk.to(torch.float64) ** 2)
-            return
-        values = chunk.to(torch.float64).cpu().numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares = values * values
-        whole = len(squares) // _LANES * _LANES
-        if whole:
-            rows = squares[:whole].reshape(-1, _LANES)
-            rows[0] += self._lanes
-            self._lanes = np.add.reduce(rows, axis=0)
-        self._rest = squares[whole:]
-
-    def value(self) -> float:
-        """Return the norm of all chunks; NaN or Inf when an entry is."""
-        if isinstance(self._far, torch.Tensor):
-            return math.sqrt(float(self._far))
-        if self._only is not None:
-            return norm(self._only)
-        # One after the other: newer Pythons' `sum` adds more exactly than torch.
-        return math.sqrt(np.add.accumulate(np.concatenate([self._lanes, self._rest]))[-1])
 
 
 def clip(vector: Vector, bound: float) -> Vector:

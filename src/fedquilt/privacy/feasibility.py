@@ -32,8 +32,8 @@ import math
 from dataclasses import dataclass, replace
 
 from fedquilt.common import checks
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import format_bound
 from fedquilt.privacy.accounting import (
     Adjacency,
     Release,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.common.vectors import cached_norm
+from fedquilt.common.vectors import is_finite
 from fedquilt.privacy.statement import Statement
 
 
@@ -237,17 +237,6 @@ class Mechanism(Protocol):
 
     def load_state(self, state: dict[str, NDArray[Any]]) -> None:
         """Restore what `state` returned."""
-
-
-def is_finite(vector: torch.Tensor) -> bool:
-    """Tell whether every entry is finite, by the sum, which any NaN or Inf spoils.
-
-    The norm says it too, where it is known: squares of float32 do not overflow in float64.
-    """
-    known = cached_norm(vector) if vector.dtype == torch.float32 else None
-    if known is not None:
-        return math.isfinite(known)
-    return bool(torch.isfinite(vector.sum()))
 
 
 class Unbounded:

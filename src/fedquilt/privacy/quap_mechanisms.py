@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.common import checks
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import BudgetExceededError, InvalidValueError
+from fedquilt.common.formatting import format_bound
+from fedquilt.common.vectors import is_finite, norm
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.accounting.release import Adjacency
-from fedquilt.privacy.clip import QuantileClipper, norm
+from fedquilt.privacy.clip import QuantileClipper
 from fedquilt.privacy.mechanism import (
     Contribution,
     NoiseReport,
@@ -31,7 +32,6 @@ from fedquilt.privacy.mechanism import (
     RoundTally,
     Summed,
     Unbounded,
-    is_finite,
 )
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator

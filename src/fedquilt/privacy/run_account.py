@@ -1,16 +1,38 @@
-"""A run's account in the ledger, as the round uses it: reserve, settle, finish."""
+"""A run's account in the ledger, as the round uses it: reserve, settle, finish; and its witness.
+
+A run without a shared ledger has one in its folder, which is copied with it.  Two copies
+of a stopped run that are both resumed would each release results, and each would claim
+what its own ledger says, while the clients gave away both.  So every such run writes its
+ledger's newest head into a file outside the folder, the witness, after each settled
+release, and holds that file locked while it runs.  Witnesses lie in the user's state
+folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below `~/.local/state`).  A folder
+whose ledger does not contain the witnessed head is out of date: another copy has gone on.
+A folder that was moved contains it.
+
+The witness is of one user on one machine.  A copy resumed by somebody else, elsewhere, or
+with another state folder is not seen, and where the state folder cannot be written there is
+no witness at all; the statement of a resumed run says so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.common.errors import RunFolderError
+from fedquilt.common.storage import sync_folder
+from fedquilt.common.untrusted import parse_json
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import Ledger, LedgerConflictError, Population, Reservation, Run
 
@@ -323,3 +345,116 @@ def _ranked(amounts: NDArray[np.float64], ranks: NDArray[np.int64]) -> NDArray[n
 
 def _digest(release: torch.Tensor) -> str:
     return hashlib.sha256(release.cpu().contiguous().numpy().data).hexdigest()
+
+
+def state_folder() -> Path:
+    """Return the folder of this user's witnesses."""
+    stated = os.environ.get("XDG_STATE_HOME")
+    base = Path(stated) if stated else Path("~/.local/state").expanduser()
+    return base / "fedquilt" / "runs"
+
+
+class Witness:
+    """The locked file with the newest head of one run's ledger; see `open_witness`."""
+
+    def __init__(self, path: Path, folder: Path, handle: int) -> None:
+        self.path = path
+        self._folder = folder
+        self._handle = handle
+        self._is_durable = False
+
+    def check(self, ledger: Ledger) -> None:
+        """Refuse a ledger that does not contain the head that was written last."""
+        try:
+            noted = _read_note(self._handle)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+        if noted is None and self._has_room() and has_charges(ledger):
+            raise self._unreadable("it is blank")
+        if noted is not None and ledger.missing_heads([noted["head"]]):
+            raise RunFolderError(
+                f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
+                f"{noted['folder']!r} and its ledger there has entries that this one lacks "
+                f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
+                "exchanged; resume the newest one, because what both release counts together"
+            )
+
+    def _unreadable(self, reason: object) -> RunFolderError:
+        return RunFolderError(
+            f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
+            f"({self.path}: {reason}): whether a copy of it has gone on is not known. When you "
+            "know that this folder is the newest one, delete the note"
+        )
+
+    def _has_room(self) -> bool:
+        return os.fstat(self._handle).st_size > 0
+
+    def note(self, head: str) -> None:
+        """Write the newest head; a disk that cannot take it does not stop the run."""
+        text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
+        if len(text) > _SECTOR:  # a power cut may tear what is longer than that
+            text = json.dumps({"head": head, "folder": self._folder.name[:60]}).encode()
+        with contextlib.suppress(OSError):
+            # Blanks up to whole blocks, and over all that was there: a run killed at any
+            # moment leaves no end of a longer note behind.
+            size = max(len(text), os.fstat(self._handle).st_size)
+            os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
+            if not self._is_durable:  # from here on a blank note is one that was lost
+                os.fsync(self._handle)
+                sync_folder(self.path.parent)
+                self._is_durable = True
+
+    def close(self) -> None:
+        """Unlock the file; it stays, for copies that are resumed later."""
+        os.close(self._handle)
+
+
+def has_charges(ledger: Ledger) -> bool:
+    return any(population.spent().any() for population in ledger.populations())
+
+
+def open_witness(run_id: str, folder: Path) -> Witness | None:
+    """Return the witness of a run, None where the state folder cannot be written or locked."""
+    name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
+    try:
+        place = state_folder()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        handle = os.open(place / name, flags, 0o600)
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    noted = None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with contextlib.suppress(ValueError):
+            noted = _read_note(handle)
+        where = "another folder" if noted is None else repr(noted["folder"])
+        os.close(handle)
+        raise RunFolderError(
+            f"run folder {str(folder)!r} is a copy of a run that is going on in {where}"
+        ) from error
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return None
+    return Witness(place / name, folder, handle)
+
+
+_BLOCK = 4096
+_SECTOR = 512
+_LONGEST_NOTE = 1 << 16
+
+
+def _read_note(handle: int) -> dict[str, str] | None:
+    """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
+    try:
+        text = os.pread(handle, _LONGEST_NOTE, 0)
+        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without bytes
+        noted = parse_json(text, "it") if text else None
+    except (OSError, ValueError) as error:
+        raise ValueError(str(error)) from error
+    if noted is None and not text:
+        return None
+    if not isinstance(noted, dict) or not isinstance(noted.get("head"), str):
+        raise ValueError("it names no entry of a ledger")
+    return {"head": noted["head"], "folder": str(noted.get("folder"))}

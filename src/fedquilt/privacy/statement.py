@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.common.bounds import format_bound
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import format_bound, printable
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.common import storage, untrusted
 from fedquilt.common.changes import LongArrays, Split
 from fedquilt.common.errors import RunFolderError
-from fedquilt.common.printable import printable
-from fedquilt.common.tensors import as_safetensors
+from fedquilt.common.formatting import printable
+from fedquilt.common.storage import as_safetensors
 from fedquilt.common.untrusted import TensorFile, TensorSpec
 from fedquilt.record.schema import SCHEMA_VERSION, check_schema, readable
 

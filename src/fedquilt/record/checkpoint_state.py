@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common.errors import RunFolderError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.untrusted import TensorSpec
 from fedquilt.federation import Federation
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.common import storage, untrusted
 from fedquilt.common.errors import FedquiltError, RunFolderError, StorageError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.schema import Schema, check
 from fedquilt.common.storage import storage_errors
 from fedquilt.config import RunConfig, plain_config, write_config_file

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.colors import LIGHT
+from fedquilt.common.formatting import format_bound
 from fedquilt.privacy.statement import Statement
 
 _WIDTH, _HEIGHT = 360, 120

@@ -199,5 +199,5 @@ def readable(path: Path) -> Iterator[None]:
     except FedquiltError:
         raise
     except OSError as error:
-        reason = storage.in_words(error)
+        reason = storage.os_reason(error)
         raise RunFolderError(f"run folder {str(path)!r} cannot be read: {reason}") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common.errors import RunFolderError
-from fedquilt.common.spread import grouped, spread
+from fedquilt.common.spread import client_spread, grouped
 from fedquilt.report.runs import series_of
 from fedquilt.report.series import ROUND, run_label
 from fedquilt.report.style import (
@@ -50,7 +50,7 @@ def client_groups(rows: Rows, joins: Sequence[int]) -> dict[str, dict[str, float
     for name in classes:
         values = [row["classes"][name]["accuracy"] for row in rows if name in row["classes"]]
         if name:
-            found[f"class {name}"] = spread(values, "mean")
+            found[f"class {name}"] = client_spread(values, "mean")
     return found
 
 
@@ -84,7 +84,7 @@ def client_tables(result: Mapping[str, Any], metrics: Metrics, worst: int = 5) -
 
     rounds = _last(metrics)
     rows = metrics[rounds]
-    table = {"all clients": spread([row["accuracy"] for row in rows], "mean")}
+    table = {"all clients": client_spread([row["accuracy"] for row in rows], "mean")}
     table |= client_groups(rows, result.get("joins", []))
     lines = [
         (name, *(f"{value:.4f}" for value in values.values())) for name, values in table.items()
@@ -175,7 +175,7 @@ def _plot_several(
         figure.suptitle(f"What clients measure: {len(results)} runs")
         rounds = [np.asarray(sorted(metrics), dtype=np.float64) for metrics in measured]
         for index, (at, metrics) in enumerate(zip(rounds, measured, strict=True)):
-            told = [spread([row["accuracy"] for row in metrics[int(r)]], "mean") for r in at]
+            told = [client_spread([row["accuracy"] for row in metrics[int(r)]], "mean") for r in at]
             color = PALETTE[index % len(PALETTE)]
             for key, dash, name in (
                 ("mean", "-", labels[index]),
@@ -200,7 +200,7 @@ def _plot_several(
 
 def _draw_rounds(axes: Axes, metrics: Metrics) -> None:
     rounds = sorted(metrics)
-    told = [spread([row["accuracy"] for row in metrics[r]], "mean") for r in rounds]
+    told = [client_spread([row["accuracy"] for row in metrics[r]], "mean") for r in rounds]
     at = np.asarray(rounds, dtype=np.float64)
     for key, color, label in (
         ("mean", BLUE, "mean"),

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.formatting import format_bound
 from fedquilt.common.storage import write_file
 from fedquilt.report.runs import (
     RunSeries,

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.colors import DARK, LIGHT, identities
-from fedquilt.common.spread import spread
+from fedquilt.common.formatting import format_bound
+from fedquilt.common.spread import client_spread
 from fedquilt.report.clients import client_groups
 from fedquilt.report.runs import (
     RunSeries,
@@ -238,7 +238,7 @@ def _tradeoff(
 def _measured(found: Mapping[str, Any], joins: Sequence[int]) -> dict[str, Any]:
     """Return the accuracy of each client on its own samples, and its spread over groups."""
     rows = found["rows"]
-    everybody = {"all clients": spread([row.get("accuracy") for row in rows], "mean")}
+    everybody = {"all clients": client_spread([row.get("accuracy") for row in rows], "mean")}
     groups = {**everybody, **client_groups(rows, joins)}
     return {
         "rounds": found["rounds"],

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.common.bounds import format_bound, format_left
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import format_bound, format_left, printable
 from fedquilt.report.style import (
     BLUE,
     GREY,

@@ -23,17 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import format_bound
+from fedquilt.config import CondenseConfig, package_names
 from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.option import Flag
+from fedquilt.config.run import option_names
 from fedquilt.report.series import Array, aligned, as_number, column, headline, in_title, is_absent
 
-EXECUTION_OPTIONS = frozenset(
-    {
-        *("seed", "output_dir", "data_dir", "no_download", "device", "engine", "noise_seed"),
-        *("ledger", "population", "new_population", "target_accuracy"),
-    }
-)
+SAME_EXPERIMENT = frozenset(option_names(Flag.EXECUTION) + option_names(Flag.REPETITION))
 """Options that make no other experiment."""
 SAME_EPSILON = 0.02
 """Two bounds that differ by no more than this share are the same promise."""
@@ -217,7 +215,7 @@ def entry_of_result(result: Mapping[str, Any], name: str = "") -> Entry:
             mode=str(result["mode"]),
             dataset=str(metadata.get("dataset")),
             seed=int(metadata["seed"]),
-            settings=dict(_settings(result)),
+            settings=package_names(CondenseConfig, _settings(result)),
             history=dict(history),
             epsilon=epsilon if epsilon >= 0 else math.inf,
             delta=delta if math.isfinite(delta) else None,
@@ -311,7 +309,7 @@ def group_by_config(entries: Sequence[Entry]) -> list[RunSeries]:
 
 
 def _identity(entry: Entry) -> tuple[str, ...]:
-    told = (f"{k}={v}" for k, v in sorted(entry.settings.items()) if k not in EXECUTION_OPTIONS)
+    told = (f"{k}={v}" for k, v in sorted(entry.settings.items()) if k not in SAME_EXPERIMENT)
     return entry.mode, entry.dataset, *told
 
 
@@ -363,7 +361,7 @@ def _name(series: Sequence[RunSeries]) -> None:
         differing = [
             key
             for key in settings[0]
-            if key not in EXECUTION_OPTIONS and len({str(s.get(key)) for s in settings}) > 1
+            if key not in SAME_EXPERIMENT and len({str(s.get(key)) for s in settings}) > 1
         ]
         own = one.entries[0].settings
         parts = [f"{key}={own.get(key)}" for key in differing if key != "method"]

@@ -82,7 +82,7 @@ class Sheet:
 def _font() -> FreeTypeFont:
     """Return the typeface of matplotlib, which every machine that draws has."""
     for package in ("matplotlib", "PIL"):
-        optional.load(package, "a picture")
+        optional.require(package, "a picture")
     import matplotlib
     from PIL import ImageFont
 

@@ -22,7 +22,7 @@ import numpy as np
 from fedquilt.common import checks, optional
 from fedquilt.common.colors import LIGHT, Identity, identities
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.storage import write_file
 from fedquilt.config.documents import OUTPUT_CONFIG
 from fedquilt.config.modes import MODE_TABLE
@@ -92,7 +92,7 @@ def figure_settings(
 
 
 def _style(value: object) -> str:
-    optional.load("matplotlib", "a figure")
+    optional.require("matplotlib", "a figure")
     import matplotlib.style
 
     return checks.choice("style", value, ["default", *matplotlib.style.available])

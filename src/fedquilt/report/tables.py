@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
+from fedquilt.common.formatting import format_bound
 from fedquilt.report.series import (
     as_number,
     column,

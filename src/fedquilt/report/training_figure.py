@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
+from fedquilt.common.formatting import format_bound
 from fedquilt.report.runs import series_of
 from fedquilt.report.series import (
     ROUND,

@@ -1,28 +1,10 @@
-"""Opening a run's account in a ledger, and the witness against copies of a run's folder.
-
-A run without a shared ledger has one in its folder, which is copied with it.  Two copies
-of a stopped run that are both resumed would each release results, and each would claim
-what its own ledger says, while the clients gave away both.  So every such run writes its
-ledger's newest head into a file outside the folder, the witness, after each settled
-release, and holds that file locked while it runs.  Witnesses lie in the user's state
-folder, `$XDG_STATE_HOME/fedquilt/runs` (by default below `~/.local/state`).  A folder
-whose ledger does not contain the witnessed head is out of date: another copy has gone on.
-A folder that was moved contains it.
-
-The witness is of one user on one machine.  A copy resumed by somebody else, elsewhere, or
-with another state folder is not seen, and where the state folder cannot be written there is
-no witness at all; the statement of a resumed run says so.
-"""
+"""Opening a run's account in a ledger: which population, which clients, and what is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import fcntl
-import hashlib
 import itertools
-import json
-import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -31,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.common.printable import printable
-from fedquilt.common.storage import sync_folder
-from fedquilt.common.untrusted import parse_json
+from fedquilt.common.formatting import format_bound, printable
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import (
@@ -48,139 +27,25 @@ from fedquilt.privacy.ledger import (
 )
 from fedquilt.privacy.ledger.members import UNKNOWN, alike
 from fedquilt.privacy.ledger.population import check_name
-from fedquilt.privacy.run_account import EvaluationShare, RunAccount
+from fedquilt.privacy.run_account import EvaluationShare, RunAccount, Witness, has_charges
 from fedquilt.privacy.statement import weak_epsilon
 from fedquilt.record.checkpoint import Checkpoint
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup.mechanism import check_untouched
-from fedquilt.setup.task import Problem
-
-
-def state_folder() -> Path:
-    """Return the folder of this user's witnesses."""
-    stated = os.environ.get("XDG_STATE_HOME")
-    base = Path(stated) if stated else Path("~/.local/state").expanduser()
-    return base / "fedquilt" / "runs"
-
-
-class Witness:
-    """The locked file with the newest head of one run's ledger; see `open_witness`."""
-
-    def __init__(self, path: Path, folder: Path, handle: int) -> None:
-        self.path = path
-        self._folder = folder
-        self._handle = handle
-        self._is_durable = False
-
-    def check(self, ledger: Ledger) -> None:
-        """Refuse a ledger that does not contain the head that was written last."""
-        try:
-            noted = _read_note(self._handle)
-        except ValueError as error:
-            raise self._unreadable(error) from error
-        if noted is None and self._has_room() and _has_charges(ledger):
-            raise self._unreadable("it is blank")
-        if noted is not None and ledger.missing_heads([noted["head"]]):
-            raise RunFolderError(
-                f"run folder {str(self._folder)!r} is behind: the same run has gone on in "
-                f"{noted['folder']!r} and its ledger there has entries that this one lacks "
-                f"(noted in {self.path}). It is an older copy, or its ledger was rolled back or "
-                "exchanged; resume the newest one, because what both release counts together"
-            )
-
-    def _unreadable(self, reason: object) -> RunFolderError:
-        return RunFolderError(
-            f"the note of how far the run in {str(self._folder)!r} has come cannot be read "
-            f"({self.path}: {reason}): whether a copy of it has gone on is not known. When you "
-            "know that this folder is the newest one, delete the note"
-        )
-
-    def _has_room(self) -> bool:
-        return os.fstat(self._handle).st_size > 0
-
-    def note(self, head: str) -> None:
-        """Write the newest head; a disk that cannot take it does not stop the run."""
-        text = json.dumps({"head": head, "folder": str(self._folder.resolve())}).encode()
-        if len(text) > _SECTOR:  # a power cut may tear what is longer than that
-            text = json.dumps({"head": head, "folder": self._folder.name[:60]}).encode()
-        with contextlib.suppress(OSError):
-            # Blanks up to whole blocks, and over all that was there: a run killed at any
-            # moment leaves no end of a longer note behind.
-            size = max(len(text), os.fstat(self._handle).st_size)
-            os.pwrite(self._handle, text.ljust(-(-size // _BLOCK) * _BLOCK), 0)
-            if not self._is_durable:  # from here on a blank note is one that was lost
-                os.fsync(self._handle)
-                sync_folder(self.path.parent)
-                self._is_durable = True
-
-    def close(self) -> None:
-        """Unlock the file; it stays, for copies that are resumed later."""
-        os.close(self._handle)
-
-
-def _has_charges(ledger: Ledger) -> bool:
-    return any(population.spent().any() for population in ledger.populations())
-
-
-def open_witness(run_id: str, folder: Path) -> Witness | None:
-    """Return the witness of a run, None where the state folder cannot be written or locked."""
-    name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
-    try:
-        place = state_folder()
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        handle = os.open(place / name, flags, 0o600)
-    except (OSError, RuntimeError):  # no home, or a read-only one
-        return None
-    noted = None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        with contextlib.suppress(ValueError):
-            noted = _read_note(handle)
-        where = "another folder" if noted is None else repr(noted["folder"])
-        os.close(handle)
-        raise RunFolderError(
-            f"run folder {str(folder)!r} is a copy of a run that is going on in {where}"
-        ) from error
-    except OSError:  # a file system without locks
-        os.close(handle)
-        return None
-    return Witness(place / name, folder, handle)
-
-
-_BLOCK = 4096
-_SECTOR = 512
-_LONGEST_NOTE = 1 << 16
-
-
-def _read_note(handle: int) -> dict[str, str] | None:
-    """Return the head and the folder of a witness, None of an empty one; or raise ValueError."""
-    try:
-        text = os.pread(handle, _LONGEST_NOTE, 0)
-        text = text.replace(b"\0", b"").strip()  # a power cut may leave room without bytes
-        noted = parse_json(text, "it") if text else None
-    except (OSError, ValueError) as error:
-        raise ValueError(str(error)) from error
-    if noted is None and not text:
-        return None
-    if not isinstance(noted, dict) or not isinstance(noted.get("head"), str):
-        raise ValueError("it names no entry of a ledger")
-    return {"head": noted["head"], "folder": str(noted.get("folder"))}
-
+from fedquilt.setup.task import FederatedTask
 
 # Names at least so alike are taken for one name and a slip of the keyboard.
 _ALIKE = 0.8
 
 
-def needs_account(config: RunConfig, problem: Problem) -> bool:
+def needs_account(config: RunConfig, problem: FederatedTask) -> bool:
     """Tell whether a run is entered into a ledger: whoever claims a bound, others if asked."""
     return config.ledger is not None or is_bounded(config, problem)
 
 
 def open_account(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     path: Path,
     run_id: str,
     *,
@@ -212,7 +77,7 @@ def open_account(
         if witness is not None:
             witness.check(ledger)
         # The ledger of a run folder, which has a witness, is of this run alone.
-        if witness is not None and not resumed and _has_charges(ledger):
+        if witness is not None and not resumed and has_charges(ledger):
             raise RunFolderError(f"ledger {path} has charges of another run: {_RESTORE}")
         ledger.populations()  # a long ledger is hashed here, while nobody has to wait
         with ledger.transaction():
@@ -242,7 +107,7 @@ def _remove_unused(path: Path) -> None:
 def _start(
     ledger: Ledger,
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     run_id: str,
     resumed: bool,
     witness: Witness | None,
@@ -253,12 +118,12 @@ def _start(
     else:
         known = {other.info.name for other in ledger.populations()}
         population = _population(ledger, config, problem)
-        if population.info.name in known and not config.spend_everything:
+        if population.info.name in known and not config.allow_unbounded:
             _check_bound_kept(population, config, problem)
     run = population.start_run(
         run_id,
         epsilon=config.epsilon if is_bounded(config, problem) else None,
-        on_short=config.on_short,
+        if_exhausted=config.if_exhausted,
         client_ids=problem.roster.ids if population.info.named else None,
         allow_alike=config.new_population,
     )
@@ -276,7 +141,7 @@ def _start(
     return account
 
 
-def _check_bound_kept(population: Population, config: RunConfig, problem: Problem) -> None:
+def _check_bound_kept(population: Population, config: RunConfig, problem: FederatedTask) -> None:
     """Refuse to put clients that have a bound at infinity, unless it was said.
 
     It was, too, where only runs without a bound were begun and nothing has been released yet:
@@ -296,11 +161,11 @@ def _check_bound_kept(population: Population, config: RunConfig, problem: Proble
             f"mode={config.mode!r} claims nothing, so that whoever joins gives away everything, "
             f"for ever: {at_stake} of {len(problem.task.clients)} clients of this run have a bound "
             f"in population {population.info.name!r}. Use a mode that keeps it (certified), leave "
-            "the ledger out, or say spend_everything=True (--spend-everything)"
+            "the ledger out, or say allow_unbounded=True (--allow-unbounded)"
         )
 
 
-def _check_new_run(config: RunConfig, problem: Problem) -> None:
+def _check_new_run(config: RunConfig, problem: FederatedTask) -> None:
     """Refuse a run that no ledger can take, before there is one."""
     if config.population is not None:
         check_name("population", config.population)
@@ -333,7 +198,7 @@ _RESTORE = (
 )
 
 
-def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolder) -> None:
+def check_account_not_lost(config: RunConfig, problem: FederatedTask, folder: RunFolder) -> None:
     """Refuse a run without ledger.json, unless it was stopped before it had an account.
 
     What it released would be left out of its claim.  And a ledger that only a configuration
@@ -351,7 +216,7 @@ def check_account_not_lost(config: RunConfig, problem: Problem, folder: RunFolde
         )
 
 
-def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) -> None:
+def check_same_clients(problem: FederatedTask, entered: dict[str, Any], folder: Path) -> None:
     """Refuse other clients than those a run was begun with; an older folder does not say."""
     if entered.get("clients", problem.roster.digest) != problem.roster.digest:
         raise RunFolderError(
@@ -360,13 +225,13 @@ def check_same_clients(problem: Problem, entered: dict[str, Any], folder: Path) 
         )
 
 
-def identity_of(problem: Problem, salt: bytes | None = None) -> dict[str, str]:
+def identity_of(problem: FederatedTask, salt: bytes | None = None) -> dict[str, str]:
     """Return, for the owner, what tells these clients and data from others."""
     salt = salt or secrets.token_bytes(32)
     return {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
 
 
-def check_identity(problem: Problem, folder: RunFolder) -> None:
+def check_identity(problem: FederatedTask, folder: RunFolder) -> None:
     """Refuse to resume with other clients or other data; an older folder does not say."""
     kept = folder.read_clients()
     if kept is None:
@@ -405,7 +270,7 @@ def check_account_of(saved: Checkpoint, account: RunAccount) -> None:
         )
 
 
-def is_bounded(config: RunConfig, problem: Problem) -> bool:
+def is_bounded(config: RunConfig, problem: FederatedTask) -> bool:
     """Ask the configuration, given what its noise covers of this model."""
     if MODE_TABLE[config.mode].claim is not Claim.IF_COVERED:
         return config.is_bounded(covered=True)
@@ -457,7 +322,7 @@ def account_notes(
     return tuple(notes)
 
 
-def _population(ledger: Ledger, config: RunConfig, problem: Problem) -> Population:
+def _population(ledger: Ledger, config: RunConfig, problem: FederatedTask) -> Population:
     """Find the clients in the ledger, or enter them with their lifetime allowance."""
     roster, count = problem.roster, len(problem.task.clients)
     known = {population.info.name: population.info for population in ledger.populations()}

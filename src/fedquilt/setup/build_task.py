@@ -1,4 +1,4 @@
-"""From a named data set, or from your own data and clients, to a `Problem`."""
+"""From a named data set, or from your own data and clients, to a `FederatedTask`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ from fedquilt.data.holdings import Holdings, shared_sample
 from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
-from fedquilt.setup.client_evaluation import check_client_tests
-from fedquilt.setup.clients import Parts, roster_digest, roster_of_own, roster_of_split
-from fedquilt.setup.task import Own, Problem, make_problem
+from fedquilt.setup.clients import (
+    Parts,
+    check_client_tests,
+    roster_digest,
+    roster_of_own,
+    roster_of_split,
+)
+from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, make_task
 from fedquilt.training.hardware import warm_up_gpu
 
 
-def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Problem]:
+def build_task(config: RunConfig, progress: bool = False) -> tuple[RunConfig, FederatedTask]:
     """Load the data set a configuration names, deal it out, and build the model.
 
     Returns the configuration with what was left open (number of clients,
@@ -76,20 +81,21 @@ def build_problem(config: RunConfig, progress: bool = False) -> tuple[RunConfig,
     )
     config = _with_data_defaults(config, len(clients))
     data = (as_samples(train, "train"), as_samples(test, "test"))
-    return config, make_problem(config, model, *data, clients, roster, held_out, Own())
+    given = GivenData(*data, clients, roster, held_out)
+    return config, make_task(config, model, given, UserComponents())
 
 
-def problem_from(
+def task_from(
     config: RunConfig,
     model: nn.Module,
     train: object,
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]] | None,
     client_ids: Iterable[str] | None = None,
-    own: Own | None = None,
+    own: UserComponents | None = None,
     client_tests: Sequence[Any] | None = None,
     validation: object = None,
-) -> tuple[RunConfig, Problem]:
+) -> tuple[RunConfig, FederatedTask]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
     finite = not MODE_TABLE[config.mode].noised
@@ -116,7 +122,6 @@ def problem_from(
         )
     checked = None if validation is None else as_samples(validation, "validation")
     config = _with_data_defaults(config, len(parts))
-    none = np.zeros(0, dtype=np.int64)
     roster = roster_of_own(parts, client_ids)
     if not config.allow_overlap:
         _refuse_overlap(parts, roster.ids)
@@ -127,11 +132,8 @@ def problem_from(
         roster = dataclasses.replace(
             roster, digest=roster_digest(roster.ids, Holdings([*parts, *tests]))
         )
-    own = own or Own()
-    problem = make_problem(
-        config, model, train_set, test_set, parts, roster, none, own, tests, checked
-    )
-    return config, problem
+    given = GivenData(train_set, test_set, parts, roster, client_tests=tests, validation=checked)
+    return config, make_task(config, model, given, own or UserComponents())
 
 
 def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:

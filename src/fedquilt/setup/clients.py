@@ -1,4 +1,4 @@
-"""Who the clients of a run are: their ids, their order, the name of their population.
+"""Who the clients of a run are: their ids, their order, their population; what they hold back.
 
 Clients get ids here, so that a ledger recognises them in every run (`Roster`):
 
@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.data.holdings import Holdings
+from fedquilt.common.randomness import generator
+from fedquilt.data.holdings import Holdings, shared_sample
 from fedquilt.privacy.ledger import check_ids, roster_name
 
 Parts = Sequence[NDArray[np.int64]]
@@ -88,3 +89,45 @@ def roster_digest(ids: tuple[str, ...] | None, parts: Parts) -> str:
     for content in held.as_bytes():
         digest.update(content)
     return digest.hexdigest()
+
+
+def hold_back(
+    clients: Parts, fraction: float, seed: int
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+    """Return what each client trains on, and the share of its samples that it holds back.
+
+    At least one sample is left for training; a client with one sample holds back none.
+    """
+    train, held = [], []
+    for client, part in enumerate(clients):
+        count = min(max(0, len(part) - 1), round(fraction * len(part)))
+        order = generator(seed, "client test", client).permutation(len(part))
+        held.append(np.sort(part[order[:count]]))
+        train.append(part[np.sort(order[count:])])
+    return train, held
+
+
+def check_client_tests(
+    clients: Parts, tests: Parts, *, allow_overlap: bool
+) -> list[NDArray[np.int64]]:
+    """Return the samples that clients were given to evaluate on, or raise."""
+    if len(tests) != len(clients):
+        raise InvalidValueError(
+            f"client_tests must hold one list for each of {len(clients)} clients; it holds "
+            f"{len(tests)}"
+        )
+    for client, (part, test) in enumerate(zip(clients, tests, strict=True)):
+        both = np.intersect1d(part, test)
+        if both.size:
+            raise InvalidValueError(
+                f"client_tests[{client}] must hold samples that the client does not train on; "
+                f"it holds sample {int(both[0])}, which it does"
+            )
+    everything = [np.concatenate(pair) for pair in zip(clients, tests, strict=True)]
+    found = None if allow_overlap else shared_sample(everything)
+    if found is not None:
+        raise InvalidValueError(
+            f"clients {found[1]} and {found[2]} must not both hold sample {found[0]}, to train or "
+            "to evaluate on; if they do share samples, say allow_overlap=True (--allow-overlap)"
+        )
+    return list(tests)

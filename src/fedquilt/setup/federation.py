@@ -17,17 +17,17 @@ from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Mechanism
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
-from fedquilt.setup.task import Own, Problem
+from fedquilt.setup.task import FederatedTask, UserComponents
 from fedquilt.slices.method import LargestOnly, Slices, Smallest
-from fedquilt.training import choose_engine
-from fedquilt.training.trainers.autograd import SequentialEngine
+from fedquilt.training import Choice, choose_engine
+from fedquilt.training.engines import manual_trainer
 
 _LOG = logging.getLogger("fedquilt")
 
 
 def build_federation(
     config: RunConfig,
-    problem: Problem,
+    problem: FederatedTask,
     account: RunAccount | None = None,
     method: Method | None = None,
 ) -> Federation:
@@ -81,7 +81,7 @@ def doubts_of(config: RunConfig, method: Method) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def _tried_sum(config: RunConfig, problem: Problem, method: Method, declared: float) -> str:
+def _tried_sum(config: RunConfig, problem: FederatedTask, method: Method, declared: float) -> str:
     """Try a declared sensitivity, and say what is believed of it."""
     count = min(_TRIAL_CLIENTS, len(problem.task.clients))
     whole = method.new_sum().total.numel()
@@ -108,7 +108,7 @@ _BELIEVED: Mapping[str, str] = {
 _BOUNDED_BY_ALL = {"bound_vector", "sensitivity"}
 
 
-def beliefs_of(own: Own) -> tuple[str, ...]:
+def beliefs_of(own: UserComponents) -> tuple[str, ...]:
     """Say of each part that a user brings what is believed and not checked."""
     found = []
     for part, believed in _BELIEVED.items():
@@ -149,7 +149,7 @@ def _names_of(part: object) -> str:
     return str(getattr(part, "__name__", type(part).__name__))
 
 
-def build_method(config: RunConfig, problem: Problem) -> Method:
+def build_method(config: RunConfig, problem: FederatedTask) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
     if own.remote is not None:
@@ -164,6 +164,7 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
         task,
         problem.num_classes,
         problem.selector.secret,
+        trainer=problem.trainer,
         lends_memory=problem.lends_memory,
         optimizer=own.optimizer,
         score=problem.score,
@@ -185,50 +186,64 @@ def build_method(config: RunConfig, problem: Problem) -> Method:
     return Slices(parts)
 
 
-def settle_engine(config: RunConfig, problem: Problem) -> tuple[RunConfig, Problem]:
+def resolve_auto_engine(
+    config: RunConfig, problem: FederatedTask
+) -> tuple[RunConfig, FederatedTask]:
     """Return the configuration with the engine that `auto` is for this run, and its reason.
 
-    Its folder then says which one, and whoever resumes it trains with the same.
+    Its folder then says which one, and whoever resumes it trains with the same.  So it does where
+    `batched` is asked for on a CPU and steps by hand are faster, which are not batched.
     """
-    if not _is_open(config, problem):
+    by_cost = is_auto(config, problem)
+    if not by_cost and not _is_batched_on_cpu(config, problem):
         return config, problem
-    own = problem.own
     cohort = config.cohort_limit(len(problem.task.clients))
-    settings = MethodParts(
-        config,
-        problem.flat,
-        problem.task,
-        problem.num_classes,
-        problem.selector.secret,
-        optimizer=own.optimizer,
-    ).local_settings
-    choice = choose_engine(problem.flat, problem.task, settings, config.num_rounds, cohort)
-    said = f"engine=auto is {choice.engine}: {choice.reason}"
+    flat, task, secret = problem.flat, problem.task, problem.selector.secret
+    parts = MethodParts(config, flat, task, problem.num_classes, secret)
+    settings = dataclasses.replace(parts, optimizer=problem.own.optimizer).local_settings
+    if by_cost:
+        choice = choose_engine(flat, task, settings, config.num_rounds, cohort)
+    else:
+        trainer = manual_trainer(flat.module, task, settings)
+        if trainer is None:
+            return config, problem
+        choice = Choice("local", "each client trains with gradients by hand", trainer)
+    how = "" if choice.trainer is None else f", trainer {choice.trainer.name}"
+    said = f"engine={config.engine} is {choice.engine}{how}: {choice.reason}"
     _LOG.info("%s", said)
-    problem = dataclasses.replace(problem, engine_choice=said)
+    problem = dataclasses.replace(problem, engine_choice=said, trainer=choice.trainer)
     return config.replace(engine=choice.engine), problem
 
 
-def engine_of_before(config: RunConfig, problem: Problem) -> RunConfig:
+def engine_for_resume(config: RunConfig, problem: FederatedTask) -> RunConfig:
     """Return the configuration of a resumed run with the engine that it began with.
 
     A folder that says `auto` was made before `auto` was settled at the start: on a CPU it was
     `sequential` then, whose rounding a run with seeded noise must meet again.
     """
-    was_sequential = _is_open(config, problem) and problem.task.device.type == "cpu"
+    was_sequential = is_auto(config, problem) and problem.task.device.type == "cpu"
     return config.replace(engine="sequential") if was_sequential else config
 
 
-def _is_open(config: RunConfig, problem: Problem) -> bool:
+def is_auto(config: RunConfig, problem: FederatedTask) -> bool:
     """Whether it is still to be decided which engine trains the clients of a run."""
+    return config.engine == "auto" and _is_ours(config, problem)
+
+
+def _is_batched_on_cpu(config: RunConfig, problem: FederatedTask) -> bool:
+    is_here = problem.task.device.type == "cpu" and _is_ours(config, problem)
+    return config.engine == "batched" and is_here
+
+
+def _is_ours(config: RunConfig, problem: FederatedTask) -> bool:
+    """Whether one engine of this package trains whole models here, as the configuration says."""
     own = problem.own
-    brought = own.method or own.engine or own.remote
+    brought = own.method or own.engine or own.remote or config.devices is not None
     trains = config.method in WHOLE_METHODS and not isinstance(config, CondenseConfig)
-    settled = config.engine != "auto" or config.devices is not None
-    return not (settled or brought or not trains or problem.task.elsewhere)
+    return trains and not brought and not problem.task.is_remote
 
 
-def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> None:
+def _lend_updates(problem: FederatedTask, method: Method, mechanism: Mechanism) -> None:
     """Let updates lie in the working model's memory where the round is sure to keep none.
 
     Who keeps vectors says so: the mechanism (`needs_whole_cohort`) and the sum (`keeps_vectors`).
@@ -237,5 +252,4 @@ def _lend_updates(problem: Problem, method: Method, mechanism: Mechanism) -> Non
     kept = mechanism.needs_whole_cohort or keeps_vectors(method.new_sum())
     if kept or problem.own.mechanism is not None or not problem.lends_memory:
         return
-    if type(method.engine) is SequentialEngine:
-        method.engine.lends_updates = True
+    method.engine.lend_updates()

@@ -1,4 +1,4 @@
-"""`Problem`: data and model on the device, whether they fit, and how the model is evaluated."""
+"""`FederatedTask`: data and model on the device, whether they fit, how the model is evaluated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 from fedquilt.common import trees
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.randomness import generator
-from fedquilt.config import CondenseConfig, RunConfig
+from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.data import Samples
@@ -32,8 +32,7 @@ from fedquilt.models import FeatureModel
 from fedquilt.models.features import precompute
 from fedquilt.population import Availability, CohortSelector, propensities
 from fedquilt.privacy.certified import Certified
-from fedquilt.setup.client_evaluation import hold_back
-from fedquilt.setup.clients import Parts, Roster
+from fedquilt.setup.clients import Parts, Roster, hold_back
 from fedquilt.setup.mechanism import Build, check_mode
 from fedquilt.slices.slicing import smallest_model
 from fedquilt.slices.static_norm import make_static, make_tracking
@@ -54,12 +53,16 @@ from fedquilt.training import (
 from fedquilt.training.metrics import OwnMetric
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
+from fedquilt.training.trainers import Trainer
 
 _LOG = logging.getLogger("fedquilt")
 
 _TRIED_SAMPLES = 256  # of the test set, by metrics of somebody's own
 _ON_TEST = ("test_", "tiers")
 """How the names of what is measured on test samples begin."""
+
+Pair = tuple[Any, Any]
+"""Inputs and targets: tensors, or trees of them."""
 
 BuildMethod = Callable[[MethodParts], Method]
 """Makes a method from the parts of a run; a user may bring one."""
@@ -69,7 +72,7 @@ BuildEngine = Callable[[MethodParts], Engine]
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class UserComponents:
     """Parts that a user brings instead of naming them in the configuration."""
 
     method: BuildMethod | None = None
@@ -82,7 +85,7 @@ class Own:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class FederatedTask:
     """Data on the device, the samples of each client, and the initial model.
 
     `model_width` is the width of this model as a share of the one that was asked for:
@@ -101,13 +104,14 @@ class Problem:
     input_shape: tuple[int, ...]
     front: nn.Module | None = None
     model_width: str = "1"
-    own: Own = Own()
+    own: UserComponents = UserComponents()
     lends_memory: bool = False
     metrics: Mapping[str, MakeMetric] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     client_tests: Parts | None = None
     data: Mapping[str, Samples] = field(default_factory=dict, repr=False)
     engine_choice: str = ""
+    trainer: Trainer | None = field(default=None, repr=False)
     withheld: tuple[str, ...] = ()
     left_out: frozenset[int] = field(default=frozenset(), repr=False)
     """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
@@ -160,7 +164,7 @@ class Problem:
         }
 
 
-def parts_digest(model: nn.Module, own: Own) -> str:
+def parts_digest(model: nn.Module, own: UserComponents) -> str:
     """Return a digest of the model's structure and of the code that a user brought.
 
     It tells two experiments apart that the configuration calls `custom` alike.  Weights are not
@@ -206,99 +210,143 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def make_problem(
-    config: RunConfig,
-    model: nn.Module,
-    train: Samples,
-    test: Samples | None,
-    clients: Parts,
-    roster: Roster,
-    held_out: NDArray[np.int64],
-    own: Own,
-    client_tests: Parts | None = None,
-    validation: Samples | None = None,
-) -> Problem:
+@dataclass(frozen=True, eq=False)
+class GivenData:
+    """The samples of a run as they were given, and who holds which.
+
+    `held_out` are samples of `train` that no client holds, `client_tests` those that clients
+    evaluate on.
+    """
+
+    train: Samples
+    test: Samples | None
+    clients: Parts
+    roster: Roster
+    held_out: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    client_tests: Parts | None = None
+    validation: Samples | None = None
+
+    @property
+    def by_name(self) -> dict[str, Samples]:
+        """The data sets that there are."""
+        named = (("training", self.train), ("test", self.test), ("validation", self.validation))
+        return {name: samples for name, samples in named if samples is not None}
+
+
+@dataclass(eq=False)
+class _Placed:
+    """Model and samples on the device; inputs are features where a frozen extractor made them."""
+
+    model: nn.Module
+    front: nn.Module | None
+    train: Pair
+    test: Pair | None
+    validation: Pair | None
+
+
+def make_task(
+    config: RunConfig, model: nn.Module, given: GivenData, own: UserComponents
+) -> FederatedTask:
     """Put data and model on the device, and find out whether they fit."""
     _refuse_unknown(config, own)
+    clients, client_tests = _held_back(config, given.clients, given.client_tests)
+    placed = _place(config, model, given)
+    inputs, targets = placed.train
+    flat, model_width = _flat_model(config, placed.model, inputs, len(clients))
+    check_mode(config, flat)
+    task = Task(inputs, targets, clients)
+    task, outputs, notes = _with_objective(config, task, flat.module, own)
+    scores = _check_fit(config, task, placed.test, flat.module, outputs, given.train)
+    task, left_out = _without_unfit(config, task, placed, flat.module, outputs)
+    wanted = config.metrics if own.metrics is None else own.metrics
+    metrics = make_metrics(wanted, task.objective, outputs, task.public().targets)
+    # A mistake in a metric must not cost a round; samples of clients are not tried.
+    by_clients = SHARED_PEOPLE in given.train.notes
+    if own.metrics is not None and placed.test is not None and not by_clients:
+        _try_metrics(flat.module, task.objective, metrics, placed.test)
+    flat.restore()  # the trials above may have left something behind
+    for note in given.train.notes:
+        _LOG.warning("%s", note)
+    index = torch.from_numpy(given.held_out)
+    # Of samples that are dealt otherwise no client is the one who made them.
+    by_people = config.partition == "writer" or config.dataset == "custom"
+    return FederatedTask(
+        task=task,
+        test=placed.test,
+        client_tests=client_tests,
+        validation=(inputs[index], targets[index]) if len(index) else placed.validation,
+        flat=flat,
+        # What classes there are is public knowledge: the model's, not the largest label's.
+        num_classes=given.train.num_classes or scores,
+        model_width=model_width,
+        selector=build_selector(config, len(clients)),
+        roster=given.roster,
+        input_shape=tuple(trees.leaves(given.train.inputs)[0].shape[1:]),
+        front=placed.front,
+        own=own,
+        metrics=metrics,
+        notes=(*given.train.notes, *notes),
+        withheld=_ON_TEST if by_clients and by_people else (),
+        left_out=left_out,
+        data=given.by_name,
+    )
+
+
+def _place(config: RunConfig, model: nn.Module, given: GivenData) -> _Placed:
+    """Put samples and a copy of the model on the device, without a frozen feature extractor."""
     device = pick_device(config.device)
-    inputs, targets = (_on_device(part, device) for part in (train.inputs, train.targets))
-    tests: tuple[Any, Any] | None = None
-    if test is not None:
-        tests = _on_device(test.inputs, device), _on_device(test.targets, device)
-    index = torch.from_numpy(held_out)
-    checked: tuple[Any, Any] | None = None
-    if validation is not None:
-        checked = _on_device(validation.inputs, device), _on_device(validation.targets, device)
-    clients, client_tests = _held_back(config, clients, client_tests)
-    input_shape = tuple(trees.leaves(inputs)[0].shape[1:])
-    model, front = copy.deepcopy(model), None
-    if isinstance(model, FeatureModel) and not isinstance(config, CondenseConfig):
+    test, validation = (
+        None if samples is None else _on_device(samples, device)
+        for samples in (given.test, given.validation)
+    )
+    placed = _Placed(copy.deepcopy(model), None, _on_device(given.train, device), test, validation)
+    if isinstance(placed.model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
-        front = model.front.to(device)
-        inputs = precompute(front, inputs)
-        tests = None if tests is None else (precompute(front, tests[0]), tests[1])
-        checked = None if checked is None else (precompute(front, checked[0]), checked[1])
-        model = model.on_features()
+        front = placed.front = placed.model.front.to(device)
+        placed.train = precompute(front, placed.train[0]), placed.train[1]
+        if test is not None:
+            placed.test = precompute(front, test[0]), test[1]
+        if validation is not None:
+            placed.validation = precompute(front, validation[0]), validation[1]
+        placed.model = placed.model.on_features()
+    return placed
+
+
+def _flat_model(
+    config: RunConfig, model: nn.Module, inputs: Any, num_clients: int
+) -> tuple[FlatModel, str]:
+    """Return the model that travels, and its width as a share of the one that was given."""
     freeze_others(model, config.patterns("trainable"))
     sample = public_inputs(inputs, 2)  # what is tried on the model is decided for all clients
     model_width = "1"
     if config.method == "smallest":
-        model, width = smallest_model(config, model, sample, len(clients))
+        model, width = smallest_model(config, model, sample, num_clients)
         model_width = str(width)
     if config.method in NARROW_METHODS:
         make_static(model)
-    flat = FlatModel(model, sample, adopt=True)
-    check_mode(config, flat)
-    task = Task(inputs, targets, clients)
-    task, outputs, notes = _with_objective(config, task, flat.module, own)
-    scores = _check_fit(config, task, tests, flat.module, outputs, train)
-    ranges = fit.accepted(flat.module, task, outputs)
-    if tests is not None:
-        fit.refuse_outside(*tests, ranges, task.objective, "test")
-    if checked is not None:
-        _check_validation(task, flat.module, checked)
-        fit.refuse_outside(*checked, ranges, task.objective, "validation")
-    left_out = frozenset[int]()
+    return FlatModel(model, sample, adopt=True), model_width
+
+
+def _without_unfit(
+    config: RunConfig,
+    task: Task,
+    placed: _Placed,
+    module: nn.Module,
+    outputs: torch.Tensor | None,
+) -> tuple[Task, frozenset[int]]:
+    """Refuse samples that the model cannot take; under noise, leave out who holds some."""
+    ranges = fit.accepted(module, task, outputs)
+    if placed.test is not None:
+        fit.refuse_outside(*placed.test, ranges, task.objective, "test")
+    if placed.validation is not None:
+        _check_validation(task, module, placed.validation)
+        fit.refuse_outside(*placed.validation, ranges, task.objective, "validation")
     # A loss may leave out samples of a label that counts for nothing; class statistics cannot.
     ignores = not isinstance(config, CondenseConfig)
     if MODE_TABLE[config.mode].noised:
-        task, left_out = fit.without_spoilt(task, ranges, ignores=ignores)
-    else:
-        fit.refuse_outside(inputs, targets, ranges, task.objective, "training", ignores=ignores)
-    wanted = config.metrics if own.metrics is None else own.metrics
-    metrics = make_metrics(wanted, task.objective, outputs, task.public().targets)
-    # A mistake in a metric must not cost a round; samples of clients are not tried.
-    if own.metrics is not None and tests is not None and SHARED_PEOPLE not in train.notes:
-        _try_metrics(flat.module, task.objective, metrics, tests)
-    # Of samples that are dealt otherwise no client is the one who made them.
-    by_people = config.partition == "writer" or config.dataset == "custom"
-    flat.restore()  # the trials above may have left something behind
-    for note in train.notes:
-        _LOG.warning("%s", note)
-    return Problem(
-        task=task,
-        test=tests,
-        client_tests=client_tests,
-        validation=(inputs[index], targets[index]) if len(held_out) else checked,
-        flat=flat,
-        # What classes there are is public knowledge: the model's, not the largest label's.
-        num_classes=train.num_classes or scores,
-        model_width=model_width,
-        selector=build_selector(config, len(clients)),
-        roster=roster,
-        input_shape=input_shape,
-        front=front,
-        own=own,
-        metrics=metrics,
-        notes=(*train.notes, *notes),
-        withheld=_ON_TEST if SHARED_PEOPLE in train.notes and by_people else (),
-        left_out=left_out,
-        data={
-            name: data
-            for name, data in (("training", train), ("test", test), ("validation", validation))
-            if data is not None
-        },
-    )
+        return fit.drop_invalid_clients(task, ranges, ignores=ignores)
+    fit.refuse_outside(*placed.train, ranges, task.objective, "training", ignores=ignores)
+    return task, frozenset()
 
 
 def _try_metrics(
@@ -321,9 +369,10 @@ def _try_metrics(
             ) from error
 
 
-def _refuse_unknown(config: RunConfig, own: Own) -> None:
+def _refuse_unknown(config: RunConfig, own: UserComponents) -> None:
     """Refuse `custom` where nobody brought anything: a run of somebody's own parts, resumed."""
-    for name in ("method", "engine", "loss", "optimizer", "metrics"):
+    brings = [name for name, item in option_fields().items() if item.metadata["rule"].get("own")]
+    for name in brings:
         brought = getattr(own, name)
         if name == "engine" and brought is None:
             brought = own.remote
@@ -355,8 +404,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _on_device(samples: Any, device: torch.device) -> Any:
-    return trees.mapped(samples, lambda tensor: tensor.to(device))
+def _on_device(samples: Samples, device: torch.device) -> Pair:
+    pair = (samples.inputs, samples.targets)
+    inputs, targets = (trees.mapped(part, lambda tensor: tensor.to(device)) for part in pair)
+    return inputs, targets
 
 
 def _held_back(
@@ -390,7 +441,7 @@ def _held_back(
 
 
 def _with_objective(
-    config: RunConfig, task: Task, module: nn.Module, own: Own
+    config: RunConfig, task: Task, module: nn.Module, own: UserComponents
 ) -> tuple[Task, torch.Tensor | None, tuple[str, ...]]:
     """Return the task with what clients minimise, the model's public outputs, and notes."""
     loss = config.loss if own.loss is None else own.loss

@@ -355,4 +355,4 @@ def _parameters(net: nn.Module) -> Parameters:
 
 
 def _flower() -> Any:
-    return optional.load("flwr.common", "fedquilt.fed.extract (unlike extract_state)")
+    return optional.require("flwr.common", "fedquilt.fed.extract (unlike extract_state)")

@@ -156,7 +156,7 @@ _: type[Selection] = _Nested
 _REMEMBERED = 16
 
 
-class SlicedEngine:
+class SlicedEngine(Engine):
     """Cut the model for each group of clients with the same slice, and train the group.
 
     A group is one call of an ordinary engine on a small model, so that the clients of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, cast
 
 import numpy as np
@@ -77,8 +78,9 @@ class Slices(WholeModel):
         super().__init__(
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
+        self.client_widths = self.slicing.widths
         engine = cast(SlicedEngine, self.engine)
-        leaves_out = config.absent_classes == "leave_out" and not parts.task.elsewhere
+        leaves_out = config.absent_classes == "leave_out" and not parts.task.is_remote
         self._classes = engine.task.class_mask if leaves_out else None
         self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
         self._statistics = statistics_of(parts.flat.module)
@@ -180,8 +182,8 @@ class Slices(WholeModel):
         if len(self._computed) < _REMEMBERED:
             self._computed[cut] = found
 
-    def look(
-        self, weights: torch.Tensor, round_index: int, looked: Mapping[str, float]
+    def extra_metrics(
+        self, weights: torch.Tensor, round_index: int, measured: Mapping[str, float]
     ) -> dict[str, Any]:
         """Evaluate the small models of every tier on the test data.
 
@@ -189,7 +191,7 @@ class Slices(WholeModel):
         first clients' (`_LOOKED`).
         """
         tiers: dict[str, dict[str, float]] = {}
-        whole = {k.removeprefix("test_"): v for k, v in looked.items() if k.startswith("test_")}
+        whole = {k.removeprefix("test_"): v for k, v in measured.items() if k.startswith("test_")}
         for width in self.slicing.first_of_each_width():
             clients = np.flatnonzero([w == width for w in self.slicing.widths])[:_LOOKED]
             groups = self.slicing.groups(clients, round_index)
@@ -240,7 +242,7 @@ def _batches_for_statistics(parts: MethodParts) -> Batches:
         if MODE_TABLE[config.mode].noised:
             why = "sums over their inputs would leave clients without clip or noise"
             _refuse_clients(f"mode={config.mode!r}", why)
-        if task.elsewhere:
+        if task.is_remote:
             _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
         return batches_of_clients(task.inputs, task.clients)
     if parts.server_inputs is None:
@@ -264,6 +266,7 @@ class Smallest(WholeModel):
     def __init__(self, parts: MethodParts, width: str) -> None:
         super().__init__(parts)
         self._parts, self._width, self._count = parts, width, len(parts.task.clients)
+        self.client_widths = [Fraction(width)] * self._count
 
     def result(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """Return what each client that trains sends, receives and computes, and what it gets."""
@@ -286,6 +289,7 @@ class LargestOnly(Smallest):
         super().__init__(parts, "1")
         sample, clients = parts.task.public().inputs, len(parts.task.clients)
         widths = tier_widths(parts.config, parts.flat.module, sample, clients)
+        self.client_widths = widths
         self._wide = np.asarray([width == 1 for width in widths])
         self._count = int(self._wide.sum())
         if not self._count:

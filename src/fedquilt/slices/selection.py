@@ -40,7 +40,7 @@ import numpy as np
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.printable import shortened
+from fedquilt.common.formatting import shortened
 from fedquilt.slices.ranges import Axis, Bound, parse_bound
 
 
@@ -195,6 +195,7 @@ def _sorted_widths(widths: Iterable[Bound]) -> list[Fraction]:
 WIDTHS = tuple(Fraction(1, 2**power) for power in range(5))
 """The widths that a table of devices is matched with: 1, 1/2, 1/4, 1/8, 1/16."""
 
+_EACH = "each:"
 _MOST_DIGITS = 18  # of the number of a client
 
 Needs = Callable[[Fraction], tuple[float, float]]
@@ -213,15 +214,33 @@ def client_widths(
         their number allows.  A path that ends in .csv: a table with one row for each
         client, either `client,width` or `client,memory_mb,flops`; with the latter a
         client gets the largest of `WIDTHS` that its device can train.
+        "each:1,1/2": one width for each client, in order.
     needs : callable
         What a width takes; asked for a table of devices only.
     """
-    if tiers.lower().endswith(".csv"):
+    if is_table(tiers):
         return _from_table(tiers, num_clients, needs)
+    if tiers.startswith(_EACH):
+        listed = tuple(listed_widths(tiers.removeprefix(_EACH)))
+        if len(listed) != num_clients:
+            raise InvalidValueError(
+                f"tiers={tiers!r} must list one width for each of {num_clients} clients"
+            )
+        return listed
     widths = listed_widths(tiers)
     dealt = np.empty(num_clients, dtype=np.int64)
     dealt[random.permutation(num_clients)] = np.arange(num_clients) % len(widths)
     return tuple(widths[tier] for tier in dealt)
+
+
+def is_table(tiers: str) -> bool:
+    """Tell whether tiers are the path of a table."""
+    return tiers.lower().endswith(".csv")
+
+
+def one_for_each(widths: Iterable[Fraction]) -> str:
+    """Return the tiers of clients whose widths are known, for `client_widths`."""
+    return _EACH + ",".join(map(str, widths))
 
 
 def listed_widths(tiers: str) -> list[Fraction]:

@@ -5,16 +5,16 @@ Whatever is in the table follows from the points' own folders, so a sweep that w
 where it was, and ends with the table it would have had.
 """
 
-from fedquilt.sweep.plan import Axis, Plan, Point, choose, make_plan, parse_axis
+from fedquilt.sweep.plan import Plan, Point, SweepAxis, choose, make_plan, parse_axis
 from fedquilt.sweep.run import finished_run, run_sweep
 from fedquilt.sweep.summary import Summary, summarise
 from fedquilt.sweep.table import Table
 
 __all__ = [
-    "Axis",
     "Plan",
     "Point",
     "Summary",
+    "SweepAxis",
     "Table",
     "choose",
     "finished_run",

@@ -14,14 +14,16 @@ import numpy as np
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.common.printable import shortened
+from fedquilt.common.formatting import shortened
 from fedquilt.common.randomness import generator
 from fedquilt.common.schema import COUNT, NAME, Anything, ListOf, Object, check
 from fedquilt.common.storage import check_own_folder, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
-from fedquilt.config.files import check_company, method_defaults
-from fedquilt.config.uses import CLIENTS, SPLIT, refuse_idle
+from fedquilt.config.files import method_defaults, require_two_clients
+from fedquilt.config.option import CLIENTS, SPLIT
+from fedquilt.config.run import old_names
+from fedquilt.config.uses import reject_unused
 from fedquilt.record.schema import check_schema, readable
 
 SCHEMA_VERSION = 1
@@ -32,7 +34,7 @@ _MOST_POINTS = 100_000
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """An option and its values, or the range it is drawn from (`scale` linear, log or int)."""
 
     key: str
@@ -124,7 +126,7 @@ class Plan:
         return cls(content["base"], axes, tuple(points))
 
 
-_AXES = {*option_fields(RunConfig), *option_fields(CondenseConfig)} - {*_OWN}
+_AXES = {*option_fields(CondenseConfig), *old_names(CondenseConfig)} - {*_OWN}
 _PLAN = Object({"base": Object({}), "axes": ListOf(NAME), "points": ListOf(ListOf(Anything()))})
 _PARTS = ("settings", "seed", "baselines")  # the last one of older versions, and ignored
 _POINT = Object({"settings": Object({}), "seed": COUNT}, {"baselines": ListOf(NAME)})
@@ -151,7 +153,7 @@ def begun_runs(place: Path) -> list[Path]:
     return begun
 
 
-def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
+def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> SweepAxis:
     """Read `key=a,b,c`, or `key=low:high`, `key=low:high:log`, `key=low:high:int`.
 
     >>> parse_axis("epsilon=1,2.5").values
@@ -162,6 +164,7 @@ def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
     key, sign, rest = text.partition("=")
     key = key.strip().replace("-", "_")
     fields = option_fields(kind)
+    key = old_names(kind).get(key, key)
     checks.choice("key of the sweep", key, [name for name in fields if name not in _OWN])
     if not sign or not rest.strip():
         raise InvalidValueError(f"{text!r} must be key=value,value or key=low:high")
@@ -171,10 +174,10 @@ def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> Axis:
     values = tuple(_value(key, part.strip(), declared) for part in rest.split(","))
     if len(set(map(str, values))) != len(values):
         raise InvalidValueError(f"{text!r} must not repeat a value")
-    return Axis(key, values)
+    return SweepAxis(key, values)
 
 
-def _range(key: str, text: str, *, whole: bool) -> Axis:
+def _range(key: str, text: str, *, whole: bool) -> SweepAxis:
     low, _, rest = text.partition(":")
     high, _, scale = rest.partition(":")
     scale = checks.choice(f"scale of {key}", scale or ("int" if whole else "linear"), _SCALES)
@@ -184,7 +187,7 @@ def _range(key: str, text: str, *, whole: bool) -> Axis:
         raise InvalidValueError(f"{key}={text!r} must be low:high") from None
     if not first < last or (scale == "log" and first <= 0):
         raise InvalidValueError(f"{key}={text!r} must rise, and a log scale begins above 0")
-    return Axis(key, low=first, high=last, scale=scale)
+    return SweepAxis(key, low=first, high=last, scale=scale)
 
 
 _SCALES = ("linear", "log", "int")
@@ -207,7 +210,7 @@ def _value(key: str, text: str, declared: str) -> Any:
 
 def make_plan(
     base: Mapping[str, Any],
-    axes: Sequence[Axis],
+    axes: Sequence[SweepAxis],
     seeds: Sequence[int],
     *,
     samples: int | None = None,
@@ -244,9 +247,9 @@ def make_plan(
     runs = []
     for settings in chosen:
         config = plain_config({**plain, **settings, "seed": seeds[0]})
-        check_company(config)
+        require_two_clients(config)
         runs.append({**config.as_dict(), CLIENTS: SPLIT})
-    refuse_idle({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
+    reject_unused({axis.key: axis.values or (axis.low, axis.high) for axis in axes}, runs)
     return Plan(plain, tuple(keys), tuple(points))
 
 
@@ -260,7 +263,7 @@ def _of_method(
 
 
 def choose(
-    axes: Sequence[Axis], samples: int | None = None, sweep_seed: int = 0
+    axes: Sequence[SweepAxis], samples: int | None = None, sweep_seed: int = 0
 ) -> list[dict[str, Any]]:
     """Return what differs between the points: every combination, or so many draws."""
     keys = [axis.key for axis in axes]

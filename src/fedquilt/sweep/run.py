@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
+import multiprocessing
 import os
 import queue
 import subprocess
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -246,18 +247,19 @@ class _Worker:
 
     def __init__(self, tracker: str = "none") -> None:
         self._tracker = tracker
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._output: IO[bytes] | None = None
 
     def close(self) -> None:
         """End the process, also in the middle of a point."""
-        process = self._process
-        if process is not None and process.stdin is not None:
+        if self._process is not None and self._pipe is not None:
             with contextlib.suppress(OSError):
-                process.stdin.close()
-            process.wait(timeout=30)
-        if self._errors is not None:
-            self._errors.close()
+                self._pipe.send(None)
+            self._process.wait(timeout=30)
+        for opened in (self._pipe, self._output):
+            if opened is not None:
+                opened.close()
 
     def run(self, plan: Plan, point: Point, folder: Path) -> _Answer:
         """Run a point and return what became of it."""
@@ -265,47 +267,40 @@ class _Worker:
             config = plan.config(point, folder).as_dict()
         except InvalidValueError as error:  # a plan that was written by hand
             return _Answer(refused=str(error))
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        job = {
-            "config": config,
-            "place": str(folder / point.name),
-            "tracker": self._tracker,
-        }
+        process, pipe = self._started()
+        job = {"config": config, "place": str(folder / point.name), "tracker": self._tracker}
         try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except (OSError, ValueError):  # the pipe is broken, or closed by who stops the sweep
-            line = ""
-        if not line:
+            pipe.send(job)
+            return _Answer(**pipe.recv())
+        except (OSError, EOFError):  # it has died, or was ended by who stops the sweep
             code, self._process = process.wait(), None
             return _Answer(failed=f"its process ended with code {code}{self._last_words()}")
-        return _Answer(**json.loads(line))
 
     def _last_words(self) -> str:
-        """Return the last line that the process wrote to its error stream."""
+        """Return the last line that the process wrote."""
         text = b""
         with contextlib.suppress(ValueError):  # closed by who stops the sweep
-            if self._errors is not None:
-                self._errors.seek(0)
-                text = self._errors.read()
+            if self._output is not None:
+                self._output.seek(0)
+                text = self._output.read()
         said = [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
         return f": {said[-1][:_MOST_WORDS]}" if said else ""
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            if self._errors is not None:
-                self._errors.close()
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "fedquilt.sweep.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the sweep, which ends its workers
-                env={**os.environ, **dict.fromkeys(_THREADS, "1")},
-            )
-        return self._process
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        if self._process is None or self._pipe is None:
+            for opened in (self._pipe, self._output):
+                if opened is not None:
+                    opened.close()
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+            self._pipe, theirs = multiprocessing.Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "fedquilt.sweep.worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C is for the sweep, which ends its workers
+                    env={**os.environ, **dict.fromkeys(_THREADS, "1")},
+                )
+        return self._process, self._pipe

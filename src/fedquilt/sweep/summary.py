@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedquilt.common.bounds import format_bound
+from fedquilt.common.formatting import format_bound
 from fedquilt.report.runs import Paired, Spread, paired, spread
 from fedquilt.report.views.claim import composed_epsilon
 from fedquilt.sweep.plan import Plan

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedquilt.common import schema
 from fedquilt.common.errors import RunFolderError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.common.schema import ANY_NUMBER, ANY_TEXT, COUNT, Scalar, check, maybe
 from fedquilt.common.storage import check_regular, storage_errors, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_bytes

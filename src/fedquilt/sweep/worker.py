@@ -1,15 +1,16 @@
-"""A process that runs points one after the other, told by lines of JSON, one thread of its own.
+"""A process that runs points one after the other, told through a pipe, one thread of its own.
 
-It ends with whoever started it: when its input closes, also in the middle of a point.
+It ends with whoever started it: when the pipe closes, also in the middle of a point.  Standard
+output and input are no part of the protocol: a model or a library may print what it likes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,16 @@ def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> Non
 
 
 def main() -> None:
-    """Take points from standard input until it closes."""
-    jobs: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    """Take points from the pipe whose number is the only argument, until it closes."""
+    number = int(sys.argv[1])
+    os.set_inheritable(number, False)
+    pipe = Connection(number)
+    jobs: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
-    while True:
-        line = jobs.get()
-        if not line:
-            return
-        job = json.loads(line)
+    while (job := jobs.get()) is not None:
         answer: dict[str, str | None] = {"refused": None, "failed": None}
         place = Path(job["place"])
         try:
@@ -53,16 +53,20 @@ def main() -> None:
             # A run that was begun has failed, whatever stopped it: it may have released rounds.
             refused = isinstance(error, _REFUSALS) and not begun_runs(place)
             answer["refused" if refused else "failed"] = str(error)
-        jobs.task_done()  # before whoever waits for the answer closes the input
-        print(json.dumps(answer), flush=True)
+        jobs.task_done()  # before whoever waits for the answer closes the pipe
+        pipe.send(answer)
 
 
-def _read(jobs: queue.Queue[str]) -> None:
-    for line in sys.stdin:
-        jobs.put(line)
-    if jobs.unfinished_tasks:
-        os._exit(0)  # in the middle of a point
-    jobs.put("")
+def _read(pipe: Connection, jobs: queue.Queue[dict[str, Any] | None]) -> None:
+    job: dict[str, Any] | None = {}
+    while job is not None:
+        try:
+            job = pipe.recv()
+        except (EOFError, OSError):
+            job = None
+        if job is None and jobs.unfinished_tasks:
+            os._exit(0)  # in the middle of a point
+        jobs.put(job)
 
 
 if __name__ == "__main__":

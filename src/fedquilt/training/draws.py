@@ -21,6 +21,7 @@ time seed those with the client's seed, and the batched engine refuses the model
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,37 @@ def own_draws(draws: ClientDraws | None) -> Iterator[None]:
         return
     with draws:
         yield
+
+
+@contextmanager
+def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
+    """Let all global generators draw from `seed`, and put their own state back after.
+
+    Those of torch, and those of Python and NumPy, which a user's layer may use.
+    """
+    on_gpu = device.type == "cuda"
+    cpu_state = torch.get_rng_state()
+    gpu_state = torch.cuda.get_rng_state(device) if on_gpu else None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if on_gpu:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)
+
+
+def generator_states() -> str:
+    """Return the states of the generators of Python and NumPy, to see whether they move."""
+    return repr((random.getstate(), np.random.get_state()))
 
 
 def _dropped(

@@ -369,7 +369,7 @@ def _class_words(labels: torch.Tensor, value: int, allowed: Range, what: str) ->
     )
 
 
-def without_spoilt(
+def drop_invalid_clients(
     task: Task, ranges: dict[str, Range | Columns], *, ignores: bool = True
 ) -> tuple[Task, frozenset[int]]:
     """Return the task in which a client that holds a sample out of range holds nothing, and who.

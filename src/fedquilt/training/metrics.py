@@ -31,7 +31,7 @@ from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
 from fedquilt.config.choices import METRICS
-from fedquilt.training.objective import IGNORED, Objective, fitted
+from fedquilt.training.objective import CROSS_ENTROPY, IGNORED, Objective, fitted
 from fedquilt.training.state import ModuleState
 
 OwnMetric = Callable[[Any, Any], float]
@@ -446,3 +446,12 @@ def measure(
     measured = {name: metric.result() for name, metric in made.items()}
     seen = int(count)
     return {**measured, "loss": float(loss) / seen if seen else math.nan}
+
+
+def evaluate(
+    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 1024
+) -> tuple[float, float]:
+    """Return (accuracy, mean cross-entropy), with the model in evaluation mode."""
+    metrics = {"accuracy": Accuracy}
+    measured = measure(module, CROSS_ENTROPY, metrics, inputs, targets, batch_size)
+    return measured["accuracy"], measured["loss"]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
+from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.training.objective import CROSS_ENTROPY, Objective
 from fedquilt.training.optimizers import PLAIN, ClientOptimizer
@@ -48,6 +49,16 @@ class LocalSettings:
 
     For modes that protect clients: an error would say something about one's data.
     """
+
+
+def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
+    """Return the seed of everything random that a client does in a round."""
+    return torch_seed(settings.seed, "local", round_index, client)
+
+
+def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
+    """Return the order in which an epoch takes a client's samples."""
+    return torch.randperm(count, generator=shuffle)
 
 
 Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
@@ -81,7 +92,7 @@ class Task:
     clients: Sequence[NDArray[np.int64]] = field(repr=False)
     class_mask: ClassMask | None = None
     objective: Objective = CROSS_ENTROPY
-    elsewhere: bool = False
+    is_remote: bool = False
     """Whether the data of some clients, or of all, are on other machines."""
 
     def public(self) -> Task:
@@ -160,7 +171,28 @@ class ClientUpdate:
 
 
 class Engine(Protocol):
-    """Trains the clients of a cohort."""
+    """Trains the clients of a cohort.
+
+    Subclasses inherit the defaults of what an engine can do.  An object that has only `train` and
+    `close` is adapted by `as_engine`.
+    """
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a round is so short that a second thread of torch only costs time."""
+        return False
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether `train` queues work on a device and returns while it is done there."""
+        return False
+
+    def lend_updates(self) -> None:
+        """Let an update lie in the working model's memory until the next client trains.
+
+        An engine that has memory for each update does nothing.
+        """
+        return
 
     def train(
         self,
@@ -175,6 +207,36 @@ class Engine(Protocol):
         charged.  Whatever arrived is yielded, unusable or not (then as NaN): who is charged
         must not depend on what is in it.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release the resources of the engine: processes, memory."""
+        return
+
+
+class _Adapted(Engine):
+    """A user's own engine, with the defaults of what it does not declare."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    is_small = property(lambda self: bool(getattr(self._engine, "is_small", False)))
+    starts_early = property(lambda self: bool(getattr(self._engine, "starts_early", False)))
+
+    def train(self, *given: Any) -> Iterator[ClientUpdate]:
+        updates: Iterator[ClientUpdate] = self._engine.train(*given)
+        return updates
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def as_engine(engine: Any) -> Engine:
+    """Return an engine that declares what it can do: the given one, where it does."""
+    if all(hasattr(engine, name) for name in ("is_small", "starts_early", "lend_updates")):
+        given: Engine = engine
+        return given
+    return _Adapted(engine)

@@ -82,7 +82,7 @@ def test_only_the_named_clients_must_be_able_to_pay(ledger: Ledger) -> None:
     with pytest.raises(BudgetExceededError, match=r"1 of 2 clients .* \(client 'a' has"):
         clinics.start_run("short", epsilon=5.0, client_ids=["newer", "a"])
     assert "newer" not in clinics.ids(), "a refusal changes nothing"
-    late = clinics.start_run("late", epsilon=5.0, on_short="sit_out", client_ids=["newer", "a"])
+    late = clinics.start_run("late", epsilon=5.0, if_exhausted="sit_out", client_ids=["newer", "a"])
     assert (late.remaining()[late.places] > 0).tolist() == [True, False]
 
 

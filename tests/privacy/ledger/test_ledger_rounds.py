@@ -214,12 +214,12 @@ def test_a_run_that_asks_more_than_is_left_is_refused_or_people_sit_out(
         population.start_run("second", epsilon=5.0)
     assert error.value.clients.tolist() == [1, 8]
     assert run.head == head
-    second = population.start_run("second", epsilon=5.0, on_short="sit_out")
+    second = population.start_run("second", epsilon=5.0, if_exhausted="sit_out")
     assert second.remaining([1, 8]).tolist() == [0, 0]
     assert np.all(second.remaining([0, 2, 9]) == second.budget_mu2)
     with pytest.raises(BudgetExceededError):
         second.reserve(0, [1], CHARGE)
-    resumed = population.start_run("second", epsilon=5.0, on_short="sit_out")
+    resumed = population.start_run("second", epsilon=5.0, if_exhausted="sit_out")
     assert np.flatnonzero(resumed.remaining() == 0).tolist() == [1, 8]
 
 
@@ -240,7 +240,7 @@ def test_a_run_nobody_can_join_is_refused(population: Population) -> None:
     whole.settle(whole.reserve(0, range(10), whole.budget_mu2), "a")
     assert population.largest_run_epsilon() == 0
     with pytest.raises(BudgetExceededError, match="more than any client of"):
-        population.start_run("late", epsilon=0.1, on_short="sit_out")
+        population.start_run("late", epsilon=0.1, if_exhausted="sit_out")
 
 
 def test_a_release_without_a_bound_is_infinite_for_ever(population: Population) -> None:
@@ -252,7 +252,7 @@ def test_a_release_without_a_bound_is_infinite_for_ever(population: Population) 
     assert population.joins()[[2, 5]].tolist() == [1, 1]
     assert np.flatnonzero(np.isinf(population.epsilons())).tolist() == [2, 5]
     assert np.flatnonzero(np.isinf(run.epsilons())).tolist() == [2, 5]
-    certified = population.start_run("certified", epsilon=1.0, on_short="sit_out")
+    certified = population.start_run("certified", epsilon=1.0, if_exhausted="sit_out")
     assert np.flatnonzero(certified.remaining() == 0).tolist() == [2, 5]
     with pytest.raises(BudgetExceededError):
         population.start_run("refused", epsilon=1.0)
@@ -283,7 +283,7 @@ def test_wrong_rounds(run: Run, round_index: object) -> None:
         {"run_id": "", "epsilon": 1.0},
         {"run_id": "r", "epsilon": 0.0},
         {"run_id": "r", "epsilon": float("nan")},
-        {"run_id": "r", "epsilon": 1.0, "on_short": "sitout"},
+        {"run_id": "r", "epsilon": 1.0, "if_exhausted": "sitout"},
     ],
 )
 def test_wrong_runs(population: Population, arguments: dict[str, object]) -> None:

@@ -67,7 +67,7 @@ def test_epsilons_of_many_stay_within_the_allowance(ledger: Ledger) -> None:
 
 def test_rows_are_of_the_moment_they_were_asked_for(used: Population) -> None:
     rows = used.rows()
-    run = used.start_run("late", epsilon=1.0, on_short="sit_out")
+    run = used.start_run("late", epsilon=1.0, if_exhausted="sit_out")
     run.settle(run.reserve(0, [9], CHARGE / 8), "x")
     assert list(rows)[9].mu2_spent == 0
     assert list(used.rows())[9].mu2_spent == CHARGE / 8
@@ -192,7 +192,7 @@ def test_another_connection_sees_what_is_settled(path: Path, used: Population) -
     with Ledger.open(path, read_only=True) as reader:
         theirs = reader.population("digits")
         assert theirs.spent().tolist() == used.spent().tolist()
-        run = used.start_run("more", epsilon=1.0, on_short="sit_out")
+        run = used.start_run("more", epsilon=1.0, if_exhausted="sit_out")
         run.settle(run.reserve(0, [9], CHARGE / 8), "x")
         assert theirs.spent()[9] == CHARGE / 8
 
@@ -239,7 +239,7 @@ def test_nothing_is_charged_to_a_client_without_a_bound(ledger: Ledger) -> None:
     """A charge of zero takes nobody above an allowance, at infinity neither."""
     wards = ledger.population("wards", client_ids=["a", "b"], epsilon=3.0, delta=1e-5)
     wards.start_run("open", epsilon=None).record_unbounded(0, [0], "x")
-    run = wards.start_run("bounded", epsilon=1.0, on_short="sit_out")
+    run = wards.start_run("bounded", epsilon=1.0, if_exhausted="sit_out")
     run.settle(run.reserve(0, [0, 1], [0.0, CHARGE / 2]), "y")
     report = ledger.verify()
     assert report.ok, report.problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.data import condensed_info, load_condensed
 from fedquilt.record.folder import RunFolder
 

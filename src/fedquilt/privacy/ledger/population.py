@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from fedquilt.common import checks
-from fedquilt.common.bounds import format_left
 from fedquilt.common.errors import BudgetExceededError, InvalidValueError, LedgerConflictError
-from fedquilt.config.choices import ON_SHORT
+from fedquilt.common.formatting import format_left
+from fedquilt.config.choices import IF_EXHAUSTED
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances
 from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
@@ -183,14 +183,14 @@ class Population:
         run_id: str,
         *,
         epsilon: float | None,
-        on_short: str = "refuse",
+        if_exhausted: str = "refuse",
         client_ids: Iterable[str] | None = None,
         allow_alike: bool = False,
     ) -> Run:
         """Start a run that may spend `epsilon` of each client's allowance, or resume it.
 
         The run's budget is gaussian_mu(epsilon, delta)² at the population's delta.
-        With `on_short="refuse"` the run is refused when any client has less left;
+        With `if_exhausted="refuse"` the run is refused when any client has less left;
         with "sit_out" those clients take no part in it.  `epsilon=None` is a run
         that bounds nothing: it can only `record_unbounded`.
 
@@ -204,7 +204,7 @@ class Population:
         is refused from then on.
         """
         name = check_name("run_id", run_id)
-        checks.choice("on_short", on_short, ON_SHORT)
+        checks.choice("if_exhausted", if_exhausted, IF_EXHAUSTED)
         if epsilon is not None:
             epsilon = checks.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
@@ -221,10 +221,11 @@ class Population:
             enrolled = 0 if places is None else self._untouched(places)
             absent = self._absent(places)
             if epsilon is not None:
-                short = self._short_of(budget, epsilon, on_short, places)
+                short = self._short_of(budget, epsilon, if_exhausted, places)
                 absent = np.union1d(absent, short)
             members = {} if ids is None else {"roster": roster, "enrolled": enrolled}
-            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=on_short, **members)
+            # The key is that of all entries before: it is under the hash of every ledger.
+            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=if_exhausted, **members)
             blob = entries.encode_clients(absent)
             entry = Entry(0, entries.RUN, now(), self.info.key, name=name, body=body, clients=blob)
             seq, _ = self._store.append(entry)
@@ -285,7 +286,7 @@ class Population:
         return Run(self._store, self._account, info, session=seq, places=places)
 
     def _short_of(
-        self, budget: float, epsilon: float, on_short: str, places: IntArray | None
+        self, budget: float, epsilon: float, if_exhausted: str, places: IntArray | None
     ) -> IntArray:
         """Return which clients of the run have less than `budget` left, or refuse."""
         left, who = self._account.left(), np.arange(self.info.num_clients)
@@ -295,12 +296,12 @@ class Population:
         wanting = falls_short(budget, left, self.info.allowance_mu2)
         short, left_of_short = who[wanting], left[wanting]
         size = who.size if places is None else places.size
-        if short.size == 0 or (on_short == "sit_out" and short.size < size):
+        if short.size == 0 or (if_exhausted == "sit_out" and short.size < size):
             return short
         payable = float(payable_epsilons(left.min(keepdims=True), self.info)[0])
         nobody = short.size == size
         whose = "any client" if nobody else f"{short.size} of {size} clients"
-        hint = "" if on_short == "sit_out" else ', or on_short="sit_out" to leave them out'
+        hint = "" if if_exhausted == "sit_out" else ', or if_exhausted="sit_out" to leave them out'
         raise BudgetExceededError(
             f"a run at epsilon={epsilon!r} asks more than {whose} of population "
             f"{self.info.name!r} {'has' if nobody else 'have'} left (client "

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.bounds import format_bound
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import RunConfig
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent

@@ -19,7 +19,7 @@ from fedquilt.record.folder import RunFolder
 from fedquilt.report.views.claim import together_view
 from fedquilt.report.views.class_accuracy import class_accuracy_view
 from fedquilt.report.views.run import run_view
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 
 SCHEMA_VERSION = 1
 _SWEEP = "sweep.json"
@@ -103,7 +103,7 @@ def holdings_view(config: RunConfig) -> dict[str, Any] | None:
     if config.dataset not in DATASETS:
         return None
     try:
-        _, problem = build_problem(config.replace(no_download=True, device="cpu"))
+        _, problem = build_task(config.replace(no_download=True, device="cpu"))
     except (FedquiltError, OSError) as error:
         return {"missing": str(error)}
     labels = problem.task.targets.numpy()

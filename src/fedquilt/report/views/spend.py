@@ -86,9 +86,7 @@ def _spend(
         "adjacency": info.adjacency.replace("_", "-"),
         "unbounded": len(charges) - len(paid),
         "rounds": _by_round(paid, len(cohorts), num_clients, info.delta),
-        **_by_client(
-            paid, population, folder, num_clients, same, allowance_mu2(epsilon, info.delta)
-        ),
+        **_by_client(paid, population, folder, num_clients, same, epsilon),
         "charges": _single(paid, cohorts, same),
         "lifetime": lifetime,
         "ids": _ids(population, places) if private else None,

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, StorageError
-from fedquilt.common.printable import printable
+from fedquilt.common.formatting import printable
 from fedquilt.report.html_page import embedded, html_page
 from fedquilt.report.watch.source import Source, Stamp
 

@@ -8,38 +8,29 @@ where they are not; where clients are protected unlike devices are refused.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-import pickle
-import signal
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.common import trees
-from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
+from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.training.engines import make_engine
 from fedquilt.training.engines.pool import (
-    Failed,
-    Ready,
-    Setting,
-    SharedTensor,
+    ClientJob,
+    Serve,
+    WorkerPool,
+    WorkerProcess,
+    WorkerTask,
     failure,
-    opened,
-    shared,
 )
-from fedquilt.training.engines.workers import end_workers, start_fork_server, worker_context
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.task import ClientUpdate, LocalSettings, Task
+from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
 
 _SLOTS = 4
 
@@ -87,14 +78,6 @@ def _kind(device: torch.device) -> str:
     return f"{about.name} ({version}, {about.multi_processor_count} processors, {size} GiB)"
 
 
-class _Share(NamedTuple):
-    """The clients of one device in a round."""
-
-    clients: list[int]
-    round_index: int
-    learning_rate: float
-
-
 class _Trained(NamedTuple):
     """The update of a client lies in a slot."""
 
@@ -104,7 +87,7 @@ class _Trained(NamedTuple):
     loss: float
 
 
-class DevicesEngine:
+class DevicesEngine(Engine):
     """Train a cohort on several devices.
 
     Parameters
@@ -135,28 +118,9 @@ class DevicesEngine:
         if settings.silent:
             refuse_unlike(devices)
         self.task, self.settings, self.devices = task, settings, list(devices)
-        context = worker_context()
-        try:
-            data = pickle.dumps(
-                (copy.deepcopy(model).cpu(), task.objective, settings, task.clients)
-            )
-        except Exception as error:  # whatever an object's own pickling may raise
-            raise InvalidValueError(
-                f"model, loss and optimizer must be picklable to be sent to devices: {error}"
-            ) from error
         vector = FlatModel(model, task.public().inputs).vector
-        self._setting = Setting(
-            pickled=SharedTensor.copy_of(
-                context, torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            ),
-            inputs=shared(context, task.inputs),
-            targets=shared(context, task.targets),
-            start=SharedTensor.copy_of(context, vector),
-        )
-        self._start = self._setting.start.open()
-        self._context = context
-        self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, end_workers, self._workers, os.getpid())
+        on_cpu = copy.deepcopy(model).cpu()
+        self._pool = WorkerPool(WorkerProcess, "devices", on_cpu, task, settings, vector)
 
     def train(
         self,
@@ -166,20 +130,20 @@ class DevicesEngine:
         learning_rate: float,
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
-        if not self._finalizer.alive:
+        if not self._pool.close.alive:
             raise NotReadyError("the engine of several devices is closed: make a new one")
         clients = [int(client) for client in cohort]
         self._hire()
-        self._start.copy_(start.detach())
+        self._pool.start.copy_(start.detach())
         try:
-            for number, worker in enumerate(self._workers):
-                part = clients[number :: len(self._workers)]
-                worker.begin(_Share(part, round_index, learning_rate))
+            for number, worker in enumerate(self._pool.workers):
+                share = clients[number :: len(self.devices)]
+                samples = [np.asarray(self.task.clients[c], dtype=np.int64) for c in share]
+                worker.in_hand += share
+                worker.send(ClientJob(share, samples, round_index, learning_rate, []))
             yield from self._in_order(clients, start.device)
         except BaseException:
-            end_workers(
-                self._workers, os.getpid()
-            )  # what they still train must not reach the next round
+            self._pool.end()
             raise
 
     def _in_order(self, clients: list[int], device: torch.device) -> Iterator[ClientUpdate]:
@@ -190,125 +154,57 @@ class DevicesEngine:
                 yield finished.pop(waiting.popleft())
             if not waiting:
                 return
-            busy = [worker for worker in self._workers if worker.left]
+            busy = [worker for worker in self._pool.workers if worker.in_hand]
             ready = wait([worker.connection for worker in busy])
             for worker in busy:
                 if worker.connection in ready:
-                    update = worker.receive(device)
+                    update = _receive(worker, device)
                     finished[update.client] = update
 
     def _hire(self) -> None:
         """Start a worker for each device, where they do not run."""
-        if self._workers:
-            return
-        start_fork_server(self._context)
-        for number, device in enumerate(self.devices):
-            shape = (_SLOTS, len(self._start))
-            slots = SharedTensor(self._context, shape, self._start.dtype)
-            here, there = self._context.Pipe()
-            process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-                target=_work,
-                args=(there, self._setting, slots, str(device)),
-                name=f"fedquilt-device-{number}",
-                daemon=True,
-            )
-            self._workers.append(_Worker(str(device), process, here, slots.open()))
-            process.start()
-            there.close()
-        for worker in self._workers:
-            worker.answer()
+        if not self._pool.workers:
+            for device in self.devices:
+                self._pool.hire(f"the process of device {device}", _SLOTS, _serve, str(device))
+            for worker in self._pool.workers:
+                worker.receive()
 
     def close(self) -> None:
         """End the workers; doing so again does nothing."""
-        self._finalizer()
+        self._pool.close()
 
 
-@dataclass(eq=False)
-class _Worker:
-    """This side of a device's process."""
-
-    device: str
-    process: BaseProcess
-    connection: Connection
-    slots: torch.Tensor
-    left: int = field(default=0)
-
-    def begin(self, share: _Share) -> None:
-        self.left = len(share.clients)
-        self._send(share)
-
-    def receive(self, device: torch.device) -> ClientUpdate:
-        """Return the next update, and give its slot free."""
-        message = self.answer()
-        delta = self.slots[message.slot].to(device, copy=True)
-        self._send(None)
-        self.left -= 1
-        return ClientUpdate(message.client, delta, message.num_examples, message.loss)
-
-    def answer(self) -> Any:
-        try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            raise WorkerError(f"the process of device {self.device} has ended") from None
-        if isinstance(message, Failed):
-            error = WorkerError(f"training on device {self.device} failed: {message.error}")
-            error.add_note(f"In the worker:\n{message.trace}")
-            raise error
-        return message
-
-    def _send(self, message: _Share | None) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            raise WorkerError(f"the process of device {self.device} has ended") from None
+def _receive(worker: WorkerProcess, device: torch.device) -> ClientUpdate:
+    """Return the next update of a worker, and give its slot free."""
+    message: _Trained = worker.receive()
+    delta = worker.slots[message.slot].to(device, copy=True)
+    worker.send(None)
+    worker.in_hand.remove(message.client)
+    return ClientUpdate(message.client, delta, message.num_examples, message.loss)
 
 
-def _work(connection: Connection, setting: Setting, slots: SharedTensor, device: str) -> None:
-    """Train the shares that come over the connection until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, OSError):
-        try:
-            serve = _DeviceTrainer(setting, slots.open(), torch.device(device))
-        except Exception as error:
-            connection.send(failure(None, error))
-            connection.recv()
-            return
-        connection.send(Ready())
-        while True:
-            share: _Share = connection.recv()
-            try:
-                serve.train(share, connection)
-            except (EOFError, OSError):
-                return
-            except Exception as error:
-                connection.send(failure(None, error))
+def _serve(here: WorkerTask) -> Serve:
+    """Return what a worker does with its clients of a round: many at once, on its device."""
+    engine = make_engine("batched", here.model, here.task, here.settings)
 
-
-class _DeviceTrainer:
-    """A batched engine on one device."""
-
-    def __init__(self, setting: Setting, slots: torch.Tensor, device: torch.device) -> None:
-        from fedquilt.training.trainers.vmap import BatchedEngine
-
-        model, objective, settings, clients = pickle.loads(setting.pickled.open().numpy().tobytes())
-        inputs, targets = (
-            trees.mapped(opened(part), lambda tensor: tensor.to(device))
-            for part in (setting.inputs, setting.targets)
-        )
-        task = Task(inputs, targets, clients, objective=objective.to(device))
-        self._engine = BatchedEngine(model.to(device), task, settings)
-        self._start, self._slots, self._device = setting.start.open(), slots, device
-
-    def train(self, share: _Share, connection: Connection) -> None:
-        """Send the updates of a share, each in the next slot once that is free."""
-        start = self._start.to(self._device)
-        updates = self._engine.train(start, share.clients, share.round_index, share.learning_rate)
+    def train(job: ClientJob, connection: Connection) -> None:
+        start = here.take(job)
+        updates = engine.train(start, job.clients, job.round_index, job.learning_rate)
         for number, update in enumerate(updates):
             slot = number % _SLOTS
             if number >= _SLOTS:
-                connection.recv()
-            self._slots[slot].copy_(update.delta)
+                connection.recv()  # a slot is free again
+            here.slots[slot].copy_(update.delta)
             connection.send(_Trained(slot, update.client, update.num_examples, update.loss))
-        for _ in range(min(len(share.clients), _SLOTS)):
+        for _ in range(min(len(job.clients), _SLOTS)):
             connection.recv()
+
+    def serve(job: ClientJob, connection: Connection) -> None:
+        try:
+            train(job, connection)
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            connection.send(failure(None, error))
+
+    return serve

@@ -1,30 +1,36 @@
-"""Local training of one client after another, and evaluation."""
+"""Steps by autograd, one client after the other: what every faster trainer is held against.
+
+A step of plain SGD on a linear layer y = x W^T + b with the gradient g of y is
+
+    W <- W - lr * g^T x,
+
+one product that is added to W in place.  Autograd would first make g^T x, a tensor of the size of
+W, so wide linear layers of large models take their step in the backward pass (`stepping`): the
+gradient of a whole model is never held.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.common.vectors import chunks
-from fedquilt.training.draws import ClientDraws, RandomCalls, bits_of, own_draws
+from fedquilt.training.draws import ClientDraws, RandomCalls, bits_of, own_draws, seeded_layers
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.metrics import Accuracy, measure
 from fedquilt.training.objective import CROSS_ENTROPY, outputs_of
 from fedquilt.training.task import (
     ClientUpdate,
@@ -32,27 +38,19 @@ from fedquilt.training.task import (
     Loss,
     LossOf,
     Task,
+    client_seed,
+    epoch_order,
     public_inputs,
 )
-from fedquilt.training.trainers.stepped import find_stepped, stepping
+from fedquilt.training.trainers import Trainer, failed_update
 
-NEVER_SILENT = (MemoryError, torch.OutOfMemoryError)
-"""Errors of the machine, which say nothing of a client's data."""
 LARGE = 1 << 22
 """Parameters above which memory counts; below it calls do."""
+WIDE = 1 << 20
+"""Weights from which a linear layer steps in the backward pass."""
 _TRIAL_STEPS = 3
 _OTHER_STEPS = (5, 7, 3, 2)
 _WIDEST = 64
-
-
-def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:
-    """Return the seed of everything random that a client does in a round."""
-    return torch_seed(settings.seed, "local", round_index, client)
-
-
-def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
-    """Return the order in which an epoch takes a client's samples."""
-    return torch.randperm(count, generator=shuffle)
 
 
 def epoch_batches(
@@ -275,47 +273,15 @@ def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
     return [vector[s.start : s.stop].view(s.shape) for s in flat.segments if not s.is_buffer]
 
 
-@contextmanager
-def seeded_layers(device: torch.device, seed: int) -> Iterator[None]:
-    """Let all global generators draw from `seed`, and put their own state back after.
-
-    Those of torch, and those of Python and NumPy, which a user's layer may use.
-    """
-    on_gpu = device.type == "cuda"
-    cpu_state = torch.get_rng_state()
-    gpu_state = torch.cuda.get_rng_state(device) if on_gpu else None
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        if on_gpu:
-            index = torch.cuda.current_device() if device.index is None else device.index
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(cpu_state)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
-
-
-def evaluate(
-    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, batch_size: int = 1024
-) -> tuple[float, float]:
-    """Return (accuracy, mean cross-entropy), with the model in evaluation mode."""
-    metrics = {"accuracy": Accuracy}
-    measured = measure(module, CROSS_ENTROPY, metrics, inputs, targets, batch_size)
-    return measured["accuracy"], measured["loss"]
-
-
-class SequentialEngine:
-    """Train clients one by one; memory is one model beside the updates.
+class AutogradTrainer(Trainer):
+    """Trains clients one by one; memory is one model beside the updates.
 
     Given a `FlatModel`, it trains in that one's memory, and nobody may read it without
-    writing it first.
+    writing it first.  `is_tried`: another process has seen that it trains alike from the same
+    state (`refuse_hidden_state`).
     """
+
+    name = "autograd"
 
     def __init__(
         self,
@@ -323,43 +289,51 @@ class SequentialEngine:
         task: Task,
         settings: LocalSettings,
         loss_of: LossOf | None = None,
+        *,
+        is_tried: bool = False,
     ) -> None:
-        self.task = task
-        self.settings = settings
-        self.lends_updates = False
-        """Whether an update lies in the working model's memory, until the next client trains."""
+        self.task, self.settings = task, settings
+        self._lends_updates = False
         self._loss_of = loss_of or self._default_loss
         public = task.public()
         if isinstance(model, FlatModel):
-            self._flat = model.twin()
+            self.flat = model.twin()
         else:
-            self._flat = FlatModel(model, public.inputs)
-        self._draws = find_draws(self._flat, public)
-        find_steps(self._flat, public, settings)
-        refuse_hidden_state(self._flat, public, settings, self._draws, self._loss_of)
+            self.flat = FlatModel(model, public.inputs)
+        self.draws = find_draws(self.flat, public)
+        find_steps(self.flat, public, settings)
+        if not is_tried:
+            refuse_hidden_state(self.flat, public, settings, self.draws, self._loss_of)
+
+    def lend_updates(self) -> None:
+        """Let an update lie in the working model's memory until the next client trains."""
+        self._lends_updates = True
 
     def train(
         self,
         start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
+        clients: Sequence[int],
         round_index: int,
         learning_rate: float,
+        out: Sequence[torch.Tensor] | None = None,
     ) -> Iterator[ClientUpdate]:
-        """Yield the update of each client of the cohort, in its order."""
-        try:
-            for client in cohort:
-                yield self.train_one(start, int(client), round_index, learning_rate)
-        finally:
-            self._put_back()  # what is made or evaluated next sees nothing of the last client
+        """Yield the update of each client, in their order."""
+        for number, client in enumerate(clients):
+            into = None if out is None else out[number]
+            yield self._train_one(start, client, round_index, learning_rate, into)
 
-    def train_one(
-        self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
+    def _train_one(
+        self,
+        start: torch.Tensor,
+        client: int,
+        round_index: int,
+        learning_rate: float,
+        out: torch.Tensor | None,
     ) -> ClientUpdate:
-        """Train one client and return its update."""
         index = self.task.index(client)
         try:
             loss = train_client(
-                self._flat,
+                self.flat,
                 start,
                 self.task.inputs,
                 self.task.targets,
@@ -368,14 +342,13 @@ class SequentialEngine:
                 self.settings,
                 client_seed(self.settings, round_index, client),
                 self._loss_of(client, round_index),
-                self._draws,
+                self.draws,
             )
         except Exception as error:
-            if not self.settings.silent or isinstance(error, NEVER_SILENT):
-                raise
-            return ClientUpdate(client, torch.full_like(start, math.nan), len(index), math.nan)
-        trained = self._flat.read()
-        delta = trained.sub_(start) if self.lends_updates else trained - start
+            out = torch.empty_like(start) if out is None else out
+            return failed_update(error, self.settings, client, out, len(index))
+        trained = self.flat.read()
+        delta = torch.sub(trained, start, out=trained if self._lends_updates else out)
         return ClientUpdate(client, delta, len(index), loss)
 
     def _default_loss(self, client: int, round_index: int) -> Loss:
@@ -392,11 +365,116 @@ class SequentialEngine:
 
         return masked
 
-    def close(self) -> None:
-        """Restore what training has changed outside the model, such as attributes of its class."""
-        self._put_back()
-
-    def _put_back(self) -> None:
-        self._flat.restore()
+    def restore(self) -> None:
+        """Restore what training has changed outside the weights, such as attributes of a class."""
+        self.flat.restore()
         self.task.objective.begin()
         self.settings.optimizer.restore()
+
+
+class _SteppedLinear(torch.autograd.Function):
+    """A linear layer whose backward pass moves its weight instead of returning a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        learning_rate: float,
+        done: Callable[[], None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.learning_rate, ctx.done = learning_rate, done
+        return functional.linear(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        needs_inputs, _, needs_bias = ctx.needs_input_grad[:3]
+        passed = gradient @ weight if needs_inputs else None
+        bias = rows.sum(0) if needs_bias else None
+        # It shares the weight's version: whoever has saved the weight too is told that it moved.
+        moving = weight.detach()
+        moving.addmm_(rows.mT, inputs.reshape(-1, inputs.shape[-1]), alpha=-ctx.learning_rate)
+        ctx.done()
+        return passed, None, bias, None, None
+
+
+def find_stepped(
+    module: nn.Module, parameters: Sequence[torch.Tensor], forward: Callable[[], torch.Tensor]
+) -> list[nn.Linear]:
+    """Return the wide linear layers that a forward pass calls once, and whose weight is theirs.
+
+    A second use needs the weight as it was, and a gradient (`stepping`).  None at all where the
+    backward pass says so, of a weight that is used outside its layer.
+    """
+    trained = {id(parameter) for parameter in parameters}
+    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values())
+    wide = [
+        part
+        for part in module.modules()
+        if type(part) is nn.Linear
+        and "forward" not in vars(part)
+        and id(part._parameters.get("weight")) in trained
+        and owners[id(part.weight)] == 1
+        and part.weight.numel() >= WIDE
+    ]
+    calls: Counter[int] = Counter()
+    hooks = [part.register_forward_pre_hook(partial(_count, calls)) for part in wide]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    once = [part for part in wide if calls[id(part)] == 1]
+    try:
+        with stepping(once, 0.0):
+            forward().backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return []
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return once
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass runs a part of the model again (`torch.utils.checkpoint`)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _count(calls: Counter[int], part: nn.Module, inputs: Any) -> None:
+    calls[id(part)] += 1
+
+
+@contextmanager
+def stepping(layers: Sequence[nn.Linear], learning_rate: float) -> Iterator[None]:
+    """Let these layers take their steps in the backward pass, within.
+
+    A batch may call a layer more often than the trial did (a model that works in chunks).  Only
+    the first call since its last step moves the weight: its way back is the last, when the others
+    have read the weight as it was, and autograd adds up their gradients and applies them after.
+    """
+    waiting: set[int] = set()
+
+    def forward(layer: nn.Linear, inputs: torch.Tensor) -> Any:
+        weight, bias = layer.weight, layer.bias
+        again = id(layer) in waiting and not _in_backward()
+        if again or not torch.is_grad_enabled():
+            return functional.linear(inputs, weight, bias)
+        waiting.add(id(layer))
+        done = partial(waiting.discard, id(layer))
+        return _SteppedLinear.apply(inputs, weight, bias, learning_rate, done)  # type: ignore[no-untyped-call]
+
+    for layer in layers:
+        vars(layer)["forward"] = partial(forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)

@@ -1,11 +1,12 @@
-"""Training of clients on a CPU, with gradients by hand (`cpu_program`).
+"""Steps with gradients written by hand, on a CPU (`manual_layers`).
 
-The same batches and the same dropout as `local.train_client`, so updates agree with the
-sequential engine up to rounding; what a client computes depends on its own samples and seed.
+The same batches and the same dropout as `autograd.train_client`, so updates agree with autograd
+up to rounding; what a client computes depends on its own samples and seed.
 
 Clients train one after the other.  Small networks of dense layers train a few at a time, in
 lanes: as many steps as all of them have full batches for are taken together, the rest of each
-alone.  A lane's numbers are the same bits in any company, which is tried before it is relied on.
+alone.  A client's update does not depend on which other clients train in the same lanes, bit by
+bit, which is tried before it is relied on.
 """
 
 from __future__ import annotations
@@ -20,25 +21,42 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
+from fedquilt.training.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.hardware import one_thread
-from fedquilt.training.objective import IGNORED
-from fedquilt.training.task import ClientUpdate, LocalSettings, Task, public_inputs
-from fedquilt.training.trainers.autograd import NEVER_SILENT, client_seed, epoch_order, train_client
-from fedquilt.training.trainers.cpu_update import Update
-from fedquilt.training.trainers.manual_layers import CpuProgram, Frame, check_layers, matrices
-from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan, make_plan
-from fedquilt.training.trainers.trial import FLOAT32, SCALES, disagreement, moved_by_a_pass
+from fedquilt.training.task import (
+    ClientUpdate,
+    LocalSettings,
+    Task,
+    client_seed,
+    epoch_order,
+    public_inputs,
+)
+from fedquilt.training.trainers import Trainer, failed_update
+from fedquilt.training.trainers.autograd import train_client
+from fedquilt.training.trainers.manual_layers import (
+    BatchBuffers,
+    ManualProgram,
+    check_layers,
+    matrices,
+)
+from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan
+from fedquilt.training.trainers.trial import (
+    FLOAT32,
+    SCALES,
+    TRIAL_SEED,
+    Trial,
+    autograd_gradients,
+    plan_for,
+    refuse_disagreement,
+)
+from fedquilt.training.trainers.winograd import Update
 
 _log = logging.getLogger(__name__)
 
 _TRIAL_RATE = 0.1
-_TRIAL_SEED = 0
 # How many numbers of dropout masks are drawn at once.
 _DRAWN = 2**20
-# Batches above this stand for "all samples": memory for them is not kept.
-_WIDEST = 1024
 # A product over more samples is made in parts, and each one would round the weights once more.
 _FUSED_BATCH = 128
 # Multiplications of a layer after another in a step, forward: a millisecond on one core.
@@ -49,7 +67,7 @@ _LAID_OUT = 2**22
 _LANES, _LANE_BYTES = 6, 5 * 2**18
 
 
-class Given(NamedTuple):
+class _Job(NamedTuple):
     """A client to train: the places of its samples, its seed, and where its update goes."""
 
     samples: torch.Tensor
@@ -60,11 +78,11 @@ class Given(NamedTuple):
 class _Member(NamedTuple):
     """A client of those that train together."""
 
-    given: Given
+    job: _Job
     labels: torch.Tensor
 
 
-class CpuTraining:
+class ManualTrainer(Trainer):
     """Trains clients by the plan of their network.
 
     Parameters
@@ -79,11 +97,14 @@ class CpuTraining:
         It cannot be used here; the message says why.
     """
 
+    name = "manual"
+
     def __init__(
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
-        self._flat, self._task, self._settings, self._draws = flat, task, settings, draws
-        self.plan: Plan = cpu_plan(flat, task, settings)
+        self.flat, self.task, self.settings, self._draws = flat, task, settings, draws
+        self.plan: Plan = plan_for("manual", flat, task, settings)
+        check_layers(self.plan)
         is_plain = settings.optimizer.is_plain and not settings.fedprox_mu
         self._fused = is_plain and settings.batch_size <= _FUSED_BATCH
         weights = sum(segment.stop - segment.start for segment in flat.segments)
@@ -96,7 +117,7 @@ class CpuTraining:
         has_lanes = most > 1 and is_dense and self._fused and self.is_small
         lanes = most if has_lanes else None
         self.together = lanes or 1
-        self._program = CpuProgram(self.plan, settings.batch_size, not self._fused, lanes)
+        self._program = ManualProgram(self.plan, settings.batch_size, not self._fused, lanes)
         self._anchors: dict[str, torch.Tensor] = {}
         if settings.fedprox_mu:
             self._anchors = {n: torch.empty_like(t) for n, t in self._program.weights.items()}
@@ -106,55 +127,57 @@ class CpuTraining:
             [t[:many] for t in tensors] if lanes else tensors for many in range(self.together + 1)
         ]
         self._sizes = [tensor.numel() for tensor in self._lanes[0]]
-        self._by_class = torch.arange(self.plan.classes)[:, None]
+        self._classes = self.plan.classes
+        self._by_class = torch.arange(self._classes)[:, None]
+        self._used_autograd = False
         with one_thread(self.is_small):
             self._try()
+        # Of how many clients those that train together are best chosen.
+        self.group_size = 4 * self.together if self.together > 1 else 1
 
-    @property
-    def window(self) -> int:
-        """Of how many clients those that train together are best chosen."""
-        return 4 * self.together if self.together > 1 else 1
-
-    def update_of(
-        self, start: torch.Tensor, client: int, round_index: int, learning_rate: float
-    ) -> ClientUpdate:
-        """Return what a client of the task sends in a round."""
-        return self.updates_of(start, [client], round_index, learning_rate)[0]
-
-    def updates_of(
-        self, start: torch.Tensor, clients: Sequence[int], round_index: int, learning_rate: float
-    ) -> list[ClientUpdate]:
-        """Return what clients of the task send in a round."""
-        task, settings = self._task, self._settings
-        given = [
-            Given(task.index(c), client_seed(settings, round_index, c), torch.empty_like(start))
-            for c in clients
+    def train(
+        self,
+        start: torch.Tensor,
+        clients: Sequence[int],
+        round_index: int,
+        learning_rate: float,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Iterator[ClientUpdate]:
+        """Yield the updates of clients, in their order."""
+        task, settings = self.task, self.settings
+        into = [torch.empty_like(start) for _ in clients] if out is None else out
+        jobs = [
+            _Job(task.index(client), client_seed(settings, round_index, client), memory)
+            for client, memory in zip(clients, into, strict=True)
         ]
-        losses = self.train(start, given, learning_rate)
-        updates = []
-        for client, (samples, _, delta), loss in zip(clients, given, losses, strict=True):
+        losses = self._train_jobs(start, jobs, learning_rate)
+        for client, (samples, _, delta), loss in zip(clients, jobs, losses, strict=True):
             if isinstance(loss, Exception):
-                if not settings.silent or isinstance(loss, NEVER_SILENT):
-                    raise loss
-                delta.fill_(math.nan)
-                loss = math.nan
-            updates.append(ClientUpdate(client, delta, len(samples), loss))
-        return updates
+                yield failed_update(loss, settings, client, delta, len(samples))
+            else:
+                yield ClientUpdate(client, delta, len(samples), loss)
+
+    def restore(self) -> None:
+        """Restore what training by autograd has changed; steps by hand leave the model alone."""
+        if self._used_autograd:
+            self.flat.restore()
+            self.task.objective.begin()
+            self._used_autograd = False
 
     @torch.no_grad()
-    def train(
-        self, start: torch.Tensor, given: Sequence[Given], learning_rate: float
+    def _train_jobs(
+        self, start: torch.Tensor, jobs: Sequence[_Job], learning_rate: float
     ) -> list[float | Exception]:
         """Put the clients' updates where they go; return their mean losses.
 
         Without samples the loss is NaN and the update zero.  Who cannot be trained has the error
         in the place of the loss.
         """
-        losses: list[float | Exception] = [math.nan] * len(given)
+        losses: list[float | Exception] = [math.nan] * len(jobs)
         members: dict[int, _Member] = {}
-        for place, client in enumerate(given):
+        for place, client in enumerate(jobs):
             try:
-                labels = self._task.targets[client.samples]
+                labels = self.task.targets[client.samples]
                 if not len(labels):
                     client.out.zero_()
                 elif self._are_classes(labels):
@@ -163,7 +186,7 @@ class CpuTraining:
                     losses[place] = self._by_autograd(start, client, learning_rate)
             except Exception as error:
                 losses[place] = error
-        inputs, begin = self._task.inputs.flatten(1), self._parts(start)
+        inputs, begin = self.task.inputs.flatten(1), self._parts(start)
         # Those of a size have the most steps to take together.
         order = sorted(members, key=lambda place: len(members[place].labels))
         with one_thread(self.is_small):
@@ -181,7 +204,7 @@ class CpuTraining:
         """
         group: list[int] = []
         for place in order:
-            numbers = (len(group) + 1) * len(members[place].labels) * self.plan.classes
+            numbers = (len(group) + 1) * len(members[place].labels) * self._classes
             if group and (len(group) == self.together or numbers > _LAID_OUT):
                 yield group
                 group = []
@@ -207,13 +230,13 @@ class CpuTraining:
                 losses += self._train_group(begin, inputs, [member], learning_rate)
             return losses
         for lane, member in zip(self._lanes, group, strict=False):
-            for tensor, part, into in zip(lane, begin, self._parts(member.given.out), strict=True):
+            for tensor, part, into in zip(lane, begin, self._parts(member.job.out), strict=True):
                 torch.sub(tensor, part, out=into)
         return losses
 
     def _are_classes(self, labels: torch.Tensor) -> bool:
         least, largest = torch.aminmax(labels)
-        return int(least) >= 0 and int(largest) < self.plan.classes
+        return int(least) >= 0 and int(largest) < self._classes
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a vector as the flat model lays tensors out, in the tensors' shapes."""
@@ -231,21 +254,21 @@ class CpuTraining:
 
         Their weights are in the program's lanes afterwards.
         """
-        program, most = self._program, self._settings.batch_size
+        program, most = self._program, self.settings.batch_size
         program.reset()
         for tensor, part in zip(self._first_lanes[len(group)], begin, strict=True):
             tensor.copy_(part)
         rule = None if self._fused else self._begin_rule(learning_rate)
-        shuffles = [torch.Generator().manual_seed(member.given.seed) for member in group]
+        shuffles = [torch.Generator().manual_seed(member.job.seed) for member in group]
         counts = [len(member.labels) for member in group]
         full = min(counts) // most
-        joint = self._frame(most, rule, learning_rate, lanes=len(group)) if full else None
-        masks = self._masks(group[0].given.seed, self._settings.epochs * -(-counts[0] // most))
+        joint = self._buffers(most, rule, learning_rate, lanes=len(group)) if full else None
+        masks = self._masks(group[0].job.seed, self.settings.epochs * -(-counts[0] // most))
         losses = [0.0] * len(group)
-        for _ in range(self._settings.epochs):
+        for _ in range(self.settings.epochs):
             orders = [epoch_order(*one) for one in zip(counts, shuffles, strict=True)]
             drawn = list(zip(group, orders, strict=True))
-            taken = [member.given.samples[order] for member, order in drawn]
+            taken = [member.job.samples[order] for member, order in drawn]
             labels = [member.labels[order] for member, order in drawn]
             epoch = _Epoch(labels, most, self._by_class, has_lanes=len(self._lanes) > 1)
             for batch, places in zip(_joint(taken, full, most), epoch.first(full), strict=True):
@@ -253,47 +276,47 @@ class CpuTraining:
             for lane, samples in enumerate(taken):
                 for step, batch in enumerate(torch.split(samples[full * most :], most), full):
                     if len(batch):
-                        frame = self._frame(len(batch), rule, learning_rate, lane)
+                        buffers = self._buffers(len(batch), rule, learning_rate, lane)
                         places = epoch.place(step, lane, len(batch))
-                        self._step(frame, inputs, batch, places, next(masks), rule)
+                        self._step(buffers, inputs, batch, places, next(masks), rule)
             losses = [a + b for a, b in zip(losses, epoch.losses(), strict=True)]
         return [
-            loss / (self._settings.epochs * count)
+            loss / (self.settings.epochs * count)
             for loss, count in zip(losses, counts, strict=True)
         ]
 
     def _step(
         self,
-        frame: tuple[Frame, Update] | None,
+        buffers: tuple[BatchBuffers, Update] | None,
         inputs: torch.Tensor,
         batch: torch.Tensor,
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         masks: list[torch.Tensor],
         rule: tuple[Any, list[torch.Tensor]] | None,
     ) -> None:
-        assert frame is not None
-        self._program.step(frame[0], inputs, batch, *places, frame[1], masks)
+        assert buffers is not None
+        self._program.step(buffers[0], inputs, batch, *places, buffers[1], masks)
         if rule is not None:
             rule[0].step(rule[1])
 
     def _begin_rule(self, learning_rate: float) -> tuple[Any, list[torch.Tensor]]:
         """Return the optimizer of a client that begins at the program's weights."""
-        program, mu, names = self._program, self._settings.fedprox_mu, self._flat.names
+        program, mu, names = self._program, self.settings.fedprox_mu, self.flat.names
         parameters = [program.weights[name] for name in names]
         for name, anchor in self._anchors.items():
             anchor.copy_(program.weights[name])
         anchors = [self._anchors[name] for name in names] if self._anchors else None
-        rule = self._settings.optimizer.begin(parameters, anchors, learning_rate, mu)
+        rule = self.settings.optimizer.begin(parameters, anchors, learning_rate, mu)
         return rule, [program.gradients[name] for name in names]
 
-    def _frame(
+    def _buffers(
         self, size: int, rule: object, learning_rate: float, lane: int = 0, lanes: int = 1
-    ) -> tuple[Frame, Update]:
+    ) -> tuple[BatchBuffers, Update]:
         """Return the layers for batches of a size, and where their gradients go."""
-        frame = self._program.frame(size, lane, lanes)
+        buffers = self._program.buffers(size, lane, lanes)
         if rule is not None:  # it asks for the gradient itself
-            return frame, Update(0.0, 1.0 / size)
-        return frame, Update(1.0, -learning_rate * (1.0 / size))
+            return buffers, Update(0.0, 1.0 / size)
+        return buffers, Update(1.0, -learning_rate * (1.0 / size))
 
     def _masks(self, seed: int, steps: int) -> Iterator[list[torch.Tensor]]:
         """Yield the dropout masks of each step, one row for a full batch each."""
@@ -301,7 +324,7 @@ class CpuTraining:
         if not layers:
             while True:
                 yield []
-        counts = [_numbers(layer) * self._settings.batch_size for layer in layers]
+        counts = [_numbers(layer) * self.settings.batch_size for layer in layers]
         block = max(1, _DRAWN // max(counts))
         for first in range(0, steps, block):
             numbers = np.arange(first, min(first + block, steps))
@@ -312,13 +335,14 @@ class CpuTraining:
             for step in range(len(numbers)):
                 yield [mask[step] for mask in drawn]
 
-    def _by_autograd(self, start: torch.Tensor, client: Given, learning_rate: float) -> float:
-        task, flat = self._task, self._flat
+    def _by_autograd(self, start: torch.Tensor, client: _Job, learning_rate: float) -> float:
+        self._used_autograd = True
+        task, flat = self.task, self.flat
         task.objective.begin()
         with torch.enable_grad():
             loss = train_client(
                 *(flat, start, task.inputs, task.targets, client.samples, learning_rate),
-                *(self._settings, client.seed, task.objective, self._draws),
+                *(self.settings, client.seed, task.objective, self._draws),
             )
         torch.sub(flat.read(), start, out=client.out)
         return loss
@@ -326,25 +350,19 @@ class CpuTraining:
     @torch.no_grad()
     def _try(self) -> None:
         """Refuse a plan that does not compute what the network does, on public samples."""
-        flat, most, like = self._flat, self._settings.batch_size, self._task.public()
-        start = flat.read().clone()
+        most, like = self.settings.batch_size, self.task.public().inputs
         # What a network computes shows on few samples; a full batch, that its memory is laid out.
-        for count, scales in ((max(1, most // 8), SCALES), (most, SCALES[:1])):
-            reason = disagreement(
-                *(self._gradient, self._autograd_gradient, start, like.inputs, count, FLOAT32),
-                scales=scales,
-            )
-            if reason:
-                raise NoPlanError(f"its gradient by hand is {reason}")
-        moved = moved_by_a_pass(flat, like.inputs, self._draws)
-        flat.write(start)
-        if moved:
-            raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")
-        self._try_together(start, public_inputs(like.inputs, most + max(1, most // 2)))
+        trials = [Trial(like, max(1, most // 8), SCALES), Trial(like, most, SCALES[:1])]
+        ways = self._gradient, self._autograd_gradient
+        refuse_disagreement(
+            "its gradient by hand is", *ways, self.flat, trials, FLOAT32, self._draws
+        )
+        start = self.flat.read().clone()
+        self._try_together(start, public_inputs(like, most + max(1, most // 2)))
 
     def _trial_labels(self, count: int) -> torch.Tensor:
-        labels = torch.arange(count) % self.plan.classes
-        return labels.to(self._task.targets.dtype)
+        labels = torch.arange(count) % self._classes
+        return labels.to(self.task.targets.dtype)
 
     def _gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gradient by hand of one batch; a program of plain steps has it as weights."""
@@ -354,27 +372,21 @@ class CpuTraining:
             tensor.copy_(part)
         epoch = _Epoch([labels], len(labels), self._by_class, has_lanes=len(self._lanes) > 1)
         program.step(
-            program.frame(len(labels)),
+            program.buffers(len(labels)),
             inputs.flatten(1),
             torch.arange(len(labels)),
             *epoch.place(0, 0, len(labels)),
             Update(0.0, 1.0 / len(labels)),
-            next(self._masks(_TRIAL_SEED, 1)),
+            next(self._masks(TRIAL_SEED, 1)),
         )
         by_name = program.gradients
-        tensors = [by_name[name] for name in self._flat.names] if by_name else self._lanes[0]
+        tensors = [by_name[name] for name in self.flat.names] if by_name else self._lanes[0]
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def _autograd_gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        flat, objective = self._flat, self._task.objective
-        flat.write(weights)
-        flat.module.train()
-        objective.begin()
-        with torch.enable_grad(), own_draws(self._draws):
-            if self._draws is not None:
-                self._draws.begin(bits_of(_TRIAL_SEED, 0))
-            loss = objective(flat.module, inputs, self._trial_labels(len(inputs)))
-            gradients = torch.autograd.grad(loss, flat.parameters)
+        labels, objective = self._trial_labels(len(inputs)), self.task.objective
+        self.flat.write(weights)
+        gradients = autograd_gradients(self.flat, objective, inputs, labels, self._draws)
         return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def _try_together(self, start: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -384,8 +396,8 @@ class CpuTraining:
         shapes.
         """
         count, begin = len(inputs), self._parts(start)
-        given = Given(torch.arange(count), _TRIAL_SEED, start)
-        member, inputs = _Member(given, self._trial_labels(count)), inputs.flatten(1)
+        job = _Job(torch.arange(count), TRIAL_SEED, start)
+        member, inputs = _Member(job, self._trial_labels(count)), inputs.flatten(1)
         alone: list[torch.Tensor] = []
         for many in range(1, self.together + 1):
             self._train(begin, inputs, [member] * many, _TRIAL_RATE)
@@ -454,25 +466,12 @@ def _joint(samples: list[torch.Tensor], steps: int, most: int) -> Sequence[torch
     return torch.stack(parts, 1).view(steps, -1).unbind()
 
 
-def cpu_plan(flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
-    """Return the plan of a model whose layers are all written here; else raise NoPlanError."""
-    reason = _unsuited(flat, task, settings)
-    if reason:
-        raise NoPlanError(reason)
-    flat.module.train()
-    plan = make_plan(flat.module, task.public().inputs)
-    if {weights.name for weights in plan.weights} != set(flat.names):
-        raise NoPlanError("it has parameters outside its layers, or frozen ones")
-    check_layers(plan)
-    return plan
-
-
-def hand_training(
+def try_manual(
     flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
-) -> CpuTraining | None:
-    """Return the steps by hand; None, and the reason in the log, where there are none."""
+) -> ManualTrainer | None:
+    """Return the trainer by hand; None, and the reason in the log, where there is none."""
     try:
-        return CpuTraining(flat, task, settings, draws)
+        return ManualTrainer(flat, task, settings, draws)
     except NoPlanError as error:
         _log.info("the model trains by autograd: %s", error)
         return None
@@ -489,21 +488,3 @@ def _mask(layer: Dropout, keys: NDArray[np.int32], count: int) -> torch.Tensor:
     """Return 0 or 1 / (1 - p), [steps, count], as `draws` has it."""
     kept = hashed_bits(torch.from_numpy(keys), count) >= int(layer.share * 2**32) - 2**31
     return kept.to(torch.float32).mul_(1.0 / (1.0 - layer.share))
-
-
-def _unsuited(flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:
-    """Return why no plan is tried here, None where one is."""
-    tensors = isinstance(task.inputs, torch.Tensor) and isinstance(task.targets, torch.Tensor)
-    if not tensors or task.class_mask is not None or task.inputs.dtype != torch.float32:
-        return "its inputs are not one tensor of float32, or classes are hidden"
-    objective = task.objective
-    is_label = task.targets.dim() == 1 and not task.targets.is_floating_point()
-    if not is_label or objective.loss != "cross_entropy" or objective.ignore_index != IGNORED:
-        return "its loss is not the cross-entropy of one class a sample"
-    if flat.vector.device.type != "cpu":
-        return "it is not on a CPU"
-    if settings.optimizer.factory is not None or settings.batch_size > _WIDEST:
-        return f"own optimizers and batches above {_WIDEST} have no steps by hand"
-    if flat.buffer_names or flat.vector.dtype != torch.float32 or flat.is_lossy:
-        return "it has buffers that move, or other types than float32"
-    return None

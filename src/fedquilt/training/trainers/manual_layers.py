@@ -13,7 +13,7 @@ enough multiplications (`winograd`).  d of the cross-entropy is
 softmax(scores) - onehot(target); the 1 / n of the mean is in the step.
 
 Images are [batch, channels, height, width] in memory with channels last, so a dense layer behind
-them has its columns in that order, too (`Tensors` carries weights there and back).
+them has its columns in that order, too (`LayerTensors` carries weights there and back).
 
 A small network's step is so short that the calls count as much as what they compute.  Where all
 layers are dense, several clients take it together: every tensor has a first axis of *lanes*, one
@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import torch
 
 from fedquilt.training.trainers import winograd
-from fedquilt.training.trainers.cpu_update import Update
 from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan
+from fedquilt.training.trainers.winograd import Update
 
 _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ def matrices(*shape: int) -> torch.Tensor:
     return block[..., : rows * columns].view(*before, rows, columns)
 
 
-class Tensors:
+class LayerTensors:
     """The weights of one layer, or their gradients: `named` has them in torch's shapes.
 
     With `lanes` all of them have one more axis in front.
@@ -101,24 +101,24 @@ class _Step(Protocol):
 class _DenseStep:
     """relu(x W^T + b); `x` is [n, columns of the weights] where the bias is one of them."""
 
-    def __init__(self, made: _Layer, places: Places) -> None:
+    def __init__(self, made: LayerBuffers, view: BufferView) -> None:
         layer = made.layer
         assert isinstance(layer, Dense)
-        has_lanes = places.lanes is not None
+        has_lanes = view.lanes is not None
         self._product = torch.bmm if has_lanes else torch.mm
         self._add_product = torch.baddbmm if has_lanes else torch.addmm
-        self._into = places.of_clients(made.into.weight)
-        weight = places.of_clients(made.weights.weight)
+        self._into = view.of_clients(made.into.weight)
+        weight = view.of_clients(made.weights.weight)
         self._turned: torch.Tensor = weight.mT
         self._plain = weight[..., : layer.inputs]
         self._bias = None if made.joined else made.weights.bias
         self._bias_into = None if made.joined else made.into.bias
         self._relu, self._first = layer.relu, made.first
-        self._out: torch.Tensor = places.of_samples(made.out)
+        self._out: torch.Tensor = view.of_samples(made.out)
         self._scores = self._out[..., : layer.outputs]
-        self._gradient = places.of_samples(made.gradient)[..., : layer.inputs]
+        self._gradient = view.of_samples(made.gradient)[..., : layer.inputs]
         self._sum = torch.empty(layer.outputs)
-        self._image, self._size = made.image, places.size
+        self._image, self._size = made.image, view.size
         self._d: torch.Tensor | None = None
 
     def write_to(self, scores: torch.Tensor) -> None:
@@ -157,7 +157,7 @@ class _DenseStep:
 class _ConvStep:
     """pool(relu(convolution))."""
 
-    def __init__(self, made: _Layer, places: Places) -> None:
+    def __init__(self, made: LayerBuffers, view: BufferView) -> None:
         layer = made.layer
         assert isinstance(layer, Conv)
         self._weight, self._bias = made.weights.weight, made.weights.bias
@@ -166,7 +166,7 @@ class _ConvStep:
         self._padding = [layer.padding, layer.padding]
         self._channels = layer.outputs
         if layer.pool:
-            self._gradient = places.of_samples(made.gradient).permute(0, 3, 1, 2)
+            self._gradient = view.of_samples(made.gradient).permute(0, 3, 1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._x = x
@@ -200,8 +200,8 @@ class _ConvStep:
 class _DropoutStep:
     """Multiply by a mask that is drawn before the step."""
 
-    def __init__(self, made: _Layer, places: Places) -> None:
-        layer, size = made.layer, places.size
+    def __init__(self, made: LayerBuffers, view: BufferView) -> None:
+        layer, size = made.layer, view.size
         assert isinstance(layer, Dropout)
         self._first = made.first
         self._features = layer.shape[0]
@@ -253,7 +253,7 @@ _FUSED = _fused_convolution()
 
 
 @dataclass(eq=False)
-class _Layer:
+class LayerBuffers:
     """A layer of the plan with its weights and memory for a full batch."""
 
     layer: Conv | Dense | Dropout
@@ -271,7 +271,7 @@ class _Layer:
         self.tiles: Any = None
 
 
-class CpuProgram:
+class ManualProgram:
     """All layers of a plan, and a step through them.
 
     Parameters
@@ -310,17 +310,17 @@ class CpuProgram:
             for made in self._layers
             if made.joined and isinstance(made.layer, Dense)
         ]
-        self._frames: dict[Places, Frame] = {}
+        self._buffers: dict[BufferView, BatchBuffers] = {}
 
-    def _give_memory(self, number: int, made: _Layer, with_gradients: bool) -> None:
+    def _give_memory(self, number: int, made: LayerBuffers, with_gradients: bool) -> None:
         layer, width = made.layer, self.width
         if isinstance(layer, Dropout):
             return
-        made.weights = Tensors(layer, made.image, made.joined, self._lanes)
+        made.weights = LayerTensors(layer, made.image, made.joined, self._lanes)
         made.into = made.weights
         self.weights |= made.weights.named
         if with_gradients:
-            made.into = Tensors(layer, made.image, made.joined, self._lanes)
+            made.into = LayerTensors(layer, made.image, made.joined, self._lanes)
             self.gradients |= made.into.named
         if isinstance(layer, Conv):
             if winograd.suits(layer):
@@ -347,7 +347,7 @@ class CpuProgram:
 
     def step(
         self,
-        frame: Frame,
+        buffers: BatchBuffers,
         inputs: torch.Tensor,
         batch: torch.Tensor,
         onehot: torch.Tensor,
@@ -358,25 +358,25 @@ class CpuProgram:
     ) -> None:
         """Take one step on the samples `batch` of `inputs` [all samples, features].
 
-        `frame` is that of the batch's size; `scores` receives those before the step.  They and
+        `buffers` are those of the batch's size; `scores` receives those before the step.  They and
         `onehot` are [classes, samples]: a softmax over few classes is fast for many samples.
-        `turned` is the transposed view of `scores`.  In a frame of several lanes `batch` has
+        `turned` is the transposed view of `scores`.  With buffers of several lanes `batch` has
         the samples of all of them.
         """
-        torch.index_select(inputs, 0, batch, out=frame.gathered)
-        x = self._image(frame.x) if self.starts_with_image else frame.x
+        torch.index_select(inputs, 0, batch, out=buffers.gathered)
+        x = self._image(buffers.x) if self.starts_with_image else buffers.x
         if masks:
-            for dropout, mask in zip(frame.dropouts, masks, strict=True):
+            for dropout, mask in zip(buffers.dropouts, masks, strict=True):
                 dropout.draw(mask)
-        if frame.last is not None:
-            frame.last.write_to(turned)
-        for step in frame.steps:
+        if buffers.last is not None:
+            buffers.last.write_to(turned)
+        for step in buffers.steps:
             x = step.forward(x)
-        if frame.last is None:
+        if buffers.last is None:
             turned.copy_(x)
-        torch.softmax(scores, -2, out=frame.by_class).sub_(onehot)
-        d: torch.Tensor | None = frame.d
-        for step in frame.backward:
+        torch.softmax(scores, -2, out=buffers.by_class).sub_(onehot)
+        d: torch.Tensor | None = buffers.d
+        for step in buffers.backward:
             if d is not None:
                 d = step.backward(d, update)
 
@@ -388,25 +388,25 @@ class CpuProgram:
         strides = (high * wide * channels, 1, wide * channels, channels)
         return image.as_strided((size, channels, high, wide), strides)
 
-    def frame(self, size: int, first: int = 0, lanes: int = 1) -> Frame:
+    def buffers(self, size: int, first: int = 0, lanes: int = 1) -> BatchBuffers:
         """Return the layers for batches of a size, of `lanes` clients from the lane `first` on."""
         taken = (first, first + lanes) if self._lanes else None
-        places = Places(size, taken)
-        known = self._frames.get(places)
+        view = BufferView(size, taken)
+        known = self._buffers.get(view)
         if known is not None:
             return known
         if lanes > 1 and (taken is None or size != self.width):
             raise ValueError(f"lanes={lanes} must be 1 for batches of {size}, not {self.width}")
-        steps = [_STEPS[type(made.layer)](made, places) for made in self._layers]
-        x = places.of_samples(self._x)
+        steps = [_STEPS[type(made.layer)](made, view) for made in self._layers]
+        x = view.of_samples(self._x)
         by_class = matrices(*x.shape[: len(self._lanes)], self._classes, size)
         gathered = (x if taken is None else x.flatten(0, 1))[:, : self._features]
-        frame = self._frames[places] = Frame(steps, x, gathered, by_class)
-        return frame
+        buffers = self._buffers[view] = BatchBuffers(steps, x, gathered, by_class)
+        return buffers
 
 
 @dataclass(frozen=True)
-class Places:
+class BufferView:
     """Which part of the memory a batch takes: so many samples, of the lanes [first, end)."""
 
     size: int
@@ -429,7 +429,7 @@ class Places:
 
 
 @dataclass(eq=False)
-class Frame:
+class BatchBuffers:
     """The layers for batches of one size, and the memory of their first input and last gradient."""
 
     steps: list[_Step]
@@ -445,13 +445,13 @@ class Frame:
         self.last = last if isinstance(last, _DenseStep) else None
 
 
-def _convolution(made: _Layer, places: Places) -> _Step:
+def _convolution(made: LayerBuffers, view: BufferView) -> _Step:
     if made.tiles is None:
-        return _ConvStep(made, places)
+        return _ConvStep(made, view)
     layer, weights, into = made.layer, made.weights, made.into
     assert isinstance(layer, Conv)
     tensors = (weights.weight, weights.bias, into.weight, into.bias)
-    return winograd.WinogradStep(layer, made.tiles, *tensors, made.first, places.size)
+    return winograd.WinogradStep(layer, made.tiles, *tensors, made.first, view.size)
 
 
 _STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}
@@ -464,14 +464,14 @@ def check_layers(plan: Plan) -> None:
             raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
 
 
-def _made(plan: Plan, fill_up: bool) -> list[_Layer]:
+def _made(plan: Plan, fill_up: bool) -> list[LayerBuffers]:
     """Return the layers, told what they read; `fill_up` rows of weights without a bias, too."""
-    layers: list[_Layer] = []
+    layers: list[LayerBuffers] = []
     image: tuple[int, ...] | None = None
     behind_image = False
     for number, layer in enumerate(plan.layers):
         assert isinstance(layer, Conv | Dense | Dropout)  # `check_layers`
-        made = _Layer(layer, first=number == 0)
+        made = LayerBuffers(layer, first=number == 0)
         if isinstance(layer, Conv):
             image, behind_image = layer.shape, True
         elif isinstance(layer, Dense):

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import math
 import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import fx, nn
 from torch.nn import functional
 
-from fedquilt.training.trainers.batches import Stretch
+from fedquilt.training.draws import generator_states
 
 
 class NoPlanError(Exception):
@@ -182,32 +179,6 @@ class Plan:
         return inputs.movedim(1, -1) if inputs.dim() == 4 else inputs
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """All steps of a group: rows are clients, those with most steps first.
-
-    `begins` and `sizes` are [steps, clients]: where a batch begins in the shuffled samples,
-    and how many it has; these samples, `length` of them, come in `stretches`, by the step that
-    needs them first; `keys` are those of each random draw, [steps, clients, 2].
-    """
-
-    begins: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    length: int
-    stretches: Callable[[], Iterator[Stretch]]
-    keys: list[NDArray[np.int32]]
-    hidden: torch.Tensor | None = None
-    """Which classes each client's loss leaves alone, [clients, classes]."""
-
-    def of(self, rows: list[int]) -> Tables:
-        """Return the table of some of the clients."""
-        keys = [part[:, rows] for part in self.keys]
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return replace(
-            self, begins=self.begins[:, rows], sizes=self.sizes[:, rows], keys=keys, hidden=hidden
-        )
-
-
 def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
     """Return the plan of a network in training mode; `sample` is a batch of public inputs.
 
@@ -217,12 +188,12 @@ def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
         The network has a layer or a shape that no plan has; the message says which.
     """
     _refuse_hooks(module)
-    before = _generator_states()
+    before = generator_states()
     try:
         traced = fx.symbolic_trace(module)
     except Exception as error:  # whatever a forward pass may do with a placeholder
         raise NoPlanError(f"torch.fx cannot follow its forward pass ({error})") from error
-    if _generator_states() != before:
+    if generator_states() != before:
         # What was drawn while it was followed would stand in the plan as if it never changed.
         raise NoPlanError("its forward pass draws from the generators of Python or NumPy")
     maker = _Maker(traced, tuple(sample.shape[1:]), not sample.is_floating_point())
@@ -250,10 +221,6 @@ def _refuse_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise NoPlanError(f"{name} has hooks")
-
-
-def _generator_states() -> str:
-    return repr((random.getstate(), np.random.get_state()))
 
 
 class _Maker:

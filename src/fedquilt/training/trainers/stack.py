@@ -14,11 +14,9 @@ by a bit in another.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
@@ -26,12 +24,20 @@ from torch.func import functional_call, vmap
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
-from fedquilt.training.draws import ClientDraws, bits_of, draw_keys, hashed_bits, own_draws
+from fedquilt.training.draws import (
+    ClientDraws,
+    bits_of,
+    draw_keys,
+    generator_states,
+    hashed_bits,
+    own_draws,
+    seeded_layers,
+)
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import outputs_of
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
 from fedquilt.training.task import ClassMask, Task, public_inputs
-from fedquilt.training.trainers.autograd import find_draws, seeded_layers
+from fedquilt.training.trainers.autograd import find_draws
 from fedquilt.training.trainers.trial import BFLOAT16, FLOAT32, TF32, disagreement
 
 _GPU_SHARE = 0.4
@@ -168,14 +174,14 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
     with seeded_layers(stack.public.device, 0):
         if _mixes_samples(stack):
             return "its output for a sample depends on the other samples of the batch"
-        before = _generator_states()
+        before = generator_states()
         try:
             far = _disagreement(stack)
         except _MovesWeightsError:
             return "its forward pass changes its own weights"
         except Exception as error:
             return f"torch.func.vmap cannot run it ({_first_line(error)})"
-        if _generator_states() != before:
+        if generator_states() != before:
             return "it draws from the generators of Python or NumPy, which all clients would share"
     moved = [*stack.state.moved(), *stack.objective.moved()]
     if moved:
@@ -204,10 +210,6 @@ class _MovesWeightsError(Exception):
 
 class _SideEffectError(InvalidValueError):
     """A forward pass of many clients leaves something behind that would reach the next."""
-
-
-def _generator_states() -> str:
-    return repr((random.getstate(), np.random.get_state()))
 
 
 def _first_line(error: Exception) -> str:
@@ -397,7 +399,7 @@ class ProgramShapes:
     ) -> None:
         """Refuse a forward pass that leaves something behind in a program of this shape."""
         what = ", ".join(self._stack.state.moved())
-        if _generator_states() != states:
+        if generator_states() != states:
             what = "the generators of Python or NumPy"
         if not all(torch.equal(a, b) for a, b in zip(leaves, values, strict=True)):
             what = "its own weights"
@@ -435,7 +437,7 @@ class ProgramShapes:
         )
         stack.reset()
         with seeded_layers(device, 0):  # a trial must not use up what training draws
-            before = _generator_states(), [leaf.detach().clone() for leaf in leaves]
+            before = generator_states(), [leaf.detach().clone() for leaf in leaves]
             losses = stack.losses(leaves, batch)
             self._refuse_side_effects(leaves, *before)
         losses = losses * shares.to(device)[order, :width]

@@ -1,4 +1,7 @@
-"""Whether a faster way to train computes what autograd does, to rounding.
+"""Whether a faster trainer may be used for a model: reasons why not, and a trial.
+
+The table of reasons needs no computation.  What passes it is tried: does it compute what autograd
+computes, to rounding?
 
 How far rounding alone takes two ways apart depends on the network: a rectifier near zero, the
 larger of two near values, a softmax of large scores.  So it is measured.  A gradient computed with
@@ -13,8 +16,9 @@ computes something else does so in every draw.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +26,10 @@ from fedquilt.common import trees
 from fedquilt.common.trees import Tree
 from fedquilt.training.draws import ClientDraws, bits_of, own_draws
 from fedquilt.training.flat import FlatModel
+from fedquilt.training.objective import IGNORED, Objective
 from fedquilt.training.state import ModuleState
-from fedquilt.training.task import public_inputs
+from fedquilt.training.task import LocalSettings, Task, public_inputs
+from fedquilt.training.trainers.plan import NoPlanError, Plan, is_interpreted, make_plan
 
 FLOAT32, TF32, BFLOAT16 = 2.0**-18, 2.0**-9, 2.0**-7
 """How far weights and inputs are moved: 64 units of rounding, which tiled sums (Winograd) need some
@@ -33,11 +39,121 @@ _TIMES = 4
 _FURTHEST = 0.5
 SCALES = (1.0, 100.0)
 """The sizes of inputs that are tried."""
+TRIAL_SEED = 0
 _DRAWS = 3
 _SPREAD = 0.05
 
 Gradient = Callable[[torch.Tensor, Any], torch.Tensor]
 """The gradient, or the update, at some weights [size of the model] for a batch of inputs."""
+
+
+WIDEST = {"manual": 1024, "gpu": 256}
+"""The largest batch of a trainer; larger ones, which stand for "all samples", take much memory."""
+_TOKENS = (torch.int32, torch.int64)  # what `nn.Embedding` takes
+
+
+def why_not(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> str | None:
+    """Return why a trainer by plan (`manual`, `gpu`) cannot take a model, None where it may."""
+    is_manual, device, widest = trainer == "manual", flat.vector.device.type, WIDEST[trainer]
+    is_plain = all(isinstance(part, torch.Tensor) for part in (task.inputs, task.targets))
+    kind = task.inputs.dtype if is_plain else None
+    if is_manual:
+        takes_inputs = kind == torch.float32 and task.class_mask is None
+        takes_steps = settings.optimizer.factory is None
+    else:
+        takes_inputs = kind is not None and (kind.is_floating_point or kind in _TOKENS)
+        takes_steps = settings.optimizer.is_plain
+    has_other_types = flat.vector.dtype != torch.float32 or flat.is_lossy
+    reasons = {
+        "it is not on a CPU": is_manual and device != "cpu",
+        "plans run on a GPU": not is_manual and device != "cuda" and not is_interpreted(),
+        "triton is not installed": not is_manual and importlib.util.find_spec("triton") is None,
+        "its inputs are not one tensor of float32, or classes are hidden": (
+            is_manual and not takes_inputs
+        ),
+        "its inputs are not one tensor of numbers or tokens": not takes_inputs,
+        "its loss is not the cross-entropy of one class a sample": not _has_labels(task),
+        "its optimizer has no steps by hand": not takes_steps,
+        f"batches above {widest} have no steps by hand": settings.batch_size > widest,
+        "it has buffers that move, or other types than float32": (
+            bool(flat.buffer_names) or has_other_types
+        ),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _has_labels(task: Task) -> bool:
+    """Tell whether the loss is the cross-entropy of one class a sample."""
+    objective, targets = task.objective, task.targets
+    is_label = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    is_class = objective.loss == "cross_entropy" and objective.ignore_index == IGNORED
+    return is_label and is_class and not targets.is_floating_point()
+
+
+def plan_for(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
+    """Return the plan of a model for a trainer, not tried yet; else raise NoPlanError."""
+    reason = why_not(trainer, flat, task, settings)
+    if reason:
+        raise NoPlanError(reason)
+    flat.module.train()
+    plan = make_plan(flat.module, task.public().inputs)
+    if {weights.name for weights in plan.weights} != set(flat.names):
+        raise NoPlanError("it has parameters outside its layers, or frozen ones")
+    return plan
+
+
+class Trial(NamedTuple):
+    """Made-up batches on which a trainer by hand is compared with autograd."""
+
+    like: Tree
+    samples: int
+    scales: Sequence[float]
+
+
+def refuse_disagreement(
+    what: str,
+    by_hand: Gradient,
+    by_autograd: Gradient,
+    flat: FlatModel,
+    trials: Sequence[Trial],
+    unit: float,
+    draws: ClientDraws | None,
+    *,
+    vocabulary: int | None = None,
+) -> None:
+    """Raise NoPlanError where steps by hand are not what autograd computes; weights stay.
+
+    `by_hand` and `by_autograd` return the gradients, or the updates, that are compared.
+    """
+    start = flat.read().clone()
+    for like, count, scales in trials:
+        reason = disagreement(
+            *(by_hand, by_autograd, start, like, count, unit), vocabulary=vocabulary, scales=scales
+        )
+        if reason:
+            raise NoPlanError(f"{what} {reason}")
+    moved = moved_by_a_pass(flat, trials[0].like, draws)
+    flat.write(start)
+    if moved:
+        raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")
+
+
+def autograd_gradients(
+    flat: FlatModel,
+    objective: Objective,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    draws: ClientDraws | None,
+    step: int = 0,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of a batch at the model's weights, with the draws of a step."""
+    flat.module.train()
+    objective.begin()
+    with torch.enable_grad(), own_draws(draws):
+        if draws is not None:
+            draws.begin(bits_of(TRIAL_SEED, step))
+        loss = objective(flat.module, inputs, targets)
+        return torch.autograd.grad(loss, flat.parameters)
 
 
 def disagreement(

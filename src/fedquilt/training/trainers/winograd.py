@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fedquilt.training.trainers.cpu_update import Update
 from fedquilt.training.trainers.plan import Conv
 
 _OUT, _IN = 4, 6  # rows of a tile
@@ -33,6 +32,25 @@ _CHUNK_BYTES = 3 << 19
 # The transforms of a tile are worth it from so many multiplications less.
 _WORTH = 2.8
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Update:
+    """Where the gradient of a step goes: `into <- keep * into + scale * gradient`.
+
+    Plain SGD adds to the weights (keep 1, scale -r / n); other rules ask for the gradient
+    itself (keep 0, scale 1 / n).
+    """
+
+    keep: float
+    scale: float
+
+    def put(self, into: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Do so with a gradient that is there."""
+        if self.keep:
+            into.add_(gradient, alpha=self.scale)
+        else:
+            torch.mul(gradient, self.scale, out=into)
 
 
 def suits(layer: Conv) -> bool:

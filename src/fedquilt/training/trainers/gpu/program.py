@@ -17,7 +17,7 @@ import torch
 
 from fedquilt.training.hardware import record_event
 from fedquilt.training.objective import IGNORED
-from fedquilt.training.trainers.batches import Stretch
+from fedquilt.training.trainers.batches import IndexChunk, Tables
 from fedquilt.training.trainers.gpu import embed_kernels, kernels, norm_kernels
 from fedquilt.training.trainers.plan import (
     Conv,
@@ -28,7 +28,6 @@ from fedquilt.training.trainers.plan import (
     Norm,
     Plan,
     Pool,
-    Tables,
     is_interpreted,
 )
 
@@ -248,20 +247,20 @@ class Program:
         self._loss_sum.zero_()
         self._step.zero_()
         active = (tables.sizes > 0).sum(axis=1)
-        stretches = tables.stretches()
-        coming = next(stretches, None)
+        chunks = tables.chunks()
+        coming = next(chunks, None)
         for t in range(steps):
             while coming is not None and coming.step <= t:
                 self._fill(coming)
-                coming = next(stretches, None)
+                coming = next(chunks, None)
             self._run(_row_step(int(active[t]), self.rows))
         self._copied = record_event(self._device)
         return self._loss_sum[:count].clone()
 
-    def _fill(self, stretch: Stretch) -> None:
+    def _fill(self, chunk: IndexChunk) -> None:
         """Queue the copy of some shuffled samples."""
-        some = slice(stretch.place, stretch.place + len(stretch.samples))
-        self._staged[some] = torch.from_numpy(stretch.samples)
+        some = slice(chunk.place, chunk.place + len(chunk.samples))
+        self._staged[some] = torch.from_numpy(chunk.samples)
         self._shuffled[some].copy_(self._staged[some], non_blocking=True)
 
     def weight(self, name: str, count: int) -> torch.Tensor:

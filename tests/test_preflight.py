@@ -15,9 +15,9 @@ import fedquilt
 from fedquilt.config import MODES, build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment.api import run_in_memory
-from fedquilt.experiment.preflight import cohort_line, expectations, noise_outlook
+from fedquilt.experiment.preflight import cohort_line, noise_feasibility, preflight_lines
 from fedquilt.population import Availability, CohortSelector, propensities
-from fedquilt.setup.build_task import build_problem
+from fedquilt.setup.build_task import build_task
 from fedquilt.setup.task import build_selector
 from run_samples import flags
 
@@ -53,8 +53,8 @@ SMALL = {"model": "linear", "num_clients": 20, "num_rounds": 6, "eval_every": 6}
 def test_the_noise_is_the_runs(changes: dict[str, Any]) -> None:
     """The planned deviation on the mean is that of the first release, at this clip."""
     config = build_config({**SMALL, **changes})
-    settled, problem = build_problem(config)
-    planned = noise_outlook(settled, problem.selector, 650)
+    settled, problem = build_task(config)
+    planned = noise_feasibility(settled, problem.selector, 650)
     done = run_in_memory(config)
     first = done.result["history"]["noise_stats"][0]["sigma"]
     expected = planned.noise_std_on_mean
@@ -76,10 +76,10 @@ def test_the_number_of_parameters_is_the_runs(cli: Cli) -> None:
         (["--mode", "quap_fl", "--model", "digits"], None),
     ):
         named = dict(zip([o[2:] for o in options[::2]], options[1::2], strict=True))
-        config, problem = build_problem(build_config(named))
-        line = expectations(config, problem)[1]
+        config, problem = build_task(build_config(named))
+        line = preflight_lines(config, problem)[1]
         record = cli("plan", *options, "--json").json()
-        assert noise_outlook(config, problem.selector, record["parameters"]).line == line
+        assert noise_feasibility(config, problem.selector, record["parameters"]).line == line
         assert count in (None, record["parameters"])
 
 

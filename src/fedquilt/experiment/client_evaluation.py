@@ -18,60 +18,17 @@ from numpy.typing import NDArray
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import generator
-from fedquilt.common.spread import spread
+from fedquilt.common.spread import client_spread
 from fedquilt.config import RunConfig
-from fedquilt.data.holdings import shared_sample
+from fedquilt.federation import Federation
 from fedquilt.privacy.evaluation import release_mean
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.setup.clients import Parts
+from fedquilt.setup.task import FederatedTask
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
-from fedquilt.training.trainers.autograd import NEVER_SILENT
-
-Parts = Sequence[NDArray[np.int64]]
-
-
-def hold_back(
-    clients: Parts, fraction: float, seed: int
-) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
-    """Return what each client trains on, and the share of its samples that it holds back.
-
-    At least one sample is left for training; a client with one sample holds back none.
-    """
-    train, held = [], []
-    for client, part in enumerate(clients):
-        count = min(max(0, len(part) - 1), round(fraction * len(part)))
-        order = generator(seed, "client test", client).permutation(len(part))
-        held.append(np.sort(part[order[:count]]))
-        train.append(part[np.sort(order[count:])])
-    return train, held
-
-
-def check_client_tests(
-    clients: Parts, tests: Parts, *, allow_overlap: bool
-) -> list[NDArray[np.int64]]:
-    """Return the samples that clients were given to evaluate on, or raise."""
-    if len(tests) != len(clients):
-        raise InvalidValueError(
-            f"client_tests must hold one list for each of {len(clients)} clients; it holds "
-            f"{len(tests)}"
-        )
-    for client, (part, test) in enumerate(zip(clients, tests, strict=True)):
-        both = np.intersect1d(part, test)
-        if both.size:
-            raise InvalidValueError(
-                f"client_tests[{client}] must hold samples that the client does not train on; "
-                f"it holds sample {int(both[0])}, which it does"
-            )
-    everything = [np.concatenate(pair) for pair in zip(clients, tests, strict=True)]
-    found = None if allow_overlap else shared_sample(everything)
-    if found is not None:
-        raise InvalidValueError(
-            f"clients {found[1]} and {found[2]} must not both hold sample {found[0]}, to train or "
-            "to evaluate on; if they do share samples, say allow_overlap=True (--allow-overlap)"
-        )
-    return list(tests)
+from fedquilt.training.trainers import NEVER_SILENT
 
 
 @dataclass(eq=False)
@@ -123,7 +80,7 @@ class ClientEvaluation:
         """
         self.last = self.score(weights, round_index)
         if not self.is_bounded:
-            return spread([row["accuracy"] for row in self.last], "client_accuracy")
+            return client_spread([row["accuracy"] for row in self.last], "client_accuracy")
         if self.account is None or self.account.evaluation_cost == 0:
             return {}
         measures = {row["client"]: row["accuracy"] for row in self.last}
@@ -210,25 +167,23 @@ class ClientEvaluation:
 
 
 def make_client_evaluation(
-    config: RunConfig,
-    flat: FlatModel,
-    task: Task,
-    tests: Parts | None,
-    names: Sequence[str] | None,
-    method: object,
-    account: RunAccount | None,
-    present: Callable[[int], NDArray[np.int64]],
-    metrics: Mapping[str, MakeMetric],
-    *,
-    is_bounded: bool,
+    config: RunConfig, problem: FederatedTask, federation: Federation
 ) -> ClientEvaluation | None:
     """Return the evaluation by clients of a run, None where they hold nothing back."""
-    if tests is None:
+    if problem.client_tests is None:
         return None
-    slices = method if isinstance(method, Slices) else None
-    noise = noise_source(config.noise_seed)
+    method = federation.method
     made = ClientEvaluation(
-        flat, task, tests, names, slices, account, noise, is_bounded, present, metrics
+        problem.flat,
+        problem.task,
+        problem.client_tests,
+        problem.roster.ids,
+        method if isinstance(method, Slices) else None,
+        federation.account,
+        noise_source(config.noise_seed),
+        federation.mechanism.is_bounded,
+        problem.selector.available,
+        problem.metrics,
     )
     if config.evaluation_share and not made._has_labels:
         raise InvalidValueError(

@@ -1,12 +1,15 @@
-"""Text from elsewhere, made safe to print.
+"""Figures and foreign text as they are printed.
 
 A name in a file, a note, a path: whoever chose it may have put in characters that move the
 cursor, change colours or the title of a window, or turn the direction of writing around.
+A figure that is promised is never shown smaller than it is.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 _CONTINUED = "\n  "  # a message of several lines indents all but its first
 
@@ -47,3 +50,34 @@ def shortened(value: object, longest: int = 60) -> str:
     """Return the value as Python writes it, printable and cut to a length."""
     written = printable(re.sub(r"\s+", " ", repr(value)[: longest + 1]))
     return written if len(written) <= longest else f"{written[:longest]}..."
+
+
+_DIGITS = 3
+
+
+def format_bound(value: float, digits: int = _DIGITS) -> str:
+    """Return an upper bound in so many digits, rounded up; "∞" when it is not finite.
+
+    What lies below the twelfth digit is rounding of a float and is dropped first, so
+    that 2.1 stays 2.1.
+
+    >>> format_bound(4.6549), format_bound(2.1), format_bound(0.30001), format_bound(12345.6)
+    ('4.66', '2.1', '0.301', '12400')
+    """
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def format_left(value: float, digits: int = _DIGITS) -> str:
+    """Return what may still be spent in so many digits, rounded down.
+
+    >>> format_left(4.8672)
+    '4.86'
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
+    if not math.isfinite(value):
+        return "∞"
+    exact = Context(prec=12).create_decimal(Decimal(value))
+    return f"{float(Context(prec=digits, rounding=rounding).plus(exact)):.12g}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedquilt.common.printable import (
+from fedquilt.common.formatting import (
     printable,
     printable_lines,
     printable_message,
