@@ -119,7 +119,7 @@ def test_the_slider_moves_the_images(page_file: Path, visit: Visit) -> None:
     page.keyboard.press("Home")
     assert picture.get_attribute("src") != last
     assert "before the first round" in page.locator("#images output").inner_text()
-    assert page.evaluate("() => document.querySelector('#images img').naturalWidth") == 10
+    assert page.evaluate("() => document.querySelector('#images img').naturalWidth") == 91
     assert seen.trouble == []
 
 

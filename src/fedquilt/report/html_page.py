@@ -268,6 +268,7 @@ def _plain(one: RunSeries) -> dict[str, Any]:
         "epsilon": "inf" if epsilon == float("inf") else epsilon,
         "claim": one.claim,
         "metric": one.metric_name,
+        "share": is_share(one.metric),
         "curve": _curve(one),
     }
 

@@ -31,6 +31,11 @@ function frame(spec, width, xs, ys) {
   const height = spec.height || Math.max(190, Math.min(300, width * 0.5));
   const [x0, x1] = extent(xs, spec.xRange);
   let [y0, y1] = extent(ys, spec.yRange);
+  if (spec.leastSpan && y1 - y0 < spec.leastSpan) { // a hundredth must not look like a climb
+    const middle = (y0 + y1) / 2;
+    y0 = Math.max(0, Math.min(1 - spec.leastSpan, middle - spec.leastSpan / 2));
+    y1 = y0 + spec.leastSpan;
+  }
   const room = (y1 - y0) * 0.05;
   y1 += room;
   if (!(spec.yRange && y0 === spec.yRange[0])) y0 -= room;

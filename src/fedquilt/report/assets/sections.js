@@ -62,14 +62,14 @@ function leadCharts(data) {
   const target = data.runs.map((r) => r.target).find(known), drawn = [];
   const grown = data.runs.length === 1 && data.runs[0].images.length ? data.runs[0].images.at(-1) : null;
   if (grown) drawn.push(el("figure", { class: "chart grown" }, el("figcaption", {}, `The images after round ${grown.round}`),
-    el("img", { src: `data:image/png;base64,${grown.png}`, alt: `Synthetic images, a row for each of ${grown.classes.length} classes` })));
+    el("img", { src: `data:image/png;base64,${grown.png}`, alt: `Synthetic images of ${grown.classes.length} classes` })));
   if (data.tradeoff && data.tradeoff.length) {
-    drawn.push(lineChart({ title: `Test ${metricOf(data)} against the ε that was asked`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: data.tradeoff, xLabel: "ε asked of every client", xName: "ε", endLabels: true, xRange: [0] }));
+    drawn.push(lineChart({ title: `Test ${metricOf(data)} against the ε that was asked`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: data.tradeoff, xLabel: "ε asked of every client", xName: "ε", endLabels: true, xRange: [0], leastSpan: data.series[0].share ? 0.1 : 0 }));
   }
   drawn.push(lineChart({ title: `Test ${metricOf(data)} by round`, note: data.series.some((s) => s.runs.length > 1) ? "Line: mean of the seeds; band: lowest to highest seed." : "",
     series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, marker: s.marker, x: s.curve.rounds, y: s.curve.mean, low: band(s, "low"), high: band(s, "high") })), xLabel: "round", wholeX: true, endLabels: true,
     xRange: data.runs.some((r) => r.resume) ? [1, Math.max(...data.runs.map((r) => r.planned))] : null,
-    references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: data.series.length > 1 }));
+    leastSpan: data.series[0].share ? 0.1 : 0, references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: data.series.length > 1 }));
   return drawn;
 }
 
@@ -219,14 +219,14 @@ function imagesSection(run, state) {
   const show = (i) => {
     const frame = frames[i];
     picture.src = `data:image/png;base64,${frame.png}`;
-    picture.alt = `Synthetic images after ${frame.round} rounds, a row for each of ${frame.classes.length} classes`;
+    picture.alt = `Synthetic images after ${frame.round} rounds, of ${frame.classes.length} classes`;
     label.textContent = frame.round ? `after round ${frame.round}` : "before the first round";
   };
   const slider = el("input", { type: "range", id: "frame", min: "0", max: String(frames.length - 1), step: "1", value: String(at),
     oninput: () => { state.frame = Number(slider.value); show(state.frame); } });
   show(at);
   return [el("p", { class: "note" }, "What the server has grown from what clients sent. No image of a client is among them unless the statement says so."),
-    el("div", { class: "controls" }, el("label", { for: "frame" }, "Round", slider), label), el("div", { class: "frames" }, picture)];
+    el("div", { class: "controls" }, el("label", { for: "frame" }, "Round", slider), label), el("div", { class: "frames" }, picture), baselinesTable(run)];
 }
 
 function configSection(run) {
@@ -242,4 +242,12 @@ function configSection(run) {
 // Ledgers that are watched beside runs.
 function ledgersSection(ledgers) {
   return ledgers.map((one) => [el("h3", {}, one.name), populationsSection(one)]);
+}
+
+// What stands beside a condensation, computed from raw data: for the owner.
+function baselinesTable(run) {
+  if (!run.baselines) return null;
+  const columns = [{ name: "beside it (private)" }, ...["accuracy", "rounds", "bytes up", "bytes down"].map((name) => ({ name, kind: "number" }))];
+  const rows = Object.entries(run.baselines).map(([name, b]) => [name, number(b.accuracy), String(b.rounds ?? "-"), ...[b.bytes_up, b.bytes_down].map((n) => (known(n) ? n.toLocaleString("en") : "-"))]);
+  return [el("h3", {}, "Beside it"), table(columns, rows, "Baselines")];
 }
