@@ -30,7 +30,7 @@ _SOURCE = Path(fedquilt.__file__).resolve().parents[1]
 _LOADED = (
     *("fedquilt.cli", "fedquilt.data", "fedquilt.models.features", "fedquilt.report"),
     *("safetensors.torch", "sklearn.datasets", "torch._dynamo"),
-    *("scipy.special", "scipy.optimize", "dp_accounting", "tabulate"),
+    *("scipy.special", "scipy.optimize", "dp_accounting"),
     *("PIL.Image", "PIL.ImageFont", "matplotlib.font_manager"),
 )
 

@@ -13,10 +13,11 @@ import safetensors.numpy
 import torch
 
 import fedquilt
-from fedquilt.common import changes, storage
+from fedquilt.common import storage
 from fedquilt.errors import RunFolderError, StorageError
 from fedquilt.experiment import loop as training_loop
 from fedquilt.experiment.api import resume_run, run_config
+from fedquilt.record import checkpoint
 from fedquilt.record.folder import RunFolder
 from run_samples import assert_is_whole, only_folder, tiny
 
@@ -32,8 +33,8 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let arrays of a few clients be long."""
-    monkeypatch.setattr(changes, "LONG", 4)
-    monkeypatch.setattr(changes, "SHARE", 0.5)
+    monkeypatch.setattr(checkpoint, "LONG", 4)
+    monkeypatch.setattr(checkpoint, "SHARE", 0.5)
 
 
 def clients(count: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ EXCEPTIONS = {("fedquilt.condense.__init__", "papers")}
 NARROW = {"report": {"config", "common"}, "observe": {"common"}}
 """Parts that stay usable alone: they may import less than the order allows."""
 OPTIONAL = (
-    *("scipy", "sklearn", "dp_accounting", "matplotlib", "rich", "typer", "tabulate"),
+    *("scipy", "sklearn", "dp_accounting", "matplotlib", "rich", "typer"),
     *("pooch", "safetensors", "flwr", "wandb", "tensorboard"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -22,16 +23,18 @@ from fedquilt.config import option_fields, plain_config
 from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.experiment import loop as training_loop
 from fedquilt.experiment.api import RunResult, run_config
+from fedquilt.privacy.mechanism import NoiseReport
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.record.result import (
+from fedquilt.record.result import as_line, published, split_private
+from fedquilt.record.schema import (
     CHECKPOINT_PUBLIC,
     OWNER_FILES,
     RESULT_PUBLIC,
+    ROUND_KEYS,
     ROUND_PUBLIC,
     WITHHELD,
-    published,
-    split_private,
 )
+from fedquilt.round import RoundRecord
 from run_samples import TINY
 from tiers import rest_is_slow
 
@@ -255,3 +258,24 @@ def test_the_form_of_test_data_is_said_of_all(tmp_path: Path) -> None:
     settings = {"mode": "certified", "engine": "sequential", "num_rounds": 1, "quiet": True}
     done = fedquilt.run(model, own, shown, output_dir=None, **settings)  # type: ignore[arg-type]
     assert "scaled from 0..255 to 0..1" in "".join(done.result["metadata"]["data_notes"])
+
+
+def test_every_measurement_of_a_round_is_declared_once() -> None:
+    """A field without a key would be in no line; a key without one of both could not be filled."""
+    for kind, source in ((RoundRecord, "record"), (NoiseReport, "noise")):
+        measured = {item.name for item in dataclasses.fields(kind)} - {"noise", "server"}
+        assert measured == {name for name, key in ROUND_KEYS.items() if key.source == source}
+    assert not any(key.public and key.column for key in ROUND_KEYS.values())
+    line = as_line(RoundRecord(3, [4, 5], noise=NoiseReport(client_budgets={5: 1.0})), 0.5)
+    needed = {name for name, key in ROUND_KEYS.items() if key.needed}
+    assert needed <= set(line)
+    assert line["client_budgets"] == [None, 1.0]
+    assert not {"agg_scale", "absent"} & set(line)
+
+
+def test_a_key_is_private_until_it_is_declared_with_a_reason() -> None:
+    made = {name: number for number, name in enumerate([*ROUND_KEYS, "a_new_one"])}
+    public, private = split_private(made)
+    shown = {name for name, value in public.items() if value is not None}
+    assert shown == {name for name, key in ROUND_KEYS.items() if key.public}
+    assert {"a_new_one", "seconds", "groups", "client_accuracy"} <= set(private)

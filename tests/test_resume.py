@@ -400,3 +400,36 @@ def test_a_run_in_memory_leaves_nothing_to_resume(tmp_path: Path) -> None:
     finished = own_run(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), output_dir=None, **OWN)
     assert finished.folder is None
     assert finished.summary()["output"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: (run / "rounds.jsonl").unlink(),
+        lambda run: (run / "rounds.jsonl").write_bytes(b""),
+        lambda run: (run / "rounds.jsonl").write_bytes(b'{"round": 0'),
+        lambda run: (run / "checkpoint.safetensors").write_bytes(b""),
+        lambda run: (run / "ledger.json").unlink(),
+        lambda run: (run / "config.toml").write_text('dataset = "digits"\n'),
+    ],
+    ids=["no rounds", "empty rounds", "torn rounds", "checkpoint", "no account", "config"],
+)
+def test_a_resume_that_is_refused_leaves_the_ledger_as_it_was(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """A ledger that outlives runs is not told that a run goes on which then does not."""
+
+    def stop(config: Any, line: dict[str, Any]) -> None:
+        if line["round"] == 1:
+            raise KeyboardInterrupt
+
+    ledger = tmp_path / "ledger.sqlite"
+    options = {"mode": "certified", "noise_seed": None, "ledger": str(ledger), "population": "p"}
+    with pytest.raises(KeyboardInterrupt):
+        run_config(tiny(**options, num_rounds=4, output_dir=str(tmp_path / "runs")), stop)
+    run = only_folder(tmp_path / "runs")
+    damage(run)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("ledger.sqlite*")}
+    with pytest.raises((RunFolderError, InvalidValueError)):
+        resume_run(run)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("ledger.sqlite*")} == before

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.privacy.statement import Statement
-from fedquilt.record.html import result_as_html
+from fedquilt.record.result import result_as_html
 from run_samples import tiny
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "tour.ipynb"

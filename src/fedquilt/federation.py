@@ -57,19 +57,6 @@ class Federation:
         stated = self.mechanism.statement(self.tracker.participation_count, epsilons)
         return stated.believing(self.beliefs, self.doubts, CLIENTS_TESTED if self.withheld else ())
 
-    @property
-    def starts_early(self) -> bool:
-        """Whether clients train in this process from the moment the engine is asked.
-
-        Nothing of that leaves the process before the round is reserved.
-        """
-        return self.method.engine.starts_early
-
-    @property
-    def is_small(self) -> bool:
-        """Whether what clients compute is too small for a second thread to help."""
-        return self.method.engine.is_small
-
     def train(self, cohort: Cohort, round_index: int) -> Iterator[ClientUpdate]:
         """Let the engine train a cohort (step 3)."""
         learning_rate = self.learning_rate_at(round_index)

@@ -195,12 +195,22 @@ class Method(ABC):
         frozen: Sequence[str] = (),
         notes: Sequence[str] = (),
     ) -> None:
-        self.engine = as_engine(engine)
+        self.engine = engine
         self.server = server
         self.released = tuple(released)
         self.frozen = tuple(frozen)
         self.notes = tuple(notes)
         self.remote: RemoteEngine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Who trains or measures (step 3)."""
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        # One of somebody's own need not say what it can do.
+        self._engine = as_engine(engine)
 
     def move_to(self, remote: RemoteEngine) -> None:
         """Let clients elsewhere do step 3 from now on; what this engine did stays with them."""
@@ -255,7 +265,7 @@ class Method(ABC):
     ) -> dict[str, Any]:
         """Return what else the released model shows on test data, beside what was `measured`.
 
-        Of a bounded run only what `record.ROUND_PUBLIC` names is published.
+        Of a bounded run only what `record.schema.ROUND_KEYS` declares public is published.
         """
         return {}
 

@@ -77,7 +77,7 @@ def begin_round(federation: Federation, round_index: int) -> PendingRound:
     nothing leaves before `finish_round` has reserved what the round costs.
     """
     pending = _select(federation, round_index)
-    if federation.starts_early and len(pending.cohort.exposed):
+    if federation.method.engine.starts_early and len(pending.cohort.exposed):
         pending.updates = federation.train(pending.cohort, round_index)
     return pending
 

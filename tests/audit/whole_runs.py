@@ -65,9 +65,10 @@ from whole_cases import SHARED, WholeCase, missing, whole_cases
 
 from fedquilt import population
 from fedquilt.audit.canary import SIDE
-from fedquilt.audit.findings import plain_table, replay_table, rounding, scratch_folder
+from fedquilt.audit.findings import replay_table, rounding, scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.text_table import text_table
 from fedquilt.common.vectors import norm
 from fedquilt.condense import method
 from fedquilt.condense.certified_statistics import GrowingSettings
@@ -170,7 +171,7 @@ def worlds_table(findings: Sequence[WholeFinding]) -> str:
         ratio = "-" if math.isnan(f.ratio) else f"{f.ratio:.6f}"
         verdict = "ok" if f.ok else "FAILED"
         rows.append((f.case, str(f.worlds), str(f.values), ratio, verdict, f.note or f.where))
-    lines = [plain_table(head, rows), ""]
+    lines = [text_table(head, rows), ""]
     for f in findings:
         lines += [f"{f.case}: {problem}" for problem in f.problems[:_SHOWN]]
         if len(f.problems) > _SHOWN:

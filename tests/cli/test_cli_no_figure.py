@@ -33,7 +33,7 @@ def full_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_is_finished_all_the_same(cli: Cli) -> None:
     said = cli("run", *flags(mode="certified"), "--quiet")
     assert said.code == 0
-    assert "What may be claimed (certified)" in said.out
+    assert "claim     epsilon: inf, no guarantee" in said.out
     assert "warning: training.png could not be drawn: " in said.err
     assert "the disk is full" in said.err
     assert cli("run", *flags(), "--json").json()["rounds"] == 4
@@ -72,6 +72,6 @@ def test_a_run_has_its_statement_whatever_kept_the_figure_from_being_drawn(
     monkeypatch.setattr("fedquilt.cli.run.draw_history", fails)
     said = cli("run", *flags(mode="certified"), "--quiet")
     assert said.code == 0
-    assert "What may be claimed (certified)" in said.out
+    assert "claim     epsilon: inf, no guarantee" in said.out
     cause = f"{type(error).__name__}: {error}"
     assert said.err == f"warning: training.png could not be drawn: {cause}\n"

@@ -165,8 +165,8 @@ def test_an_edited_ledger_is_not_shown(cli: Cli, certified: Path, command: list[
 @pytest.mark.usefixtures("no_figures")
 def test_a_new_population_is_said_and_a_near_name_refused(cli: Cli, here: Path) -> None:
     shared = flags(mode="certified", noise_seed=None, ledger="l.sqlite", epsilon=1, allowance=6)
-    said = cli("run", *shared, "--population", "clinics", "--quiet")
-    assert f"Ledger {here / 'l.sqlite'}, population clinics (both new)" in said.out
+    said = cli("run", *shared, "--population", "clinics", "--quiet", "--statement")
+    assert f"ledger    {here / 'l.sqlite'}, population clinics (both new)" in said.out
     assert "note       new: this ledger begins with this run" in said.out
     said = cli("run", *shared, "--population", "clinic", "--quiet")
     assert said.code == 2

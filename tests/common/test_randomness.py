@@ -85,7 +85,7 @@ REVIEWED = {
     "common/randomness.py": {"urandom", "SeedSequence"},  # the one place; seeds are numbers
     "privacy/noise.py": {"SeedSequence"},  # of a seed that is checked to be a number
     # Names that nobody else may have or guess: files, runs, ledgers, seats, tokens, keys.
-    **{name: {"token_hex"} for name in ("common/storage.py", "common/changes.py")},
+    **{name: {"token_hex"} for name in ("common/storage.py", "record/checkpoint.py")},
     "experiment/start.py": {"token_hex", "token_bytes"},
     "setup/account.py": {"token_bytes"},
     "privacy/ledger/files.py": {"token_hex"},

@@ -8,8 +8,13 @@ import torch
 from condense_samples import certified, condense, small
 
 from fedquilt.condense.method import Condensation
-from fedquilt.condense.rows import BLOCK, coded_width, decode, encode
-from fedquilt.condense.statistics import StatisticsTable
+from fedquilt.condense.statistics import (
+    ROW_BLOCK,
+    StatisticsTable,
+    coded_width,
+    decode_rows,
+    encode_rows,
+)
 from fedquilt.errors import InvalidValueError
 from fedquilt.setup.build_task import build_task
 from fedquilt.setup.federation import build_method
@@ -21,23 +26,23 @@ def rows(groups: int, numbers: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [8, 12])
-@pytest.mark.parametrize("numbers", [1, 2, 5, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
+@pytest.mark.parametrize("numbers", [1, 2, 5, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK - 1])
 def test_a_number_is_read_to_half_a_step_of_its_block(bits: int, numbers: int) -> None:
     sent = rows(4, numbers)
     sent[:, -1] = 9.0  # the last block has a range of its own
-    coded = encode(sent, bits)
+    coded = encode_rows(sent, bits)
     assert coded.shape == (4, coded_width(numbers, bits))
     assert coded.dtype == torch.float32
-    read = decode(coded, numbers, bits)
-    for begin in range(0, numbers, BLOCK):
-        part = slice(begin, begin + BLOCK)
+    read = decode_rows(coded, numbers, bits)
+    for begin in range(0, numbers, ROW_BLOCK):
+        part = slice(begin, begin + ROW_BLOCK)
         step = (sent[:, part].amax(dim=1) - sent[:, part].amin(dim=1)) / (2**bits - 1)
         off = (read - sent)[:, part].abs().amax(dim=1)
         assert bool((off <= 0.5 * step + 1e-5).all())
 
 
 def test_codes_are_whole_numbers_that_float32_holds() -> None:
-    coded = encode(rows(3, 700), 8)
+    coded = encode_rows(rows(3, 700), 8)
     whole = coded[:, 4:]
     assert torch.equal(whole, whole.round())
     assert float(whole.min()) >= 0
@@ -47,7 +52,7 @@ def test_codes_are_whole_numbers_that_float32_holds() -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e37])
 def test_equal_tiny_and_huge_numbers_survive(scale: float) -> None:
     sent = rows(2, 40, scale) if scale else torch.full((2, 40), 7.25)
-    read = decode(encode(sent, 8), 40, 8)
+    read = decode_rows(encode_rows(sent, 8), 40, 8)
     assert bool(torch.isfinite(read).all())
     spread = float(sent.max() - sent.min())
     assert float((read - sent).abs().max()) <= spread / 255
@@ -57,17 +62,21 @@ def test_equal_tiny_and_huge_numbers_survive(scale: float) -> None:
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     sent = rows(2, 40)
     sent[1, 3] = bad
-    coded = encode(sent, 8)
+    coded = encode_rows(sent, 8)
     assert bool(torch.isfinite(coded[0]).all())
     assert not bool(torch.isfinite(coded[1]).all())
 
 
 def test_plain_rows_are_as_they_were_and_other_bits_are_refused() -> None:
     sent = rows(2, 10)
-    assert encode(sent, 32) is sent
-    assert decode(sent, 10, 32) is sent
-    assert encode(rows(0, 10), 8).shape == (0, coded_width(10, 8))
-    for wrong in (lambda: encode(sent, 16), lambda: decode(sent, 10, 7), lambda: coded_width(3, 0)):
+    assert encode_rows(sent, 32) is sent
+    assert decode_rows(sent, 10, 32) is sent
+    assert encode_rows(rows(0, 10), 8).shape == (0, coded_width(10, 8))
+    for wrong in (
+        lambda: encode_rows(sent, 16),
+        lambda: decode_rows(sent, 10, 7),
+        lambda: coded_width(3, 0),
+    ):
         with pytest.raises(InvalidValueError, match="must be one of 32, 12, 8"):
             wrong()
     with pytest.raises(InvalidValueError, match="row_bits=16 must be one of 32, 12, 8"):
@@ -126,7 +135,7 @@ def test_coded_logits_that_read_as_infinite_are_refused() -> None:
     whole = torch.zeros(1, dtype=torch.int64)
     features, logits = torch.zeros(1, models.num_features), torch.zeros(1, models.num_logits)
     vector = StatisticsTable(whole, whole, whole + 9, features, logits).pack(8)
-    blocks = -(-(models.num_features + models.num_logits) // BLOCK)
+    blocks = -(-(models.num_features + models.num_logits) // ROW_BLOCK)
     vector[3 + blocks : 3 + 2 * blocks] = 3e38  # a step that only a code above zero shows
     assert method.objection(vector) is None
     vector[-1] = 255.0

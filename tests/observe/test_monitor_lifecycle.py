@@ -24,7 +24,7 @@ import sys, time
 from fedquilt.monitor.process_monitor import FileMonitor
 monitor = FileMonitor(sys.argv[1], interval=0.05)
 monitor.start()
-print(monitor._runner._process.pid, flush=True)
+print(monitor._runner._child.process.pid, flush=True)
 {then}
 """
 

@@ -165,7 +165,7 @@ def test_documented_examples():
 def test_needs_neither_scipy_nor_dp_accounting():
     code = (
         "import sys\n"
-        "for name in ('scipy', 'dp_accounting', 'absl', 'torch', 'matplotlib', 'tabulate'):\n"
+        "for name in ('scipy', 'dp_accounting', 'absl', 'torch', 'matplotlib'):\n"
         "    sys.modules[name] = None\n"
         "from fedquilt.privacy.accounting import Release, calibrate, epsilon\n"
         "from fedquilt.privacy.feasibility import plan\n"

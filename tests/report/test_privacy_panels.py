@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from report_samples import FAST, make_history, make_run, words
 
+from fedquilt.common import text_table
 from fedquilt.report import comparison_table, generate_summary_table, plot_training_history
 from fedquilt.report.comparison import render_comparison
 from fedquilt.report.ledger import ledger_tables, plot_ledger
@@ -121,7 +122,8 @@ def test_a_nominal_budget_is_not_taken_for_a_claim() -> None:
     assert "nominal, no bound" in nominal
 
 
-def test_two_methods_are_two_rows_and_fit_the_screen() -> None:
+def test_two_methods_are_two_rows_and_fit_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_table, "screen_width", lambda: 80)
     runs = [
         make_run("certified", 1, 0.9, 5.97),
         make_run("certified", 2, 0.8, 5.97),
@@ -173,7 +175,8 @@ def population(clients: int, allowance: float = 6.0) -> tuple[Any, list[Any]]:
     return summary, rows
 
 
-def test_the_tables_of_a_ledger_fit_the_screen() -> None:
+def test_the_tables_of_a_ledger_fit_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_table, "screen_width", lambda: 80)
     summary, rows = population(6)
     text = ledger_tables([summary], {summary.population: rows})
     assert max(map(len, text.splitlines())) <= 80

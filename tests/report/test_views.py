@@ -25,7 +25,7 @@ from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
 from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.record.result import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
+from fedquilt.record.schema import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view

@@ -256,7 +256,7 @@ def test_a_seed_after_the_other() -> None:
 def test_the_command_needs_little_beside_torch(tmp_path: Path) -> None:
     """Neither typer nor matplotlib: machines with a GPU may have neither."""
     hidden = "import sys\nfor name in {names!r}: sys.modules[name] = None\n{program}"
-    names = ["typer", "rich", "matplotlib", "tabulate", "safetensors", "sklearn", "pooch", "PIL"]
+    names = ["typer", "rich", "matplotlib", "safetensors", "sklearn", "pooch", "PIL"]
     program = (
         "from reproduction.__main__ import main\n"
         "sys.argv = ['reproduce', 'quap-fl', '--scale', 'full', '--seeds', '7']\nsys.exit(main())"

@@ -18,6 +18,7 @@ from fedquilt.training.metrics import evaluate
 from fedquilt.training.task import LocalSettings, Task, client_seed
 from fedquilt.training.trainers.autograd import (
     epoch_batches,
+    refuse_hidden_state,
     train_client,
 )
 
@@ -233,3 +234,25 @@ def test_evaluation_is_a_recount_in_evaluation_mode() -> None:
     assert loss == pytest.approx(-np.mean(logs[np.arange(60), labels]), rel=1e-5)
     assert evaluate(model, INPUTS, TARGETS) == pytest.approx((accuracy, loss))
     assert not model.training
+
+
+_SEEN: list[bool] = []
+
+
+class _Looks(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _SEEN.append(torch.backends.cudnn.deterministic)
+        return super().forward(x.flatten(1))
+
+
+def test_the_trial_for_hidden_state_adds_up_in_a_fixed_order() -> None:
+    """A sum in another order, and Adam's first step, would look like state that moves."""
+    inputs = torch.randn(4, 6)
+    task = Task(inputs, torch.tensor([0, 1, 0, 1]), [np.arange(4)])
+    model = _Looks(6, 2)
+    flat = FlatModel(model, inputs)
+    _SEEN.clear()
+    refuse_hidden_state(flat, task.public(), settings(), None)
+    assert _SEEN
+    assert all(_SEEN)
+    assert not torch.backends.cudnn.deterministic

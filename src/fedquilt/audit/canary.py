@@ -35,10 +35,11 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.audit.bounds import epsilon_lower_bound
-from fedquilt.audit.findings import plain_table, released_sum, scratch_folder
+from fedquilt.audit.findings import released_sum, scratch_folder
 from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
+from fedquilt.common.text_table import text_table
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.method import Method
 from fedquilt.privacy.accounting import gaussian_mu
@@ -184,7 +185,7 @@ def canary_table(findings: Sequence[CanaryFinding]) -> str:
         rows.append((f.test, *numbers, f"{f.lower_bound:.2f}", fitted, verdict))
     failed = sum(not f.ok for f in findings)
     verdict = f"{failed} of {len(findings)} claims broken" if failed else "no claim was broken"
-    return f"{plain_table(head, rows)}\n\n{verdict}"
+    return f"{text_table(head, rows)}\n\n{verdict}"
 
 
 def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, FederatedTask]:

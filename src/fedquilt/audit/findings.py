@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedquilt.audit.cases import CASES, Case
 from fedquilt.audit.worlds import KnownNoise, World, known_noise, make_worlds, prescribed
 from fedquilt.common import checks
+from fedquilt.common.text_table import text_table
 from fedquilt.common.vectors import norm
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.poisson import AmplifiedCertified
@@ -276,14 +277,7 @@ def replay_table(findings: Sequence[ReplayFinding]) -> str:
     failed = sum(not finding.ok for finding in findings)
     verdict = f"{failed} of {len(findings)} checks failed" if failed else "every check holds"
     head = ("case: check", "declared", "measured", "", "where")
-    return f"{plain_table(head, rows)}\n\n{verdict}"
-
-
-def plain_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows under a header, in columns as wide as they need; nothing but Python."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return f"{text_table(head, rows)}\n\n{verdict}"
 
 
 def _findings(name: str, seed: int) -> list[ReplayFinding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,12 @@ from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, loading, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
 from fedquilt.config.files import read_beside
 from fedquilt.config.modes import MODE_TABLE
+from fedquilt.observe.progress import RunsProgress
 
 if TYPE_CHECKING:
     from fedquilt.record.result import RunResult
@@ -86,6 +89,7 @@ def _train(
     as_json: bool,
 ) -> None:
     from fedquilt.common.storage import storage_errors
+    from fedquilt.experiment.preflight import outlook
     from fedquilt.record.folder import make_fresh
     from fedquilt.setup.build_task import build_task
     from fedquilt.setup.federation import build_method
@@ -97,8 +101,12 @@ def _train(
         )
         for name, arm in arms.items()
     }
-    for base in bases.values():
-        build_method(*build_task(base)).close()  # a mistake in the last is found at once
+    noise = {}
+    for name, base in bases.items():
+        config_of_arm, problem = build_task(base)
+        build_method(config_of_arm, problem).close()  # a mistake in the last is found at once
+        found = outlook(config_of_arm, problem)
+        noise[name] = None if found is None else found.cell
     configs = [
         (name, b.replace(seed=seed)) for name, b in bases.items() for seed in parse_seeds(seeds)
     ]
@@ -107,21 +115,34 @@ def _train(
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)
         folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
-        finished = [
-            (n, _one(n, c.replace(output_dir=str(folder)), shown, tracker)) for n, c in configs
-        ]
-        _report(finished, folder, as_json)
+        rounds = sum(one.num_rounds for _, one in configs)
+        with RunsProgress(len(configs), rounds) if shown else nullcontext() as progress:
+            finished = [
+                (name, _one(name, one.replace(output_dir=str(folder)), progress, tracker))
+                for name, one in configs
+            ]
+        _report(finished, noise, folder, as_json)
 
 
-def _one(name: str, config: RunConfig, shown: bool, tracker: str) -> RunResult:
+def _one(name: str, config: RunConfig, progress: RunsProgress | None, tracker: str) -> RunResult:
     with loading():
         from fedquilt.experiment.api import run_config
 
-    with run_observer(f"{name}, seed {config.seed}", shown, tracker) as observer:
-        return run_config(config, observer)
+    with run_observer(name, False, tracker) as tracked:
+        if progress is None:
+            return run_config(config, tracked)
+        progress.begin(f"{name}, seed {config.seed}")
+        done = run_config(config, Observers(progress, as_observer(tracked)))
+        progress.end()
+        return done
 
 
-def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) -> None:
+def _report(
+    finished: list[tuple[str, RunResult]],
+    noise: dict[str, str | None],
+    folder: Path,
+    as_json: bool,
+) -> None:
     from fedquilt.record.folder import finite
     from fedquilt.report import comparison_table, plot_comparison, render_comparison
     from fedquilt.report.comparison import write_tables
@@ -142,7 +163,7 @@ def _report(finished: list[tuple[str, RunResult]], folder: Path, as_json: bool) 
     if as_json:
         print(json.dumps(finite(record), allow_nan=False))
         return
-    say(render_comparison(rows))
+    say(render_comparison([{**row, "noise": noise.get(row["mode"])} for row in rows]))
     if figure is not None:
         say(f"\nfigure: {figure}")
 

@@ -19,10 +19,10 @@ from fedquilt.cli.run import (
     TRACKER,
     run_or_resume,
     say,
-    screen_width,
     stands_alone,
 )
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.text_table import screen_width
 from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS
 from fedquilt.config.files import read_beside

@@ -8,6 +8,7 @@ import typer
 
 from fedquilt.cli.run import say
 from fedquilt.common.formatting import printable
+from fedquilt.common.text_table import text_table
 
 
 def data(
@@ -20,8 +21,6 @@ def data(
     ] = False,
 ) -> None:
     """List the data sets and where they were found, or fetch and verify one."""
-    from tabulate import tabulate
-
     from fedquilt.data import DATASETS, dataset_status, load_dataset
 
     if name is not None:
@@ -31,7 +30,7 @@ def data(
         return
     found = {key: dataset_status(key, data_dir) for key in DATASETS}
     rows = [(key, printable(status.summary())) for key, status in found.items()]
-    say(tabulate(rows, headers=["data set", "status"]))
+    say(text_table(["data set", "status"], rows))
     absent = [key for key, status in found.items() if status.missing]
     if absent:
         places = ", ".join(str(folder.absolute()) for folder in found[absent[0]].searched)

@@ -11,6 +11,7 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.run import CONFIG, JSON, PRESET, say
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.text_table import wrapped
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
 
@@ -57,7 +58,7 @@ def plan(
         print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made)}))
         return
     print(planning.plan_table(made))
-    print(f"\n{cohort_line(selector)}\n{_advice(made)}")
+    print(wrapped(f"\n{cohort_line(selector)}\n{_advice(made)}", indent="     "))
     if figure is not None:
         say(f"\nfigure: {figure}")
 

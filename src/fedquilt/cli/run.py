@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable_lines
 from fedquilt.common.observer import Observer, Observers, as_observer
+from fedquilt.common.text_table import screen_width, wrapped
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.choices import FLOWER_ENGINES
 from fedquilt.config.files import read_beside
@@ -32,6 +34,9 @@ PRESET = typer.Option(
 )
 JSON = typer.Option("--json", metavar="", help="Print one JSON object and nothing else.")
 QUIET = typer.Option("--quiet", metavar="", help="Show no progress.")
+STATEMENT = typer.Option(
+    "--statement", metavar="", help="Print the whole privacy statement too.", hidden=True
+)
 TRACKER = typer.Option(
     "--tracker",
     metavar="NAMES",
@@ -56,6 +61,7 @@ def run(
     monitor: Annotated[bool, MONITOR] = False,
     as_json: Annotated[bool, JSON] = False,
     quiet: Annotated[bool, QUIET] = False,
+    statement: Annotated[bool, STATEMENT] = False,
 ) -> None:
     """Train a federated model on this machine, and say what may be claimed about it.
 
@@ -78,7 +84,7 @@ def run(
     if as_json:
         print(json.dumps(finished.summary(), allow_nan=False))
     else:
-        _print(finished)
+        _print(finished, statement)
 
 
 def _run(
@@ -159,11 +165,6 @@ def say(text: object) -> None:
     print(printable_lines(text))
 
 
-def screen_width() -> int | None:
-    """Return the columns of the terminal; None where output goes to a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
 def stands_alone(resume: str, *given: object) -> None:
     """Refuse settings beside --resume."""
     if any(given):
@@ -198,7 +199,27 @@ def draw_history(finished: RunResult) -> Path | None:
     return path
 
 
-def _ledger_line(record: dict[str, Any]) -> str:
+def closing_lines(finished: RunResult) -> list[tuple[str, str]]:
+    """Return what a run ends with: headline, claim, where it is kept, what comes next."""
+    result, folder = finished.result, finished.folder
+    name, value = next(iter(finished.metrics.items()), ("measured", None))
+    measured = "nothing" if value is None else f"{value:.4f}"
+    lines = [(name, f"{measured} after {result['rounds']} rounds")]
+    if result.get("stopped"):
+        lines.append(("stopped", str(result["stopped"])))
+    lines.append(("claim", finished.statement.claim))
+    lifetime = [note for note in finished.statement.notes if note.startswith("lifetime: ")]
+    lines += [("lifetime", note.partition(": ")[2]) for note in lifetime]
+    if folder is not None:
+        lines.append(("folder", str(folder)))
+        ledger = result.get("ledger")
+        if ledger is not None and Path(ledger["ledger"]).parent != folder:
+            lines.append(("ledger", _ledger_words(ledger)))
+        lines.append(("next", f"fedquilt report {shlex.quote(str(folder))}"))
+    return lines
+
+
+def _ledger_words(record: dict[str, Any]) -> str:
     """Say which account the run is in, and whether it is a new one."""
     new = {"ledger": " (both new)", "population": " (new population)"}.get(
         record.get("created") or "", ""
@@ -206,33 +227,23 @@ def _ledger_line(record: dict[str, Any]) -> str:
     joined = record.get("enrolled") or 0
     if joined and not new:
         new = f" ({joined} clients new)"
-    return f"Ledger {record['ledger']}, population {record['population']}{new}"
+    return f"{record['ledger']}, population {record['population']}{new}"
 
 
-def _print(finished: RunResult) -> None:
-    from fedquilt.report import generate_summary_table, slices_table
-    from fedquilt.report.series import run_label
+def _coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    metadata = finished.result["metadata"]
-    say(
-        generate_summary_table(
-            metadata["final_accuracy"],
-            metadata["final_loss"],
-            metadata["dataset"],
-            metadata["seed"],
-            finished.result["history"],
-            metadata["hyperparameters"],
-            method=run_label(metadata["hyperparameters"]),
-            statement=finished.result["statement"],
-        )
-    )
-    if finished.result.get("stopped"):
-        say(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
+
+def _print(finished: RunResult, statement: bool) -> None:
+    from fedquilt.report import slices_table
+
     if "slices" in finished.result:
-        say(f"\n{slices_table(finished.result['slices'])}")
-    if "ledger" in finished.result:
-        say(f"\n{_ledger_line(finished.result['ledger'])}")
-    claim = finished.statement.as_text(screen_width())
-    say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
-    say(f"\n{finished.folder}")
+        say(f"{slices_table(finished.result['slices'])}\n")
+    colour = typer.colors.GREEN if finished.statement.is_bounded else typer.colors.RED
+    for name, text in closing_lines(finished):
+        line = wrapped(f"{name:<9} {printable_lines(text)}", indent=" " * 10)
+        print(typer.style(line, fg=colour) if name == "claim" and _coloured() else line)
+    if statement:
+        claim = finished.statement.as_text(screen_width())
+        say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
     sys.stdout.flush()

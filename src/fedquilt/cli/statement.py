@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fedquilt.cli.run import JSON, say, screen_width
+from fedquilt.cli.run import JSON, say
 from fedquilt.common.errors import RunFolderError
+from fedquilt.common.text_table import screen_width
 
 
 def statement(

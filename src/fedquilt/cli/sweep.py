@@ -18,6 +18,7 @@ from fedquilt.cli.progress import optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable
+from fedquilt.common.text_table import text_table
 from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
 
@@ -181,7 +182,6 @@ def _plain(found: Summary) -> dict[str, Any]:
 
 
 def _table(found: Summary) -> str:
-    from tabulate import tabulate
 
     from fedquilt.common.formatting import format_bound
 
@@ -198,15 +198,9 @@ def _table(found: Summary) -> str:
         )
         for one in found.settings
     ]
-    titles = [
-        "setting",
-        found.metric,
-        "sd",
-        "95 % interval of the mean",
-        "seeds",
-        "worst client's ε",
-    ]
-    parts = [tabulate(body, headers=titles, disable_numparse=True)]
+    interval, worst = "95 % interval of the mean", "worst client's ε"
+    titles = ["setting", found.metric, "sd", interval, "seeds", worst]
+    parts = [text_table(titles, body)]
     pairs = [
         (
             label,
@@ -222,7 +216,7 @@ def _table(found: Summary) -> str:
     ]
     if pairs:
         heads = ["on the same seeds", "difference", "95 % interval", "p", "seeds"]
-        parts.append(tabulate(pairs, headers=heads, disable_numparse=True))
+        parts.append(text_table(heads, pairs))
     return "\n\n".join(parts)
 
 

@@ -47,7 +47,7 @@ class RoundModels:
     half
         Whether feature models compute in bfloat16.
     row_bits
-        Bits of a number on its way (`fedquilt.condense.rows`).
+        Bits of a number on its way (`statistics.encode_rows`).
     """
 
     def __init__(

@@ -122,20 +122,7 @@ _RENAMED = {
     "alpha": "budget_alpha",
     "beta": "budget_beta",
 }
-_SAME = (
-    "num_rounds",
-    "clients_per_round",
-    "warmup_rounds",
-    "local_epochs",
-    "learning_rate",
-    "lr_decay",
-    "delta",
-    "clip_quantile",
-    "clip_momentum",
-    "min_clip",
-    "max_clip",
-    "max_agg_norm",
-)
+# Keys that are no options; all others are, by the same name.
 _OTHER = (
     "num_clients",
     "participation_distribution",
@@ -163,7 +150,8 @@ def settings_from_hyperparameters(
     itself pass as they are and win.
     """
     merged = {**HYPERPARAMETERS, **given}
-    settings: dict[str, Any] = {key: merged[key] for key in _SAME if key in merged}
+    translated = {*_RENAMED, *_OTHER}
+    settings = {key: value for key, value in merged.items() if key not in translated}
     settings |= {new: merged[old] for old, new in _RENAMED.items()}
     settings |= {"dataset": dataset_name, "model": "custom"}
     if "num_clients" in given:
@@ -176,8 +164,7 @@ def settings_from_hyperparameters(
         AVAILABILITIES,
     )
     settings |= _mode(given, parameter_names)
-    known = {*_SAME, *_RENAMED, *_OTHER}
-    settings |= {key: value for key, value in given.items() if key not in known}
+    settings |= {key: value for key, value in given.items() if key not in translated}
     checks.choice("mode", settings["mode"], DOCUMENT_MODES)
     return settings
 

@@ -32,15 +32,13 @@ from fedquilt.config.condense import (
 )
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
-from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT
-from fedquilt.config.run import RunConfig, old_names, option_fields
+from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT, Flag
+from fedquilt.config.run import RunConfig, old_names, option_fields, option_names
 from fedquilt.config.uses import is_effective, reject_unused
 
 SCHEMA_VERSION = 1
 BESIDE = ("preset", "tracker", "quiet")
 """Keys of a file that are no part of a configuration."""
-# What a preset says of its data is not about yours.
-_ABOUT_DATA = ("dataset", "num_clients", "partition", "dirichlet_alpha", "target_accuracy")
 
 
 def build_config(
@@ -78,8 +76,9 @@ def build_config(
     kind = CondenseConfig if method == CondenseConfig.method else RunConfig
     presets = CONDENSE_PRESETS if kind is CondenseConfig else PRESETS
     base = {} if preset is None else dict(presets[checks.choice("preset", preset, presets)])
-    if own:
-        base = {key: value for key, value in base.items() if key not in _ABOUT_DATA}
+    if own:  # what a preset says of its data is not about yours
+        of_data = {*option_names(Flag.APP, kind), *option_names(Flag.OPERATOR, kind)}
+        base = {key: value for key, value in base.items() if key not in of_data}
     # Whoever wrote a file may change it; a run has written down what it was given.
     by_hand = not _is_record(from_file, kind)
     from_file = package_names(kind, from_file, warns=by_hand)

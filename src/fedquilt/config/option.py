@@ -61,7 +61,7 @@ class Flag(enum.Flag):
     OPERATOR = enum.auto()
     """In a Flower app the operator of the server decides it, not the run configuration."""
     APP = enum.auto()
-    """In a Flower app it follows from the app's own model and data."""
+    """It follows from your own model and data, where they are yours: in a Flower app, in Python."""
 
 
 _NO_FLAG = Flag(0)

@@ -26,7 +26,7 @@ from fedquilt.federation import Federation
 from fedquilt.method import Method
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
-from fedquilt.record.checkpoint_state import check_state, expected_state
+from fedquilt.record.checkpoint import check_state, expected_state
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import (
     RunResult,
@@ -139,7 +139,7 @@ class Experiment:
 
         Returns why the run ended before its last round, None when it did not.
         """
-        with one_thread(self.federation.is_small):
+        with one_thread(self.method.engine.is_small):
             return self._run()
 
     def _run(self) -> str | None:
@@ -183,7 +183,7 @@ class Experiment:
         anything that follows from the release is reserved, kept or shown.
         """
         began, index = time.perf_counter(), self._rounds_run
-        if not self.federation.starts_early:
+        if not self.method.engine.starts_early:
             record = self.run_round(index)
             return self._finish(record, time.perf_counter() - began)
         next_round = begin_round(self.federation, index)
@@ -207,7 +207,7 @@ class Experiment:
         somebody's own uses the release: it may show it, so the charge has to be on disk before.
         """
         is_ours = type(self.method.server) is ServerOptimizer
-        return self.federation.starts_early and is_ours and not self._evaluates(index + 1)
+        return self.method.engine.starts_early and is_ours and not self._evaluates(index + 1)
 
     def _finish_pending(self) -> str | None:
         """Settle, keep and show the round before, if that was deferred; the next one may train."""
@@ -382,7 +382,8 @@ class Experiment:
         folder, federation, flat = self.folder, self.federation, self.subject.flat
         assert folder is not None
         like = federation.state() | self._kept_state
-        saved = folder.load_checkpoint(partial(expected_state, like, federation, folder.path))
+        size = federation.weights.numel()
+        saved = folder.load_checkpoint(partial(expected_state, like, size, folder.path))
         if saved is None:
             self.lines = folder.read_rounds(0)
             folder.drop_images(0)

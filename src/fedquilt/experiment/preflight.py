@@ -35,11 +35,18 @@ GOES_ON = (
 def preflight_lines(config: RunConfig, problem: FederatedTask) -> list[str]:
     """Return the lines that a run says before its first round."""
     lines = [cohort_line(problem.selector)]
-    condenses = config.method == "condense"  # its statistics are no updates of a model
-    if not condenses and MODE_TABLE[config.mode].noised:
-        found = noise_feasibility(config, problem.selector, _noised(config, problem))
+    found = outlook(config, problem)
+    if found is not None:
         lines += [found.line, *([GOES_ON] if found.verdict == "hopeless" else [])]
     return lines
+
+
+def outlook(config: RunConfig, problem: FederatedTask) -> Feasibility | None:
+    """Return what the noise of a run will do to it; None where there is none to speak of."""
+    condenses = config.method == "condense"  # its statistics are no updates of a model
+    if condenses or not MODE_TABLE[config.mode].noised:
+        return None
+    return noise_feasibility(config, problem.selector, _noised(config, problem))
 
 
 def tell_owner_of_missing_values(config: RunConfig, problem: FederatedTask) -> None:

@@ -66,6 +66,7 @@ def start_run(
             stack.callback(folder.close)
             if folder.read_result() is not None:
                 return load(folder.path, problem.whole_model())
+            folder.check_rounds()  # before a ledger is told that the run goes on
         if resumed:
             config = engine_for_resume(config, problem)
         else:

@@ -9,6 +9,7 @@ when lines come would tell what the run does not.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -80,10 +81,7 @@ class Progress(Observer):
         """Show a finished round; its line holds public values only."""
         self._done, total = line["round"] + 1, config.num_rounds
         self._timed = line.get("seconds") is not None
-        measured = [key for key in line if key.startswith("test_") and line[key] is not None]
-        if measured:
-            first = "test_accuracy" if "test_accuracy" in measured else measured[0]
-            self._accuracy = f"{first.removeprefix('test_')} {line[first]:.4f}"
+        self._accuracy = headline_of(line) or self._accuracy
         self._say_of_limit(line)
         if self._bar is not None:
             if not self._timed:
@@ -135,6 +133,70 @@ class Progress(Observer):
         self._bar.columns = tuple(c for c in columns if not isinstance(c, TimeRemainingColumn))
 
 
+class RunsProgress(Observer):
+    """Shows several runs, one after the other: one bar for all, or a line after each.
+
+    Parameters
+    ----------
+    runs, rounds : int
+        How many runs there are, and how many rounds in all of them.
+    stream : text stream, optional
+        Where to; the error stream by default.
+    """
+
+    def __init__(self, runs: int, rounds: int, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._runs, self._rounds = runs, rounds
+        self._number = self._done = 0
+        self._label = self._measured = ""
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> RunsProgress:
+        if draws_bars(self._stream):
+            self._bar = _make_bar(self._stream)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._rounds, accuracy="", doing="")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def begin(self, label: str) -> None:
+        """Say which run begins."""
+        self._number += 1
+        self._label, self._measured = printable(label), ""
+        if self._bar is not None:
+            said = f"run {self._number} of {self._runs}: {self._label}"
+            self._bar.update(self._task, description=said, accuracy="")
+
+    def __call__(self, config: Any, line: dict[str, Any]) -> None:
+        """Show a finished round."""
+        self._done += 1
+        self._measured = headline_of(line) or self._measured
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, accuracy=self._measured)
+
+    def end(self) -> None:
+        """Say that a run has ended."""
+        if self._bar is not None:
+            return
+        found = f": {self._measured}" if self._measured else ""
+        line = f"run {self._number} of {self._runs}, {self._label}{found}"
+        print(line, file=self._stream, flush=True)
+
+
+def headline_of(line: dict[str, Any]) -> str:
+    """Return what a round's line measured of the model, in words; nothing where it did not."""
+    measured = [key for key in line if key.startswith("test_") and line[key] is not None]
+    if not measured:
+        return ""
+    first = "test_accuracy" if "test_accuracy" in measured else measured[0]
+    return f"{first.removeprefix('test_')} {line[first]:.4f}"
+
+
 class Expectations(Observer):
     """Shows what a run may expect and nothing after that."""
 
@@ -150,7 +212,7 @@ def draws_bars(stream: TextIO) -> bool:
     """Tell whether a bar can be drawn: in a terminal, or in a notebook with its widgets."""
     if in_notebook():
         return importlib.util.find_spec("ipywidgets") is not None
-    return stream.isatty()
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def in_notebook() -> bool:

@@ -8,19 +8,15 @@ What fails later ends the sampling and is in `failure` from then on.  The proces
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import queue
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import IO, Any
 
+from fedquilt.common.child import ChildProcess, pipe_to_parent
 from fedquilt.common.errors import FedquiltError
 from fedquilt.observe.meters import Sampler
 from fedquilt.observe.samples import Metrics, MonitorError, Sample, SamplingSettings
@@ -128,12 +124,9 @@ END_SECONDS = 5.0
 
 
 class ProcessRunner:
-    """Samples this process from another one, and talks to it over a `multiprocessing.Pipe`.
+    """Samples this process from another one (`common.child`).
 
-    The other one is a fresh interpreter and not a `multiprocessing.Process`: a fork of a
-    process with threads or a GPU can hang, and a spawned process imports the program's main
-    module again, which costs seconds and needs a `__main__` guard.  It ends when it is told
-    to, and also when this process ends without telling it.
+    The other one ends when it is told to, and also when this process ends without telling it.
 
     Settings, metrics (to switch to) and None (to stop) go to the other process; back come
     ("answer", error or port) to each of the first two, ("sample", sample), and at the end
@@ -145,10 +138,11 @@ class ProcessRunner:
         self.port: int | None = None
         self._emit = emit
         self._answers: queue.SimpleQueue[FedquiltError | int | None] = queue.SimpleQueue()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._pipe, theirs = multiprocessing.Pipe()
-        with theirs:
-            self._process = _launch(theirs.fileno(), self._output)
+        if not sys.executable:
+            raise MonitorError(
+                "process monitors must know the Python interpreter; use thread_monitor"
+            )
+        self._child = ChildProcess("fedquilt.observe.runners")
         self._reader = threading.Thread(target=self._read, name="fedquilt-monitor", daemon=True)
         self._reader.start()
         try:
@@ -171,10 +165,9 @@ class ProcessRunner:
         self._send(None)
         self._reader.join(END_SECONDS)
         if self._reader.is_alive():
-            self._process.kill()
+            self._child.process.kill()
             self._reader.join()
-        self._pipe.close()
-        self._output.close()
+        self._child.close()
 
     def _ask(self, order: SamplingSettings | Metrics) -> int | None:
         """Send an order and wait for the answer; raise when it is an error."""
@@ -192,14 +185,14 @@ class ProcessRunner:
     def _send(self, order: SamplingSettings | Metrics | None) -> None:
         # When the process is gone, the reader says why.
         with contextlib.suppress(OSError):
-            self._pipe.send(order)
+            self._child.pipe.send(order)
 
     def _read(self) -> None:
         """Take messages until the process ends."""
         reported = False
         try:
             while not reported:
-                kind, content = self._pipe.recv()
+                kind, content = self._child.pipe.recv()
                 if kind == "sample":
                     self._emit(content)
                 elif kind == "answer":
@@ -210,39 +203,17 @@ class ProcessRunner:
             pass  # it died
         except Exception as error:
             reported, self.failure = True, as_fedquilt_error(error)
-            self._process.kill()
-        code = self._process.wait()
+            self._child.process.kill()
+        code = self._child.process.wait()
         if not reported:
-            self.failure = MonitorError(
-                f"the sampler's process ended with code {code}: {self._last_words()}"
-            )
+            said = self._child.last_words()[-2000:] or "it said nothing"
+            self.failure = MonitorError(f"the sampler's process ended with code {code}: {said}")
         self._answers.put(self.failure or MonitorError("the monitor has been stopped"))
-
-    def _last_words(self) -> str:
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace").strip()[-2000:] or "it said nothing"
-
-
-def _launch(pipe: int, output: IO[bytes]) -> subprocess.Popen[Any]:
-    if not sys.executable:
-        raise MonitorError("process monitors must know the Python interpreter; use thread_monitor")
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(
-        # -P: a module of the current folder must not be taken for one of Python's.
-        [sys.executable, "-P", "-m", "fedquilt.observe.runners", str(pipe)],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env={**os.environ, "PYTHONPATH": path},
-        pass_fds=(pipe,),
-        # Ctrl-C is for the program; it decides when its monitor ends.
-        start_new_session=True,
-    )
 
 
 def main() -> None:
     """Sample until told to stop, or until nobody is there to tell it."""
-    pipe = Connection(int(sys.argv[1]))
+    pipe = pipe_to_parent()
     try:
         pipe.send(("end", _serve(pipe)))
     except (BrokenPipeError, ConnectionResetError):

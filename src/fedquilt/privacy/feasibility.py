@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import format_bound
+from fedquilt.common.text_table import text_table
 from fedquilt.privacy.accounting import (
     Adjacency,
     Release,
@@ -99,6 +100,11 @@ class Feasibility:
             first = f"; first {self.advice[0][0].lower()}{self.advice[0][1:]}"
         size = f"{ratio:.2g} of" if ratio < 1 else f"{ratio:.3g} times"
         return f"noise over the run: {size} a typical update, {self.verdict}{first}"
+
+    @property
+    def cell(self) -> str:
+        """Noise and verdict for a table."""
+        return f"{self.noise_to_signal_run:.2g}x, {self.verdict}"
 
 
 def plan(
@@ -194,13 +200,12 @@ def _method(sampling_rate: float, tosses: int, epsilon: float, adjacency: Adjace
 
 def plan_table(plan: Feasibility) -> str:
     """Return the plan as a table of plain text."""
-    from tabulate import tabulate
-
     rows = [
+        ("verdict", plan.verdict),
         ("clients in the population", f"{plan.population:,}"),
-        ("clients per round", f"{plan.cohort:,.6g}"),
+        ("clients per round", f"{plan.cohort:,.3g}"),
         ("rounds", f"{plan.rounds:,}"),
-        ("joins of a client", f"{plan.joins:,.6g}"),
+        ("joins of a client", f"{plan.joins:,.3g}"),
         ("sampling rate", f"{plan.sampling_rate:g}"),
         ("trainable parameters", f"{plan.parameters:,}"),
         ("promise to every client", f"epsilon {plan.epsilon:g}, delta {plan.delta:g}"),
@@ -211,9 +216,8 @@ def plan_table(plan: Feasibility) -> str:
         ("noise / signal of the run", f"{plan.noise_to_signal_run:.3g}"),
         ("most parameters that would work", f"{plan.usable_parameters:,}"),
         ("fewest clients per round that would work", f"{plan.usable_cohort:,}"),
-        ("verdict", plan.verdict),
     ]
-    return str(tabulate(rows, tablefmt="simple", disable_numparse=True))
+    return text_table((), rows)
 
 
 def _cohort(cohort: object, most: float) -> float:

@@ -126,18 +126,21 @@ class Statement:
             notes=tuple(record["notes"]),
         )
 
+    @property
+    def claim(self) -> str:
+        """The promise in one line."""
+        if not self.is_bounded:
+            return "epsilon: inf, no guarantee for the released model"
+        return (
+            f"every client: epsilon <= {format_bound(self.epsilon_max)} "
+            f"(median {format_bound(self.epsilon_median)}) "
+            f"at delta {format_bound(self.delta, 6)}"
+        )
+
     def as_text(self, width: int | None = None) -> str:
         """Return the statement in words, one fact a line, or in lines of at most `width`."""
-        if self.is_bounded:
-            claim = (
-                f"every client: epsilon <= {format_bound(self.epsilon_max)} "
-                f"(median {format_bound(self.epsilon_median)}) "
-                f"at delta {format_bound(self.delta, 6)}"
-            )
-        else:
-            claim = "epsilon: inf, no guarantee for the released model"
         lines = [
-            f"claim      {claim}",
+            f"claim      {self.claim}",
             f"unit       {self.unit}, adjacency {self._adjacency_in_words()}",
             f"covered    {', '.join(self.covered) or 'nothing'}",
             f"uncovered  {', '.join(self.uncovered) or 'nothing'}",

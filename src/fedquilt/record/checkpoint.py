@@ -1,8 +1,18 @@
 """The files of a checkpoint: `checkpoint.safetensors`, and the base of its long arrays.
 
-A base (`common/changes.py`) has a name of its own, is on disk before the checkpoint that names
-it, and goes when the checkpoint on disk names another or none; the last one of a run is whole.
-Both are tied to the run's configuration by a digest of `config.toml`.
+A run of a million clients has some numbers of each of them, and a round moves those of its
+cohort.  They are written whole once, as the *base*; from then on a checkpoint is a delta: it
+holds, of each array, the places where it is not what the base says, and the values there.  A new
+base is due when they are more than a `SHARE` of the array.  An array that changes everywhere from
+one checkpoint to the next gains nothing, and stays whole in the checkpoint.
+
+A base has a name of its own, is on disk before the checkpoint that names it, and goes when the
+checkpoint on disk names another or none; the last one of a run is whole.  Both are tied to the
+run's configuration by a digest of `config.toml`.
+
+A checkpoint may come from elsewhere.  An array of another size would be found by whatever touches
+it first, perhaps rounds later and after they were charged; a count that is NaN would never be
+found.  So types and shapes are checked before arrays are loaded, values after.
 """
 
 from __future__ import annotations
@@ -10,22 +20,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedquilt.common import storage, untrusted
-from fedquilt.common.changes import LongArrays, Split
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.formatting import printable
 from fedquilt.common.storage import as_safetensors
 from fedquilt.common.untrusted import TensorFile, TensorSpec
-from fedquilt.record.schema import SCHEMA_VERSION, check_schema, readable
+from fedquilt.record.schema import SCHEMA_VERSION, STATE_KEYS, check_schema, readable
 
 if TYPE_CHECKING:  # whoever only reads a result or asks for its ledger needs no torch
     import torch
-    from numpy.typing import NDArray
 
 _WITH_BASE = 2
 """The version of a checkpoint that is not whole, which older readers must refuse."""
@@ -54,13 +66,79 @@ class Checkpoint:
     run_id: str = ""
 
 
+LONG = 1 << 16
+"""The length from which an array is long."""
+SHARE = 1 / 16
+"""The changes of a larger share of an array are not worth writing apart."""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The arrays of a checkpoint: whole ones, changes since the base, and a base that is due."""
+
+    whole: Arrays
+    places: Arrays = field(default_factory=dict)
+    values: Arrays = field(default_factory=dict)
+    token: str = ""
+    """The base's name; "" where the checkpoint needs none."""
+    base: Arrays | None = None
+    """The base, where it has to be written first."""
+
+
+class DeltaArrays:
+    """What the newest base says of a run's long arrays."""
+
+    def __init__(self) -> None:
+        self._token = ""
+        self._base: Arrays = {}
+        self._dense: set[str] = set()
+        self._is_new = False
+
+    def split(self, state: Mapping[str, NDArray[Any]]) -> Split:
+        """Divide the arrays of a checkpoint, and take a base to be written where one is due."""
+        changed = {
+            key: _changed_places(self._base.get(key), array)
+            for key, array in state.items()
+            if array.ndim == 1 and array.size >= LONG and key not in self._dense
+        }
+        if self._is_new:  # what has changed that much since the last checkpoint always will
+            dense = {key for key in self._base if key in changed and changed[key] is None}
+            self._dense |= dense
+            changed = {key: where for key, where in changed.items() if key not in dense}
+        gone = bool(changed) and not self._base.keys() <= state.keys()
+        self._is_new = gone or any(where is None for where in changed.values())
+        if self._is_new:
+            self._token = secrets.token_hex(8)
+            self._base = {key: state[key].copy() for key in changed}
+            changed = {key: np.zeros(0, dtype=np.int32) for key in changed}
+        places = {key: where for key, where in changed.items() if where is not None}
+        return Split(
+            whole={key: array for key, array in state.items() if key not in places},
+            places=places,
+            values={key: state[key][where] for key, where in places.items()},
+            token=self._token if places else "",
+            base=self._base if self._is_new else None,
+        )
+
+
+def _changed_places(before: NDArray[Any] | None, now: NDArray[Any]) -> NDArray[np.int32] | None:
+    """Return where an array has changed, bit by bit; None where a base has to say it anew."""
+    if before is None or (before.shape, before.dtype) != (now.shape, now.dtype):
+        return None
+    bits = f"u{now.dtype.itemsize}"
+    places = np.flatnonzero(before.view(bits) != np.ascontiguousarray(now).view(bits))
+    return places.astype(np.int32) if places.size <= SHARE * now.size else None
+
+
 class CheckpointFiles:
     """The checkpoint of one run's folder, on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "checkpoint.safetensors"
-        self._long: LongArrays | None = None
+        self._long: DeltaArrays | None = None
 
     def bases(self) -> Iterator[Path]:
         """Return the bases in the folder, those that no checkpoint names included."""
@@ -77,7 +155,7 @@ class CheckpointFiles:
         whole: bool = False,
     ) -> None:
         """Replace the checkpoint by the state after `rounds` rounds; `whole`: in one file."""
-        long, self._long = self._long or LongArrays(), None  # forgotten if anything fails
+        long, self._long = self._long or DeltaArrays(), None  # forgotten if anything fails
         split = Split(state) if whole else long.split(state)
         metadata = {"config": self._config_digest()} | (
             {"base": split.token} if split.token else {}
@@ -195,6 +273,11 @@ class CheckpointFiles:
                 raise RunFolderError(f"{path} {wrong}")
             yield opened
 
+    def rounds(self) -> int:
+        """Return how many rounds the checkpoint comes after, 0 when there is none."""
+        with self._opened_checkpoint("np") as opened:
+            return 0 if opened is None else int(opened.metadata["rounds"])
+
     def head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
         with self._opened_checkpoint("np") as opened:
@@ -234,7 +317,6 @@ class CheckpointFiles:
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return an array as a tensor, in its own memory where that can be written."""
-    import numpy as np
     import torch
 
     return torch.from_numpy(np.require(array, requirements="W"))
@@ -242,3 +324,59 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
 
 def _nothing(name: str) -> Any:
     raise KeyError(name)
+
+
+_KINDS = {"F": "f", "I": "i", "U": "i", "B": "b"}
+_IN_WORDS = {"f": "floats", "i": "whole numbers", "b": "truth values"}
+
+
+def expected_state(
+    like: Mapping[str, NDArray[Any]],
+    size: int,
+    path: Path,
+    found: Mapping[str, TensorSpec],
+) -> list[str]:
+    """Return which arrays of a checkpoint to load, all of types and shapes that fit.
+
+    Parameters
+    ----------
+    like
+        The state of the federation before its first round.
+    size
+        How many values the model has that travel.
+    path
+        The run's folder, for the message.
+    found
+        What the checkpoint holds.
+    """
+    for name, spec in found.items():
+        key = STATE_KEYS.get(name)
+        if key is not None and key.form == "vector":
+            wanted: tuple[str, tuple[int, ...]] = ("f", (size,))
+        elif key is not None and name in like:
+            array = np.asarray(like[name])
+            wanted = (array.dtype.kind.replace("u", "i"), array.shape)
+        else:
+            continue
+        if (_KINDS[spec.dtype[0]], spec.shape) != wanted:
+            raise RunFolderError(
+                f"{path}: the checkpoint does not fit: state/{printable(name)} is {spec.dtype} of "
+                f"shape {list(spec.shape)} and must be {_IN_WORDS[wanted[0]]} of shape "
+                f"{list(wanted[1])}"
+            )
+    return list(found)
+
+
+def check_state(state: Mapping[str, NDArray[Any]], rounds: int, path: Path) -> None:
+    """Refuse counts and amounts that no run of so many rounds can have."""
+    for name, key in STATE_KEYS.items():
+        values = state.get(name)
+        if values is None or key.limits is None:
+            continue
+        least, most = key.limits(rounds)
+        # A comparison with NaN is false.
+        if not np.all((values >= least) & (values <= most)):
+            raise RunFolderError(
+                f"{path}: the checkpoint does not fit: state/{name} holds values that no run of "
+                f"{rounds} rounds has"
+            )

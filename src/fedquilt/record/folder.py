@@ -5,7 +5,7 @@
 | config.toml | the whole configuration | once, at the start |
 | rounds.jsonl | one JSON line a round | after every round |
 | checkpoint.safetensors | model and state after some round | replaced, about once a second |
-| checkpoint-base-*.safetensors | long arrays of that state (`common/changes.py`) | now and then |
+| checkpoint-base-*.safetensors | long arrays of that state | now and then |
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
 | ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
@@ -308,17 +308,28 @@ class RunFolder:
     def read_rounds(self, count: int) -> list[dict[str, Any]]:
         """Return the first `count` rounds and drop what comes after them."""
         path, private = self.path / "rounds.jsonl", self.path / "private.jsonl"
+        lines, records = self._first_rounds(count)
         with readable(self.path):
-            lines = untrusted.read_lines(path, RunFolderError)
             secrets = untrusted.read_lines(private, RunFolderError)
-        records = [_round(line, number, path) for number, line in enumerate(lines[:count])]
-        if len(records) < count:
-            raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(records)}")
         if len(lines) > count:
             storage.write_file(path, b"".join(lines[:count]))
         if len(secrets) > count:
             storage.write_file(private, b"".join(secrets[:count]), 0o600)
         return records
+
+    def check_rounds(self) -> None:
+        """Refuse a folder without the rounds of its checkpoint; nothing is written."""
+        self._first_rounds(self._checkpoint.rounds())
+
+    def _first_rounds(self, count: int) -> tuple[list[bytes], list[dict[str, Any]]]:
+        """Return all lines of rounds, and what the first `count` of them say."""
+        path = self.path / "rounds.jsonl"
+        with readable(self.path):
+            lines = untrusted.read_lines(path, RunFolderError)
+        records = [_round(line, number, path) for number, line in enumerate(lines[:count])]
+        if len(records) < count:
+            raise RunFolderError(f"{path} must hold {count} rounds; it holds {len(records)}")
+        return lines, records
 
     def peek_rounds(self, name: str = "rounds.jsonl") -> list[dict[str, Any]]:
         """Return the rounds that are written so far, also while the run goes on.

@@ -1,17 +1,15 @@
 """What a run leaves behind: its rounds, its history, its model, its statement.
 
-In a run that is bounded (`Mechanism.is_bounded`) only what the lists below name is public:
-`ROUND_PUBLIC` for a line of rounds.jsonl and for an observer, `RESULT_PUBLIC`
-for result.json, `CHECKPOINT_PUBLIC` for the checkpoint, the declared options for
-config.toml.  Whatever is not on a list stays private, so that forgetting is safe.
+Which keys there are, and which of them are public, stands in `record/schema.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import html
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,215 +19,31 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fedquilt.common.colors import LIGHT
 from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.formatting import format_bound
 from fedquilt.config import RunConfig
 from fedquilt.data import ImageDataset, load_condensed
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder, finite
+from fedquilt.record.schema import MEASURED, RESULT_PUBLIC, ROUND_KEYS, ROUND_PUBLIC, WITHHELD
 from fedquilt.round import RoundRecord
 from fedquilt.slices import slice_model
-
-_PER_ROUND = {
-    "train_loss": "train_loss",
-    "clip_values": "clip_value",
-    "noise_levels": "noise_std",
-    "privacy_budgets": "epsilon",
-    "client_participation": "cohort",
-}
-
-
-# What a condensing server says of its rounds.
-_SERVER = ("bytes_up", "bytes_down", "groups", "matching_loss", "epoch_avg_loss")
-
-# What clients measured; the raw ones stand only in lines of modes that claim nothing.
-_BY_CLIENTS = (
-    *("client_accuracy", "client_accuracy_worst_decile", "client_accuracy_gini"),
-    *("noised_client_accuracy", "noised_client_accuracy_std"),
-)
-
-_JOINS = "participation, public by the adjacency of the claim"
-_OPTIONS = "decided before anybody trains"
-_RELEASED = "released, or computed from releases alone"
-_LOOKED = "the released model, looked at on data that no client holds"
-_CHARGES = "what the ledger says; charges depend on participation only"
-_SHAPES = "follows from the shape of what is sent, whatever is in it"
-_LINES = "what the public lines say"
-_OUTSIDE = "of the program or the clock, not of the data"
-
-# Keys of a round's line that anybody may see of a bounded run, and why.
-ROUND_PUBLIC: dict[str, str] = {
-    "schema_version": _OUTSIDE,
-    "round": _OUTSIDE,
-    "cohort": _JOINS,
-    "absent": "who was asked and did not answer in time: " + _JOINS,
-    "participation_stats": _JOINS,
-    "clip_value": "fixed in advance, or a private quantile whose cost is charged",
-    "epsilon": _OPTIONS,
-    "noise_std": "follows from options and charges, times agg_scale where there is one",
-    "agg_scale": "max_agg_norm over the length of the noised mean: " + _RELEASED,
-    "without_allowance": _CHARGES,
-    "epsilon_spent": _CHARGES,
-    "test_accuracy": _LOOKED,
-    "test_loss": _LOOKED,
-    "validation_accuracy": _LOOKED,
-    "tiers": "the slices of the released model that tiers hold, looked at on test data",
-    "noised_client_accuracy": "a noised mean of the clients' own measures, whose cost is charged",
-    "noised_client_accuracy_std": "follows from options, charges and the noised mean",
-    # what an observer is told beside the line
-    "noise_to_signal": "under a claim: follows from options and charges",
-    # what a server reports
-    "bytes_up": _SHAPES,
-    "bytes_down": _SHAPES,
-    "matching_loss": _RELEASED,
-    "epoch_avg_loss": _RELEASED,
-}
-
-# What a run measures on the test data, whatever it is called: see `split_private`.
-_MEASURED = "test_"
-
-# Columns of every line: null where they are withheld.  Any other private key is left out,
-# because even its being there could tell something.
-WITHHELD = (
-    "train_loss",
-    "noise_norm",
-    "signal_norm",
-    "clipped_fraction",
-    "non_finite",
-    "seconds",  # how long clients take tells how much they hold
-)
-
-# Keys of result.json, `outer.inner` by name; what stands below a named one is public too.
-RESULT_PUBLIC: dict[str, str] = {
-    "schema_version": _OUTSIDE,
-    "mode": _OPTIONS,
-    "rounds": "the rounds that were run: options, allowances and the released model decide",
-    "stopped": "why there were no more: allowances, or the released model",
-    "metadata.dataset": _OPTIONS,
-    "metadata.seed": _OPTIONS,
-    "metadata.timestamp": _OUTSIDE,
-    "metadata.target_accuracy": _OPTIONS,
-    "metadata.final_accuracy": _LOOKED,
-    "metadata.final_loss": _LOOKED,
-    "metadata.hyperparameters": _OPTIONS,
-    "metadata.input_shape": _SHAPES,
-    "metadata.num_classes": "the model's, public knowledge",
-    "metadata.model_width": _OPTIONS,
-    "metadata.loss": _OPTIONS,
-    "metadata.metrics": _OPTIONS,
-    "metadata.final": _LOOKED,
-    "metadata.parts": "of the code and of shapes, whatever the samples are",
-    "metadata.data_notes": "said of types and public outputs, whatever the values are",
-    "history.train_loss": _LINES,
-    "history.clip_values": _LINES,
-    "history.noise_levels": _LINES,
-    "history.noise_stats": _LINES,
-    "history.privacy_budgets": _LINES,
-    "history.client_participation": _LINES,
-    "history.evaluation_rounds": _LINES,
-    "history.test_accuracy": _LINES,
-    "history.test_loss": _LINES,
-    "history.participation_stats": _LINES,
-    "history.epsilon_spent": _LINES,
-    "history.without_allowance": _LINES,
-    "history.agg_scale": _LINES,
-    "history.tiers": _LINES,
-    "history.noised_client_accuracy": _LINES,
-    "history.noised_client_accuracy_std": _LINES,
-    "history.bytes_up": _LINES,
-    "history.bytes_down": _LINES,
-    "history.matching_loss": _LINES,
-    "history.epoch_avg_loss": _LINES,
-    "cohorts": _JOINS,
-    "joins": _JOINS,
-    "statement": "the claim itself",
-    "slices": "who holds which slice is chosen without looking at data; what it scores: test data",
-    "condensation.ipc": _OPTIONS,
-    "condensation.images": _OPTIONS,
-    "condensation.bytes_up": _LINES,
-    "condensation.bytes_down": _LINES,
-    "condensation.seconds": _LINES,
-    "condensation.classes_not_sent": "none: noise hides whether a class was sent",
-    "ledger.ledger": _OUTSIDE,
-    "ledger.population": "the name of the clients, or a digest of sample numbers",
-    "ledger.allowance": _OPTIONS,
-    "ledger.delta": _OPTIONS,
-    "ledger.adjacency": _OPTIONS,
-    "ledger.created": _CHARGES,
-    "ledger.enrolled": _CHARGES,
-    "ledger.run_id": _OUTSIDE,
-    "ledger.lifetime_epsilon_max": _CHARGES,
-    "ledger.head": "a hash over charges and releases",
-}
-
-# Names in the checkpoint: metadata, the model's tensors (`model/*`), state arrays.
-CHECKPOINT_PUBLIC: dict[str, str] = {
-    "schema_version": _OUTSIDE,
-    "rounds": _OUTSIDE,
-    "config": "a digest of config.toml",
-    "ledger_head": "a hash over charges and releases",
-    "run_id": _OUTSIDE,
-    "model/*": _RELEASED,
-    "state/weights": _RELEASED,
-    "state/tracker.total_rounds": _JOINS,
-    "state/tracker.participation_count": _JOINS,
-    "state/tracker.ema_value": _JOINS,
-    "state/tracker.ema_round": _JOINS,
-    "state/mechanism.last_join": _JOINS,
-    "state/mechanism.quantile_bound": "a private quantile whose cost is charged",
-    "state/mechanism.nominal_epsilon": _JOINS,
-    "state/mechanism.squared_gdp": _CHARGES,
-    "state/mechanism.bound": _OPTIONS,
-    "state/account.spent": _CHARGES,
-    "state/server.first": _RELEASED,
-    "state/server.second": _RELEASED,
-    "state/server.images": _RELEASED,
-    "state/server.means_total": _RELEASED,
-    "state/server.head": _RELEASED,
-    "state/server.seen": "rounds so far",
-    "state/server.behind": "rounds so far",
-}
-
-# Files of a bounded run for its owner only, mode 0600.
-OWNER_FILES: dict[str, str] = {
-    "private.jsonl": "raw measurements",
-    "nodes.jsonl": "when each Flower node answered, what was refused of it, what it used",
-    "ledger.json": "a digest of what clients hold",
-    "clients.json": "digests of what clients hold",
-    "client_metrics.jsonl": "what each client measures on its own samples",
-    "baselines.json": "computed from raw data",
-    "monitor.jsonl": "what rounds and tiers used: how long clients take tells how much they hold",
-    "monitor.png": "the same, drawn",
-}
 
 
 def as_line(record: RoundRecord, seconds: float) -> dict[str, Any]:
     """Return a round as the flat dictionary of rounds.jsonl."""
-    return {
-        "round": record.round,
-        "cohort": record.cohort,
-        "train_loss": record.train_loss,
-        "clip_value": record.clip_value,
-        "epsilon": record.noise.epsilon,
-        "noise_std": record.noise.noise_std,
-        "noise_norm": record.noise.noise_norm,
-        "signal_norm": record.noise.signal_norm,
-        "clipped_fraction": record.noise.clipped_fraction,
-        **({} if record.noise.agg_scale is None else {"agg_scale": record.noise.agg_scale}),
-        **_client_budgets(record),
-        "non_finite": record.non_finite,
-        "without_allowance": record.without_allowance,
-        **({"absent": record.absent} if record.absent else {}),
-        "seconds": round(seconds, 6),
-        **record.server,
-    }
-
-
-def _client_budgets(record: RoundRecord) -> dict[str, list[float | None]]:
-    """Return the nominal budget of each client of the cohort, where they are noised one by one."""
-    budgets = record.noise.client_budgets
-    if budgets is None:
-        return {}
-    return {"client_budgets": [budgets.get(client) for client in record.cohort]}
+    line: dict[str, Any] = {}
+    for name, key in ROUND_KEYS.items():
+        if name == "seconds":
+            line[name] = round(seconds, 6)
+        elif key.source:
+            value = getattr(record.noise if key.source == "noise" else record, name)
+            if not key.sparse or (value is not None and value != []):
+                line[name] = value
+    if "client_budgets" in line:
+        line["client_budgets"] = [line["client_budgets"].get(client) for client in record.cohort]
+    return line | record.server
 
 
 def split_private(
@@ -245,7 +59,7 @@ def split_private(
     def is_public(key: str) -> bool:
         if key.startswith(withheld):
             return False
-        return key in ROUND_PUBLIC or (key in looked and key.startswith(_MEASURED))
+        return key in ROUND_PUBLIC or (key in looked and key.startswith(MEASURED))
 
     private = {key: value for key, value in line.items() if not is_public(key)}
     public = {
@@ -265,7 +79,7 @@ def _listed(record: dict[str, Any], outer: str) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in record.items():
         name = outer + key
-        if name in RESULT_PUBLIC or (outer == "history." and key.startswith(_MEASURED)):
+        if name in RESULT_PUBLIC or (outer == "history." and key.startswith(MEASURED)):
             kept[key] = value  # lists of the history hold what the public lines say
         elif isinstance(value, dict) and any(k.startswith(f"{name}.") for k in RESULT_PUBLIC):
             kept[key] = _listed(value, f"{name}.")
@@ -283,18 +97,17 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     evaluation: test_accuracy (None where it is not measured), test_loss, what else is measured
     under `test_`, evaluation_rounds (finished rounds, from 1), participation_stats.
     """
-    history: dict[str, list[Any]] = {
-        name: [line[key] for line in lines] for name, key in _PER_ROUND.items()
-    }
-    for name in _SERVER:
-        if any(name in line for line in lines):
-            history[name] = [line.get(name) for line in lines]
-    for name in ("agg_scale", "client_budgets"):
-        if any(name in line for line in lines):
-            history[name] = [line.get(name) for line in lines]
-    if any("epsilon_spent" in line for line in lines):
-        for name in ("epsilon_spent", "without_allowance"):
-            history[name] = [line.get(name) for line in lines]
+    lists = {name: key for name, key in ROUND_KEYS.items() if key.history}
+
+    def gathered(listed: str, lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+        names = [name for name, key in lists.items() if key.listed == listed]
+        if listed.startswith("some"):
+            names = [name for name in names if any(name in line for line in lines)]
+        return {lists[name].history: [line.get(name) for line in lines] for name in names}
+
+    history = gathered("rounds", lines) | gathered("some", lines)
+    if "epsilon_spent" in history:
+        history["without_allowance"] = [line.get("without_allowance") for line in lines]
     history["noise_stats"] = [
         {
             "sigma": line["noise_std"],
@@ -305,12 +118,10 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     ]
     evaluated = [line for line in lines if was_evaluated(line)]
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
-    measured = {key: None for line in evaluated for key in line if key.startswith(_MEASURED)}
-    by_clients = {name: None for name in _BY_CLIENTS if any(name in line for line in evaluated)}
-    by_clients |= {"tiers": None} if any("tiers" in line for line in evaluated) else {}
-    usual = ("test_accuracy", "test_loss", "participation_stats")
-    for name in {**dict.fromkeys(usual), **measured, **by_clients}:
-        history[name] = [line.get(name) for line in evaluated]
+    history |= gathered("evaluations", evaluated) | gathered("some evaluations", evaluated)
+    for name in dict.fromkeys(key for line in evaluated for key in line):
+        if name.startswith(MEASURED):
+            history[name] = [line.get(name) for line in evaluated]
     return history
 
 
@@ -373,8 +184,6 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         """Return the run for a notebook: the claim first, then accuracy and settings."""
-        from fedquilt.record.html import result_as_html
-
         return result_as_html(self.result, self.statement)
 
     def summary(self) -> dict[str, Any]:
@@ -439,9 +248,9 @@ def build_result(
     history = finite(build_history(lines))
     accuracy, loss = history["test_accuracy"], history["test_loss"]
     final = {
-        key.removeprefix(_MEASURED): values[-1]
+        key.removeprefix(MEASURED): values[-1]
         for key, values in history.items()
-        if key.startswith(_MEASURED) and values and values[-1] is not None
+        if key.startswith(MEASURED) and values and values[-1] is not None
     }
     return {
         "mode": config.mode,
@@ -529,3 +338,97 @@ def load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], path: Path
         raise RunFolderError(
             f"{path}: the model does not fit the saved weights: {reason}"
         ) from error
+
+
+# A finished run in a notebook: text and inline SVG, escaped; no script.
+_WIDTH, _HEIGHT = 360, 120
+_GOOD, _BAD = "#00694d", "#b00020"
+
+
+def result_as_html(result: Mapping[str, Any], statement: Statement) -> str:
+    """Return the HTML of a result and its statement."""
+    metadata, history = result["metadata"], result["history"]
+    bounded = statement.is_bounded
+    claim, *others = statement.as_text().splitlines()
+    alone = claim.removeprefix("claim").strip()
+    lifetime = _lifetime(result, statement)
+    head = html.escape(alone if lifetime is None else lifetime)
+    metric, values = _headline(history)
+    facts = [
+        ("run", f"{metadata['dataset']}, {result['mode']}, seed {metadata['seed']}"),
+        (
+            "rounds",
+            f"{result['rounds']}" + (f" ({result['stopped']})" if result.get("stopped") else ""),
+        ),
+        (f"final {metric}", _number(values[-1] if values else None)),
+        *([] if lifetime is None else [("this run", alone)]),
+        *((line[:11].strip(), line[11:]) for line in others),
+    ]
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+        f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+        for name, text in facts
+    )
+    chart = _chart(metric, history.get("evaluation_rounds") or (), values)
+    color = _GOOD if bounded else _BAD
+    return (
+        f"<div><p style='border-left:5px solid {color};padding-left:.6em'><strong>{head}</strong>"
+        f"</p>{chart}<table>{rows}</table></div>"
+    )
+
+
+def _lifetime(result: Mapping[str, Any], statement: Statement) -> str | None:
+    """Say what all runs of a shared ledger have cost; None where this run is all of it."""
+    ledger = result.get("ledger") or {}
+    settings = result["metadata"].get("hyperparameters") or {}
+    worst = float(ledger.get("lifetime_epsilon_max", 0.0))
+    shared = settings.get("ledger") is not None and not settings.get("amplification")
+    if not shared or worst <= statement.epsilon_max * (1 + 1e-6):
+        return None
+    return f"every client, over all runs of its ledger: epsilon <= {format_bound(worst)}"
+
+
+def _headline(history: Mapping[str, Any]) -> tuple[str, Sequence[float | None]]:
+    """Return what the run is judged by: the accuracy, or the first metric it has instead."""
+    keys = [key for key in history if key.startswith("test_")]
+    known = [key for key in keys if any(value is not None for value in history[key] or ())]
+    others = [key for key in known if key not in ("test_accuracy", "test_loss")]
+    has_accuracy = "test_accuracy" in known or not known
+    key = "test_accuracy" if has_accuracy else (*others, "test_loss")[0]
+    return key.removeprefix("test_").replace("_", " "), history.get(key) or ()
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _chart(metric: str, rounds: Sequence[float], values: Sequence[float | None]) -> str:
+    """Return the metric by round as an SVG; nothing where there is nothing to draw."""
+    points = [
+        (float(x), float(y))
+        for x, y in zip(rounds, values, strict=False)
+        if y is not None and math.isfinite(y)
+    ]
+    if not points:
+        return ""
+    last = max(x for x, _ in points)
+    first = min(x for x, _ in points)
+    span = last - first or 1.0
+    top = max(1.0 if metric == "accuracy" else 0.0, max(y for _, y in points)) or 1.0
+    placed = " ".join(
+        f"{30 + (x - first) / span * (_WIDTH - 40):.1f},"
+        f"{_HEIGHT - 20 - y / top * (_HEIGHT - 30):.1f}"
+        for x, y in points
+    )
+    name = html.escape(metric, quote=True)
+    label = f"test {name} from round {first:.0f} to {last:.0f}, at last {points[-1][1]:.4f}"
+    return (
+        f"<svg role='img' aria-label='{label}' width='{_WIDTH}' height='{_HEIGHT}' "
+        f"viewBox='0 0 {_WIDTH} {_HEIGHT}'>"
+        f"<line x1='30' x2='{_WIDTH - 10}' y1='{_HEIGHT - 20}' y2='{_HEIGHT - 20}' stroke='#888'/>"
+        f"<polyline points='{placed}' fill='none' stroke='{LIGHT['blue']}' stroke-width='2'/>"
+        f"<text x='0' y='16' font-size='11' fill='#888'>{top:.3g}</text>"
+        f"<text x='0' y='{_HEIGHT - 16}' font-size='11' fill='#888'>0</text>"
+        f"<text x='{_WIDTH // 2}' y='{_HEIGHT - 4}' font-size='11' fill='#888' "
+        f"text-anchor='middle'>{name} by round</text></svg>"
+    )

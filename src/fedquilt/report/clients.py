@@ -10,6 +10,7 @@ import numpy as np
 
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.spread import client_spread, grouped
+from fedquilt.common.text_table import text_table
 from fedquilt.report.runs import series_of
 from fedquilt.report.series import ROUND, run_label
 from fedquilt.report.style import (
@@ -80,8 +81,6 @@ def client_tables(result: Mapping[str, Any], metrics: Metrics, worst: int = 5) -
     worst : int
         How many of the clients with the lowest accuracy are listed.
     """
-    from tabulate import tabulate
-
     rounds = _last(metrics)
     rows = metrics[rounds]
     table = {"all clients": client_spread([row["accuracy"] for row in rows], "mean")}
@@ -99,13 +98,12 @@ def client_tables(result: Mapping[str, Any], metrics: Metrics, worst: int = 5) -
     parts = [
         f"{_title(result)}, after round {rounds}",
         f"{RAW}\n",
-        tabulate(
+        text_table(
+            ["group", "mean accuracy", "worst decile", "Gini"],
             [line for line in lines if len(line) > 1],
-            headers=["group", "mean accuracy", "worst decile", "Gini"],
-            disable_numparse=True,
         ),
         "\nclients with the lowest accuracy",
-        tabulate(lowest, headers=["client", "samples", "accuracy", "loss"], disable_numparse=True),
+        text_table(["client", "samples", "accuracy", "loss"], lowest),
     ]
     return "\n".join(parts)
 

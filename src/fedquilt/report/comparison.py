@@ -16,6 +16,7 @@ import numpy as np
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.formatting import format_bound
 from fedquilt.common.storage import write_file
+from fedquilt.common.text_table import text_table
 from fedquilt.report.runs import (
     RunSeries,
     differences,
@@ -120,23 +121,15 @@ def metric_text(row: Mapping[str, Any]) -> str:
 
 
 def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of `comparison_table` as text, 80 columns wide or less."""
-    from tabulate import tabulate
-
+    """Return the rows of `comparison_table` as text; `noise` is shown where rows have it."""
     metrics = " or ".join(dict.fromkeys(row["metric"] for row in rows))
-    body = [(row["mode"], metric_text(row), str(len(row["seeds"])), row["claim"]) for row in rows]
-    headings = ["mode", f"{metrics} ± std", "seeds", "what it may claim"]
-    padded_heads = [f"{heading}  " for heading in headings]  # as tabulate lays them out
-    columns = list(zip(padded_heads, *body, strict=True))[:-1]
-    used = sum(max(map(len, cells)) + 2 for cells in columns)
-    return tabulate(
-        body,
-        headers=headings,
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=("left", "left", "right", "left"),
-        maxcolwidths=[None, None, None, max(20, _SCREEN - used)],
-    )
+    head = ["mode", f"{metrics} ± std", "seeds", "what it may claim"]
+    body = [[row["mode"], metric_text(row), str(len(row["seeds"])), row["claim"]] for row in rows]
+    if any(row.get("noise") for row in rows):
+        head.append("noise")
+        for row, cells in zip(rows, body, strict=True):
+            cells.append(row.get("noise") or "-")
+    return text_table(head, body, right=(2,))
 
 
 _COLUMNS = {
@@ -249,11 +242,9 @@ def _titles(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table for a terminal."""
-    from tabulate import tabulate
-
     body = [[_cells(row)[name] for name in _COLUMNS if name != "level"] for row in rows]
     titles = [title for name, title in _titles(rows).items() if name != "level"]
-    return tabulate(body, headers=titles, disable_numparse=True)
+    return text_table(titles, body)
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

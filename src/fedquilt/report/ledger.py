@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common.formatting import format_bound, format_left, printable
+from fedquilt.common.text_table import text_table
 from fedquilt.report.style import (
     BLUE,
     GREY,
@@ -81,8 +82,6 @@ def client_facts(population: str, row: Any) -> str:
 
 
 def _clients(rows: Sequence[Any], most: int) -> str:
-    from tabulate import tabulate
-
     dearest = sorted(rows, key=lambda row: (-row.epsilon_spent, row.client))[:most]
     runs: dict[str, int] = {}  # their names are long: a number stands for each
     for row in dearest:
@@ -99,8 +98,7 @@ def _clients(rows: Sequence[Any], most: int) -> str:
         for row in dearest
     ]
     titles = ["client", "joins", "epsilon spent", "can still pay", "last round"]
-    widths = [_ID_WIDTH, None, None, None, None]
-    table = tabulate(lines, headers=titles, disable_numparse=True, maxcolwidths=widths)
+    table = text_table(titles, lines)
     return "\n".join([table, *(f"[{number}] {printable(name)}" for name, number in runs.items())])
 
 

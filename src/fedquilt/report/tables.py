@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt.common.formatting import format_bound
+from fedquilt.common.text_table import text_table
 from fedquilt.report.series import (
     as_number,
     column,
@@ -81,22 +82,23 @@ def generate_summary_table(
 
 
 def _render(rows: list[Row]) -> str:
-    """Return the table, as wide as the rules above and below it.
+    """Return the table in a frame, at least as wide as the rules above and below it."""
+    lines = [("Metric", "Value", "Status"), *rows]
+    widths = [max(least, *map(len, cells)) for least, *cells in zip(_WIDTHS, *lines, strict=True)]
 
-    tabulate knows no least width of a column, so a row of that width is laid
-    out with the others and taken away again.
-    """
-    from tabulate import tabulate
+    def rule(left: str, bar: str, middle: str, right: str) -> str:
+        return left + middle.join(bar * (width + 2) for width in widths) + right
 
-    spacer = tuple("x" * width for width in _WIDTHS)
-    text = tabulate(
-        [*rows, spacer],
-        headers=["Metric", "Value", "Status"],
-        tablefmt="fancy_outline",
-        disable_numparse=True,
+    body = [f"│ {' │ '.join(map(str.ljust, line, widths))} │" for line in lines]
+    return "\n".join(
+        [
+            rule("╒", "═", "╤", "╕"),
+            body[0],
+            rule("╞", "═", "╪", "╡"),
+            *body[1:],
+            rule("╘", "═", "╧", "╛"),
+        ]
     )
-    lines = text.splitlines()
-    return "\n".join([*lines[:-2], lines[-1]])
 
 
 def _accuracy(value: float) -> str:
@@ -233,8 +235,6 @@ def slices_table(record: Mapping[str, Any]) -> str:
     example, forward; the last column is what the width's own small model reaches on the test
     data, by the headline metric.
     """
-    from tabulate import tabulate
-
     scores = tier_scores(record)
     rows = [
         (
@@ -250,8 +250,7 @@ def slices_table(record: Mapping[str, Any]) -> str:
         mean = sum(t["clients"] * scores.get(t["width"], math.nan) for t in record["tiers"]) / total
         rows[-1] = (*rows[-1], f"{mean:.4f}")
         head.append(f"test {tier_metric(record)}")
-    align = ("left", *("right",) * (len(head) - 1))
-    table = tabulate(rows, headers=head, disable_numparse=True, colalign=align)
+    table = text_table(head, rows, right=range(1, len(head)))
     return f"What a client holds ({record['method']})\n{table}"
 
 
@@ -261,8 +260,6 @@ def condensation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     Each row has `name`, `accuracy`, `bytes_up`, `bytes_down`, `rounds`, `seconds`,
     `raw` (whether clients' own images leave them) and `note`.
     """
-    from tabulate import tabulate
-
     lines = [
         (
             row["name"],
@@ -276,8 +273,7 @@ def condensation_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     head = ("method", "accuracy", "MB up", "MB down", "rounds", "seconds", "raw images leave")
-    align = ("left", *("right",) * 5, "left")
-    table = tabulate(lines, headers=head, disable_numparse=True, colalign=align)
+    table = text_table(head, lines, right=range(1, 6))
     notes = [f"{row['name']}: {row['note']}" for row in rows if row.get("note")]
     return "\n".join([table, *([""] if notes else []), *notes])
 

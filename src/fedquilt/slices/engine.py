@@ -30,6 +30,7 @@ from fedquilt.training import (
     LocalSettings,
     Loss,
     LossOf,
+    StepLoss,
     Task,
     make_engine,
     outputs_of,
@@ -66,8 +67,8 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
     """Return the clients' loss on a slice's model, None for the engine's own."""
     options = slicing.options
     if slicing.method == "depthfl":
-        return lambda client, round_index: partial(
-            exits_loss, distillation=ramp(round_index, options.depthfl_rampup)
+        return lambda client, round_index: StepLoss(
+            exits_loss, partial(ramp, round_index, options.depthfl_rampup)
         )
     if slicing.method != "fjord":
         return None
@@ -78,9 +79,7 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
         limit = slicing.widths[client]
         narrow.begin([width for width in widths if width < limit])
         random = generator(slicing.seed, "ordered dropout", round_index, client)
-        return lambda wide, inputs, targets: narrow.loss(
-            wide, inputs, targets, fjord(limit, widths, random).width, limit
-        )
+        return StepLoss(narrow.loss, lambda: (fjord(limit, widths, random).width, limit))
 
     return loss_of
 
@@ -116,9 +115,10 @@ class _NarrowPasses:
         return _Nested(width, self._slicing.free_units)
 
     def loss(
-        self, wide: nn.Module, inputs: Tree, targets: Tensor, width: Fraction, limit: Fraction
+        self, wide: nn.Module, inputs: Tree, targets: Tensor, drawn: tuple[Fraction, Fraction]
     ) -> Tensor:
-        """Return the loss of one step that draws a width, on the model of width `limit`."""
+        """Return the loss of one step that drew (a width, the client's own)."""
+        width, limit = drawn
         outputs = outputs_of(trees.call_with(wide, inputs))
         loss = functional.cross_entropy(outputs, targets)
         if width == limit:

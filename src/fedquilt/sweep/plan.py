@@ -21,7 +21,7 @@ from fedquilt.common.storage import check_own_folder, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_json
 from fedquilt.config import CondenseConfig, RunConfig, option_fields, plain_config
 from fedquilt.config.files import method_defaults, require_two_clients
-from fedquilt.config.option import CLIENTS, SPLIT
+from fedquilt.config.option import CLIENTS, SPLIT, kinds_of
 from fedquilt.config.run import old_names
 from fedquilt.config.uses import reject_unused
 from fedquilt.record.schema import check_schema, readable
@@ -168,10 +168,10 @@ def parse_axis(text: str, kind: type[RunConfig] = RunConfig) -> SweepAxis:
     checks.choice("key of the sweep", key, [name for name in fields if name not in _OWN])
     if not sign or not rest.strip():
         raise InvalidValueError(f"{text!r} must be key=value,value or key=low:high")
-    declared = str(fields[key].type)
-    if ":" in rest and ("float" in declared or "int" in declared):
-        return _range(key, rest, whole="float" not in declared)
-    values = tuple(_value(key, part.strip(), declared) for part in rest.split(","))
+    kinds = kinds_of(kind)[key]
+    if ":" in rest and kinds & {int, float}:
+        return _range(key, rest, whole=float not in kinds)
+    values = tuple(_value(key, part.strip(), kinds) for part in rest.split(","))
     if len(set(map(str, values))) != len(values):
         raise InvalidValueError(f"{text!r} must not repeat a value")
     return SweepAxis(key, values)
@@ -194,16 +194,16 @@ _SCALES = ("linear", "log", "int")
 _TRUTH = {"true": True, "false": False}
 
 
-def _value(key: str, text: str, declared: str) -> Any:
+def _value(key: str, text: str, kinds: frozenset[type]) -> Any:
     """Read a value as the option's type wants it."""
-    if text.lower() == "none" and "None" in declared:
+    if text.lower() == "none" and type(None) in kinds:
         return None
-    if declared.startswith("bool"):
+    if bool in kinds:
         return _TRUTH[checks.choice(key, text.lower(), list(_TRUTH))]
     try:
-        if "int" in declared and not ("float" in declared and "." in text):
+        if int in kinds and not (float in kinds and "." in text):
             return int(text)
-        return float(text) if "float" in declared else text
+        return float(text) if float in kinds else text
     except ValueError:
         raise InvalidValueError(f"{key}={text!r} must be a number") from None
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
-import os
 import queue
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fedquilt.common import checks
+from fedquilt.common.child import ChildProcess
 from fedquilt.common.errors import FedquiltError, InvalidValueError, RunFolderError
 from fedquilt.common.storage import lock_file, storage_errors
 from fedquilt.privacy.ledger import Ledger
@@ -247,19 +242,15 @@ class _Worker:
 
     def __init__(self, tracker: str = "none") -> None:
         self._tracker = tracker
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._output: IO[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     def close(self) -> None:
         """End the process, also in the middle of a point."""
-        if self._process is not None and self._pipe is not None:
+        if self._child is not None:
             with contextlib.suppress(OSError):
-                self._pipe.send(None)
-            self._process.wait(timeout=30)
-        for opened in (self._pipe, self._output):
-            if opened is not None:
-                opened.close()
+                self._child.pipe.send(None)
+            self._child.process.wait(timeout=30)
+            self._child.close()
 
     def run(self, plan: Plan, point: Point, folder: Path) -> _Answer:
         """Run a point and return what became of it."""
@@ -267,40 +258,16 @@ class _Worker:
             config = plan.config(point, folder).as_dict()
         except InvalidValueError as error:  # a plan that was written by hand
             return _Answer(refused=str(error))
-        process, pipe = self._started()
+        if self._child is None:
+            self._child = ChildProcess("fedquilt.sweep.worker", dict.fromkeys(_THREADS, "1"))
+        child = self._child
         job = {"config": config, "place": str(folder / point.name), "tracker": self._tracker}
         try:
-            pipe.send(job)
-            return _Answer(**pipe.recv())
+            child.pipe.send(job)
+            return _Answer(**child.pipe.recv())
         except (OSError, EOFError):  # it has died, or was ended by who stops the sweep
-            code, self._process = process.wait(), None
-            return _Answer(failed=f"its process ended with code {code}{self._last_words()}")
-
-    def _last_words(self) -> str:
-        """Return the last line that the process wrote."""
-        text = b""
-        with contextlib.suppress(ValueError):  # closed by who stops the sweep
-            if self._output is not None:
-                self._output.seek(0)
-                text = self._output.read()
-        said = [line.strip() for line in text.decode(errors="replace").split("\n") if line.strip()]
-        return f": {said[-1][:_MOST_WORDS]}" if said else ""
-
-    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        if self._process is None or self._pipe is None:
-            for opened in (self._pipe, self._output):
-                if opened is not None:
-                    opened.close()
-            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-            self._pipe, theirs = multiprocessing.Pipe()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "fedquilt.sweep.worker", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=self._output,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is for the sweep, which ends its workers
-                    env={**os.environ, **dict.fromkeys(_THREADS, "1")},
-                )
-        return self._process, self._pipe
+            code, said = child.process.wait(), child.last_words().split("\n")[-1].strip()
+            child.close()
+            self._child = None
+            words = f": {said[:_MOST_WORDS]}" if said else ""
+            return _Answer(failed=f"its process ended with code {code}{words}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fedquilt.common.child import pipe_to_parent
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.privacy.ledger import BudgetExceededError, LedgerConflictError
 from fedquilt.sweep.plan import begun_runs
@@ -36,9 +36,7 @@ def run_point(config: dict[str, Any], place: Path, tracker: str = "none") -> Non
 
 def main() -> None:
     """Take points from the pipe whose number is the only argument, until it closes."""
-    number = int(sys.argv[1])
-    os.set_inheritable(number, False)
-    pipe = Connection(number)
+    pipe = pipe_to_parent()
     jobs: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     import torch

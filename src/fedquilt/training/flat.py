@@ -141,7 +141,7 @@ class FlatModel:
     def _view(self, segment: Segment) -> torch.Tensor:
         return self.vector[segment.start : segment.stop].view(segment.shape)
 
-    def _copied(self) -> Iterator[tuple[Segment, torch.Tensor]]:
+    def copied(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         """Yield the tensors that are not views of the vector."""
         yield from self._outside
         for segment in self.segments:
@@ -151,7 +151,7 @@ class FlatModel:
     def read(self) -> torch.Tensor:
         """Return the vector with the current values; a view, not a copy."""
         with torch.no_grad():
-            for segment, tensor in self._copied():
+            for segment, tensor in self.copied():
                 self._view(segment).copy_(tensor)
         return self.vector
 
@@ -163,7 +163,7 @@ class FlatModel:
         self.restore()
         with torch.no_grad():
             self.vector.copy_(vector)
-            for segment, tensor in self._copied():
+            for segment, tensor in self.copied():
                 values = self._view(segment)
                 integral = not tensor.dtype.is_floating_point
                 tensor.copy_(values.round() if integral else values)
@@ -182,7 +182,7 @@ class FlatModel:
     @property
     def is_lossy(self) -> bool:
         """Whether some tensor has a type that cannot hold the vector's values exactly."""
-        return any(tensor.dtype != self.vector.dtype for _, tensor in self._copied())
+        return any(tensor.dtype != self.vector.dtype for _, tensor in self.copied())
 
     @property
     def names(self) -> list[str]:

@@ -33,7 +33,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.training.state import ModuleState
 
 _ADAMS = ("adam", "adamw")
-_FIRST, _SECOND, _SMALL = 0.9, 0.999, 1e-8
+_FIRST, _SECOND = 0.9, 0.999
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 Gradients = Sequence[torch.Tensor | None]
@@ -233,6 +233,8 @@ def _takes_rate(factory: Factory) -> bool:
 class RuleState:
     """What a named rule remembers of its steps: for one client, or for each row of a stack."""
 
+    SMALL = 1e-8
+
     def __init__(
         self, rule: ClientOptimizer, parameters: Iterable[torch.Tensor], *, stacked: bool = False
     ) -> None:
@@ -285,7 +287,7 @@ class RuleState:
         if not weights:
             return
         if rule.weight_decay and rule.name == "adamw":
-            torch._foreach_mul_(weights, 1.0 - rate * rule.weight_decay)
+            self._decay(weights, rate)
         elif rule.weight_decay:
             moves = list(torch._foreach_add(moves, weights, alpha=rule.weight_decay))
         if rule.name in _ADAMS:
@@ -300,7 +302,7 @@ class RuleState:
                 if rule.name == "nesterov"
                 else past
             )
-        torch._foreach_add_(weights, moves, alpha=-rate)
+        self._advance(weights, moves, rate)
 
     def _adam(
         self,
@@ -313,10 +315,32 @@ class RuleState:
         torch._foreach_lerp_(first, moves, 1.0 - _FIRST)
         torch._foreach_mul_(second, _SECOND)
         torch._foreach_addcmul_(second, moves, moves, 1.0 - _SECOND)
-        scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, (1.0 - _SECOND**self._steps) ** 0.5)
-        torch._foreach_add_(scale, _SMALL)
-        torch._foreach_addcdiv_(weights, first, scale, -rate / (1.0 - _FIRST**self._steps))
+        self._advance_adam(weights, first, list(torch._foreach_sqrt(second)), rate)
+
+    def rates(self, rate: float, step: int) -> tuple[float, float, float]:
+        """Return what moves are multiplied by in a step, counted from 1; Adam's root; the decay."""
+        kept = 1.0 - rate * self._rule.weight_decay
+        if self._rule.name not in _ADAMS:
+            return -rate, 1.0, kept
+        return -rate / (1.0 - _FIRST**step), (1.0 - _SECOND**step) ** 0.5, kept
+
+    def _decay(self, weights: list[torch.Tensor], rate: float) -> None:
+        torch._foreach_mul_(weights, self.rates(rate, self._steps)[2])
+
+    def _advance(self, weights: list[torch.Tensor], moves: list[torch.Tensor], rate: float) -> None:
+        torch._foreach_add_(weights, moves, alpha=-rate)
+
+    def _advance_adam(
+        self,
+        weights: list[torch.Tensor],
+        first: list[torch.Tensor],
+        scale: list[torch.Tensor],
+        rate: float,
+    ) -> None:
+        move, root, _ = self.rates(rate, self._steps)
+        torch._foreach_div_(scale, root)
+        torch._foreach_add_(scale, self.SMALL)
+        torch._foreach_addcdiv_(weights, first, scale, move)
 
 
 def by_row(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

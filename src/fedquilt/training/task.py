@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +63,30 @@ def epoch_order(count: int, shuffle: torch.Generator) -> torch.Tensor:
 
 Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
 """The loss of a model in training on a batch: (model, inputs, targets) -> a number."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """A loss that decides before each step what it computes, such as the width of a pass.
+
+    Under equal decisions a step runs the same operations on the same tensors, whichever client's
+    it is: it can be recorded and replayed.  `loss` is called on (model, inputs, targets, decision).
+    """
+
+    loss: Callable[[nn.Module, Any, Any, Any], torch.Tensor]
+    decide: Callable[[], Hashable]
+
+    def __call__(self, module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        """Decide, and return the loss of a batch."""
+        return self.loss(module, inputs, targets, self.decide())
+
+    def decided(self) -> tuple[Hashable, Loss]:
+        """Decide; return the decision and the loss under it."""
+        decision = self.decide()
+        return decision, lambda module, inputs, targets: self.loss(
+            module, inputs, targets, decision
+        )
+
 
 LossOf = Callable[[int, int], Loss]
 """The loss that a client minimises in a round: (client, round) -> loss."""
@@ -126,7 +150,7 @@ class Task:
         whole = plain and not self.targets.is_floating_point()
         return whole and self.objective.name in ("cross_entropy", "nll")
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where the samples lie."""
         return trees.device_of(self.inputs)

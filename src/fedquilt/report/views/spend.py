@@ -1,7 +1,7 @@
 """What a run has charged its clients, round by round, and all runs of its ledger before it.
 
-Charges depend on participation only and are public (`record.RESULT_PUBLIC`); when they were made,
-and what clients are called, is not shown here.
+Charges depend on participation only and are public (`record.schema.RESULT_KEYS`); when they were
+made, and what clients are called, is not shown here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ per-client seeds, so engines differ in speed and floating-point rounding only.
 | engine | where | trainers |
 |---|---|---|
 | `sequential` | this process | autograd |
-| `local` | this process | the fastest for the device: manual or autograd; on a GPU as `batched` |
+| `local` | this process | manual or autograd; on a GPU as `batched`, or captured |
 | `batched` | this process, many clients as one program | gpu or vmap; on a CPU manual or vmap |
 | `processes` | worker processes, one a core | manual or autograd |
 
@@ -55,6 +55,7 @@ from fedquilt.training.trainers.autograd import (
     find_draws,
     refuse_hidden_state,
 )
+from fedquilt.training.trainers.captured import CapturedTrainer
 from fedquilt.training.trainers.gpu import GpuTrainer
 from fedquilt.training.trainers.manual import ManualTrainer, try_manual
 from fedquilt.training.trainers.plan import Conv, Dense, NoPlanError, Plan, is_interpreted
@@ -142,8 +143,10 @@ def make_engine(
         raise InvalidValueError(
             f"engine={name!r} must be 'auto' or 'sequential' where clients have their own loss"
         )
-    if name == "sequential" or loss_of is not None:
+    if name == "sequential":
         return LocalEngine(AutogradTrainer(model, task, settings, loss_of))
+    if loss_of is not None:
+        return LocalEngine(_one_by_one(model, task, settings, loss_of))
     module = model.module if isinstance(model, FlatModel) else model
     if name == "processes":
         from fedquilt.training.engines.workers import ProcessEngine
@@ -166,7 +169,7 @@ def local_trainer(model: nn.Module | FlatModel, task: Task, settings: LocalSetti
     module = model.module if isinstance(model, FlatModel) else model
     if task.device.type == "cuda" and why_not_stacked(module, task, settings) is None:
         return batched_trainer(module, task, settings)
-    autograd = AutogradTrainer(model, task, settings)
+    autograd = _one_by_one(model, task, settings)
     if task.device.type != "cpu":
         return autograd
     size = autograd.flat.vector.numel()
@@ -174,6 +177,17 @@ def local_trainer(model: nn.Module | FlatModel, task: Task, settings: LocalSetti
         _log.info("the model trains by autograd: %d parameters are more than %d", size, LARGE)
         return autograd
     return try_manual(autograd.flat, task, settings, autograd.draws) or autograd
+
+
+def _one_by_one(
+    model: nn.Module | FlatModel,
+    task: Task,
+    settings: LocalSettings,
+    loss_of: LossOf | None = None,
+) -> AutogradTrainer:
+    """Return the trainer of one client after the other; on a GPU its steps are captured."""
+    kind = CapturedTrainer if task.device.type == "cuda" else AutogradTrainer
+    return kind(model, task, settings, loss_of)
 
 
 def batched_trainer(module: nn.Module, task: Task, settings: LocalSettings) -> Trainer:
@@ -234,7 +248,7 @@ def choose_engine(
     if task.device.type == "cuda":
         if why_not_stacked(flat.module, task, settings) is None:
             return Choice("batched", "many clients fill a GPU")
-        return Choice("sequential", "the model cannot run as a stack of clients")
+        return Choice("local", "the model cannot run as a stack of clients")
     if task.class_mask is not None or flat.vector.numel() > LARGE:
         return Choice("sequential", f"above {LARGE:,} parameters, or with hidden classes")
     manual, why = _manual_or_why(flat, task, settings)

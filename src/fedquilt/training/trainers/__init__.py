@@ -3,6 +3,7 @@
 | trainer | steps | for |
 |---|---|---|
 | `autograd` | one client after the other, by autograd | every model and loss |
+| `captured` | one client after the other, by CUDA graphs | other models on a GPU |
 | `manual` | gradients written by hand, a few small clients at a time | plain networks on a CPU |
 | `vmap` | many clients as one stacked program | models without state, mostly on a GPU |
 | `gpu` | many clients as one program of our own kernels | plain networks on a GPU |

@@ -37,6 +37,7 @@ from fedquilt.training.task import (
     LocalSettings,
     Loss,
     LossOf,
+    StepLoss,
     Task,
     client_seed,
     epoch_order,
@@ -89,7 +90,7 @@ def train_client(
     flat.write(start)
     flat.module.train()
     parameters = flat.parameters
-    anchors = _views(flat, start) if settings.fedprox_mu else None
+    anchors = parameter_views(flat, start) if settings.fedprox_mu else None
     device = trees.device_of(inputs)
     loss_sum = torch.zeros((), device=device)
     seen = 0
@@ -98,7 +99,7 @@ def train_client(
     in_backward = plain and flat.vector.numel() > LARGE
     stepped = flat.stepped if in_backward else ()
     with seeded_layers(device, seed), own_draws(draws), stepping(stepped, learning_rate):
-        for step, batch in enumerate(_batches(index, settings, seed, flat)):
+        for step, batch in enumerate(local_batches(index, settings, seed, flat)):
             if draws is not None:
                 draws.begin(bits_of(seed, step))
             samples = trees.take(inputs, batch)
@@ -139,7 +140,7 @@ def step_in_backward(
             hook.remove()
 
 
-def _batches(
+def local_batches(
     index: torch.Tensor, settings: LocalSettings, seed: int, flat: FlatModel
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of all epochs; none for a client without samples."""
@@ -226,7 +227,8 @@ def refuse_hidden_state(
         index = torch.arange(count, device=public.device)
         targets = trees.mapped(public.targets, lambda t: t[:1].expand(count, *t.shape[1:]))
         loss = loss_of(0, 0)
-        train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
+        with repeatable():
+            train_client(flat, before, samples, targets, index, 0.1, how, 0, loss, draws)
         return flat.read()
 
     # Sums of a GPU may come in another order each time; state that moves shows more.
@@ -252,6 +254,16 @@ def refuse_hidden_state(
         )
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Let convolutions on a GPU add up in the same order each time, within."""
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
 def _fingerprint(vector: torch.Tensor) -> bytes:
     """Return what stands for the values of a vector; all NaN are one, and both zeros."""
     digest = hashlib.sha256()
@@ -268,7 +280,7 @@ def _is_alike(one: torch.Tensor | bytes, other: torch.Tensor | bytes) -> bool:
     return one == other
 
 
-def _views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
+def parameter_views(flat: FlatModel, vector: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters' places in a vector of the same layout."""
     return [vector[s.start : s.stop].view(s.shape) for s in flat.segments if not s.is_buffer]
 
@@ -295,6 +307,9 @@ class AutogradTrainer(Trainer):
         self.task, self.settings = task, settings
         self._lends_updates = False
         self._loss_of = loss_of or self._default_loss
+        mask = None if loss_of is not None else task.class_mask
+        self._hidden = None if mask is None else mask.hidden[0].clone()
+        """The classes that the running client's loss leaves alone, always in one place."""
         public = task.public()
         if isinstance(model, FlatModel):
             self.flat = model.twin()
@@ -332,18 +347,9 @@ class AutogradTrainer(Trainer):
     ) -> ClientUpdate:
         index = self.task.index(client)
         try:
-            loss = train_client(
-                self.flat,
-                start,
-                self.task.inputs,
-                self.task.targets,
-                index,
-                learning_rate,
-                self.settings,
-                client_seed(self.settings, round_index, client),
-                self._loss_of(client, round_index),
-                self.draws,
-            )
+            seed = client_seed(self.settings, round_index, client)
+            client_loss = self._loss_of(client, round_index)
+            loss = self._train(start, index, learning_rate, seed, client_loss)
         except Exception as error:
             out = torch.empty_like(start) if out is None else out
             return failed_update(error, self.settings, client, out, len(index))
@@ -351,19 +357,38 @@ class AutogradTrainer(Trainer):
         delta = torch.sub(trained, start, out=trained if self._lends_updates else out)
         return ClientUpdate(client, delta, len(index), loss)
 
+    def _train(
+        self,
+        start: torch.Tensor,
+        index: torch.Tensor,
+        learning_rate: float,
+        seed: int,
+        loss: Loss,
+    ) -> float:
+        """Train the working model on some samples and return the mean loss."""
+        inputs, targets = self.task.inputs, self.task.targets
+        return train_client(
+            *(self.flat, start, inputs, targets, index, learning_rate),
+            *(self.settings, seed, loss, self.draws),
+        )
+
     def _default_loss(self, client: int, round_index: int) -> Loss:
         """Return the objective, with the client's hidden classes where there are any."""
         mask = self.task.class_mask
-        if mask is None:
+        if mask is None or self._hidden is None:
             self.task.objective.begin()
             return self.task.objective
-        hidden, ignored = mask.hidden[client], self.task.objective.ignore_index
+        self._hidden.copy_(mask.hidden[client])
+        return StepLoss(self._masked_loss, lambda: None)
 
-        def masked(module: nn.Module, inputs: Tree, targets: Tree) -> torch.Tensor:
-            outputs = mask.apply(outputs_of(trees.call_with(module, inputs)), hidden)
-            return functional.cross_entropy(outputs, targets, ignore_index=ignored)  # type: ignore[arg-type]
-
-        return masked
+    def _masked_loss(
+        self, module: nn.Module, inputs: Tree, targets: torch.Tensor, decision: None
+    ) -> torch.Tensor:
+        mask, ignored = self.task.class_mask, self.task.objective.ignore_index
+        assert mask is not None
+        assert self._hidden is not None
+        outputs = mask.apply(outputs_of(trees.call_with(module, inputs)), self._hidden)
+        return functional.cross_entropy(outputs, targets, ignore_index=ignored)
 
     def restore(self) -> None:
         """Restore what training has changed outside the weights, such as attributes of a class."""
