@@ -9,7 +9,7 @@ from torch import nn
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.features import (
-    FrozenFront,
+    FrozenExtractor,
     OrientedGradients,
     SampleStandard,
     Scattering,
@@ -54,7 +54,7 @@ def documented(images, public, shrink, power=0.5, projection=None):
 @pytest.mark.parametrize(("shrink", "power"), [(1.0, 0.5), (0.1, 1.0)])
 def test_is_the_documented_formula(shrink, power):
     public, images = pictures(200, 1), pictures(7, 2)
-    front = FrozenFront(Pixels(9), public, power=power, shrink=shrink)
+    front = FrozenExtractor(Pixels(9), public, power=power, shrink=shrink)
     np.testing.assert_allclose(
         front(images).numpy(), documented(images, public, shrink, power), atol=1e-4
     )
@@ -62,7 +62,7 @@ def test_is_the_documented_formula(shrink, power):
 
 def test_projection_comes_before_centring():
     public, images = pictures(200, 1), pictures(7, 2)
-    front = FrozenFront(Pixels(9), public, projection=4, seed=3)
+    front = FrozenExtractor(Pixels(9), public, projection=4, seed=3)
     matrix = front.projection.double().numpy()
     assert matrix.shape == (9, 4)
     np.testing.assert_allclose(
@@ -73,19 +73,19 @@ def test_projection_comes_before_centring():
 def test_without_public_images_only_the_length_changes():
     images = pictures(5, 3)
     expected = nn.functional.normalize(images.flatten(1), dim=1) * 3
-    torch.testing.assert_close(FrozenFront(Pixels(9), power=1)(images), expected)
+    torch.testing.assert_close(FrozenExtractor(Pixels(9), power=1)(images), expected)
 
 
 def test_a_random_projection_is_that_of_its_seed():
     images = pictures(4, 4)
-    first, again, other = (FrozenFront(Pixels(9), projection=5, seed=s) for s in (0, 0, 1))
+    first, again, other = (FrozenExtractor(Pixels(9), projection=5, seed=s) for s in (0, 0, 1))
     assert torch.equal(first(images), again(images))
     assert not torch.allclose(first(images), other(images), atol=0.1)
     assert first(images).square().mean(1) == pytest.approx([1.0] * 4, abs=1e-5)
 
 
 def test_a_random_projection_keeps_inner_products():
-    wide = FrozenFront(Pixels(900), projection=600, power=1)
+    wide = FrozenExtractor(Pixels(900), projection=600, power=1)
     rows = nn.functional.normalize(pictures(6, 5, side=30).flatten(1), dim=1)
     projected = rows @ wide.projection
     torch.testing.assert_close(projected @ projected.T, rows @ rows.T, atol=0.15, rtol=0)
@@ -115,20 +115,20 @@ def test_a_turned_projection_finds_where_the_images_vary():
 def test_public_images_that_are_all_alike_give_finite_features():
     public = torch.ones(3, 1, 3, 3)
     for projection in (None, 4):
-        front = FrozenFront(Pixels(9), public, projection=projection)
+        front = FrozenExtractor(Pixels(9), public, projection=projection)
         assert torch.isfinite(front(pictures(2, 9))).all()
 
 
 def test_a_sample_does_not_depend_on_its_neighbours():
     shape = (1, 12, 12)
-    front = FrozenFront(OrientedGradients(shape, 4), draw("strokes", shape, 50))
+    front = FrozenExtractor(OrientedGradients(shape, 4), draw("strokes", shape, 50))
     images = draw("strokes", shape, 6, seed=1)
     torch.testing.assert_close(front(images)[2:3], front(images[2:3]), atol=1e-5, rtol=0)
 
 
 def test_sample_standard_hides_brightness_and_contrast():
     images = pictures(4, 10)
-    front = FrozenFront(SampleStandard(Pixels(9)), pictures(50, 11))
+    front = FrozenExtractor(SampleStandard(Pixels(9)), pictures(50, 11))
     torch.testing.assert_close(front(images), front(images * 0.2 + 5), atol=1e-3, rtol=0)
     assert torch.isfinite(front(torch.ones(1, 1, 3, 3))).all()
 
@@ -143,12 +143,12 @@ def test_sample_standard_hides_brightness_and_contrast():
 )
 def test_constants_follow_the_module_to_another_device(front):
     """The meta device computes nothing, and refuses a tensor left on the CPU."""
-    moved = FrozenFront(front, projection=10).to("meta")
+    moved = FrozenExtractor(front, projection=10).to("meta")
     assert moved(torch.empty(4, 3, 12, 12, device="meta")).shape == (4, 10)
 
 
 def test_double_inputs_give_single_features():
-    front = FrozenFront(OrientedGradients((1, 12, 12), 4))
+    front = FrozenExtractor(OrientedGradients((1, 12, 12), 4))
     images = pictures(3, 12, side=12)
     assert front(images.double()).dtype == torch.float32
     torch.testing.assert_close(front(images.double()), front(images))
@@ -156,17 +156,17 @@ def test_double_inputs_give_single_features():
 
 def test_bad_arguments():
     with pytest.raises(InvalidValueError, match="front=Linear must tell its num_features"):
-        FrozenFront(nn.Linear(2, 2))
+        FrozenExtractor(nn.Linear(2, 2))
     with pytest.raises(InvalidValueError, match="projection=10 must be"):
-        FrozenFront(Pixels(9), projection=10)
+        FrozenExtractor(Pixels(9), projection=10)
     with pytest.raises(InvalidValueError, match="shrink=0 must be > 0"):
-        FrozenFront(Pixels(9), shrink=0)
+        FrozenExtractor(Pixels(9), shrink=0)
     with pytest.raises(InvalidValueError, match="power=0 must be > 0"):
-        FrozenFront(Pixels(9), power=0)
+        FrozenExtractor(Pixels(9), power=0)
     with pytest.raises(InvalidValueError, match="public holds 1 images"):
-        FrozenFront(Pixels(9), pictures(1, 0))
+        FrozenExtractor(Pixels(9), pictures(1, 0))
     with pytest.raises(InvalidValueError, match="seed=-1 must be >= 0"):
-        FrozenFront(Pixels(9), seed=-1)
+        FrozenExtractor(Pixels(9), seed=-1)
 
 
 @pytest.mark.parametrize("kind", ["strokes", "leaves"])
@@ -205,3 +205,9 @@ def test_bad_drawings():
         draw("stroke", (1, 8, 8), 2)
     with pytest.raises(InvalidValueError, match="count=0 must be >= 1"):
         draw("leaves", (1, 8, 8), 0)
+
+
+def test_the_earlier_name_is_still_read() -> None:
+    with pytest.warns(DeprecationWarning, match="FrozenExtractor"):
+        from fedquilt.models.features import FrozenFront  # type: ignore[attr-defined]
+    assert FrozenFront is FrozenExtractor

@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from fedquilt.data import load_dataset
 from fedquilt.models import make_model
 from fedquilt.models.features import (
-    FrozenFront,
+    FrozenExtractor,
     OrientedGradients,
     SampleStandard,
     Scattering,
@@ -74,9 +74,9 @@ def fronts():
     wavelets = Scattering(SHAPE, J=1, L=4)
     return {
         "hog": plain,
-        "whitened": FrozenFront(plain, public),
-        "standard": FrozenFront(SampleStandard(plain), public, projection=20),
-        "scattering": FrozenFront(SampleStandard(wavelets), public, projection=20),
+        "whitened": FrozenExtractor(plain, public),
+        "standard": FrozenExtractor(SampleStandard(plain), public, projection=20),
+        "scattering": FrozenExtractor(SampleStandard(wavelets), public, projection=20),
     }
 
 
@@ -149,13 +149,13 @@ def test_oriented_gradients_against_finite_differences(in_double, norm, interpol
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_frozen_front_against_finite_differences(in_double, power):
     public = draw("strokes", (1, 8, 8), 30)
-    front = FrozenFront(OrientedGradients((1, 8, 8), 4, 4), public, projection=6, power=power)
+    front = FrozenExtractor(OrientedGradients((1, 8, 8), 4, 4), public, projection=6, power=power)
     images = noise(2, 1, 8, 8, seed=2, dtype=torch.float64).requires_grad_()
     assert gradcheck(front.double(), images)
 
 
 def test_scattering_against_finite_differences(in_double):
-    front = FrozenFront(Scattering((1, 8, 8), J=1, L=2), projection=10).double()
+    front = FrozenExtractor(Scattering((1, 8, 8), J=1, L=2), projection=10).double()
     images = noise(1, 1, 8, 8, seed=3, dtype=torch.float64).requires_grad_()
     assert gradcheck(front, images)
 

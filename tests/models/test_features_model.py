@@ -17,7 +17,7 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.models.features import (
     FEATURE_MODELS,
     FeatureModel,
-    FrozenFront,
+    FrozenExtractor,
     OrientedGradients,
     Scattering,
     make_feature_model,
@@ -145,7 +145,7 @@ def test_a_model_on_features_shares_the_head():
     [
         OrientedGradients(SMALL, 2),
         OrientedGradients(SMALL, 2, interpolate=False, block=2, block_norm="L2-Hys"),
-        FrozenFront(Scattering(SMALL, J=1), projection=20),
+        FrozenExtractor(Scattering(SMALL, J=1), projection=20),
     ],
 )
 def test_runs_as_a_stack_of_clients(front):

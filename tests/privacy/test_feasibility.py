@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.errors import InvalidValueError, StorageError
 from fedquilt.privacy.accounting import Release, epsilon, gaussian_mu
-from fedquilt.privacy.feasibility import Feasibility, plan, plan_table
+from fedquilt.privacy.feasibility import Feasibility, plan_privacy, plan_table
 from fedquilt.report.plan import plan_figure
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "privacy.toml").read_text())
@@ -29,7 +29,7 @@ EVERYBODY = {
 
 
 def asked(**changes: object) -> Feasibility:
-    return plan(**{**EVERYBODY, **changes})  # type: ignore[arg-type]
+    return plan_privacy(**{**EVERYBODY, **changes})  # type: ignore[arg-type]
 
 
 def figures(text: str) -> list[float]:

@@ -352,9 +352,8 @@ class RunConfig:
         choices=DEVICES, pattern=r"cuda:\d{1,3}")
     engine: str = declare(
         "auto", _RUN,
-        "local: in this process, the fastest way for the model; sequential: one client after the "
-        "other, by autograd; batched: many in one program (fast on a GPU); processes: on several "
-        "cores; flower, flower-ray: as Flower nodes; auto: what costs least.",
+        "local: in this process; sequential: one client after the other; batched: many in one "
+        "program (GPU); processes: several cores; flower, flower-ray: as nodes; auto: cheapest.",
         F.EXECUTION | F.COMMON | F.OPERATOR | F.PARAMETER, choices=ENGINES, own=True)
     precision: str = declare(
         "float32", _RUN,

@@ -99,7 +99,7 @@ _CLASS_COLUMN, _WRITER_COLUMN = 0, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class FileSource:
     """Where files may come from, the same for every file of one call."""
 
     folders: Sequence[Path]
@@ -145,11 +145,11 @@ def load_dataset(
         A file is there but torn, or is not what it should be.
     """
     spec = DATASETS[checks.choice("dataset", name, DATASETS)]
-    source = Source(data_folders(data_dir), download, named_mirrors(mirrors), progress)
+    source = FileSource(data_folders(data_dir), download, named_mirrors(mirrors), progress)
     return load_spec(spec, source)
 
 
-def load_spec(spec: DatasetSpec, source: Source) -> tuple[ImageDataset, ImageDataset]:
+def load_spec(spec: DatasetSpec, source: FileSource) -> tuple[ImageDataset, ImageDataset]:
     """Return both parts of the data set that `spec` describes."""
     if spec.kind == "digits":
         return load_digits(spec)
@@ -185,7 +185,7 @@ def _registered(spec: DatasetSpec) -> tuple[ImageDataset, ImageDataset]:
     return with_people_noted(train, test), test
 
 
-def _archive(spec: DatasetSpec, source: Source) -> Path:
+def _archive(spec: DatasetSpec, source: FileSource) -> Path:
     """Return the verified archive of a data set, fetching it where it is missing."""
     assert spec.archive is not None
     path = find_archive(spec, source.folders)
@@ -203,7 +203,7 @@ def _archive(spec: DatasetSpec, source: Source) -> Path:
     return path
 
 
-def _read_files(spec: DatasetSpec, source: Source) -> list[npt.NDArray[Any]]:
+def _read_files(spec: DatasetSpec, source: FileSource) -> list[npt.NDArray[Any]]:
     """Return the array in each file of `spec`, fetching those that are missing.
 
     What is there is verified before anything is downloaded: a wrong file is refused
@@ -228,7 +228,9 @@ def _read_files(spec: DatasetSpec, source: Source) -> list[npt.NDArray[Any]]:
     return [_array(contents.pop(file), file) for file in spec.files]
 
 
-def _not_found(spec: DatasetSpec, missing: Sequence[FileSpec], source: Source) -> DataNotFoundError:
+def _not_found(
+    spec: DatasetSpec, missing: Sequence[FileSpec], source: FileSource
+) -> DataNotFoundError:
     searched = ", ".join(str(folder / spec.folder) for folder in source.folders)
     how = f"unpack {spec.archive.name}" if spec.archive else "put them"
     return DataNotFoundError(

@@ -16,7 +16,7 @@ from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.population import CohortSelector
 from fedquilt.privacy.accounting import Adjacency, gaussian_mu
-from fedquilt.privacy.feasibility import Feasibility, plan
+from fedquilt.privacy.feasibility import Feasibility, plan_privacy
 from fedquilt.privacy.noise import BandedNoise, noise_source
 from fedquilt.privacy.policies import make_policy
 from fedquilt.setup.mechanism import make_allocator
@@ -148,7 +148,7 @@ def _planned(
     cohort: float,
     noise_multiplier: float | None = None,
 ) -> Feasibility:
-    return plan(
+    return plan_privacy(
         population=selector.availability.num_clients,
         rounds=config.num_rounds,
         epsilon=config.epsilon,

@@ -107,7 +107,7 @@ class Feasibility:
         return f"{self.noise_to_signal_run:.2g}x, {self.verdict}"
 
 
-def plan(
+def plan_privacy(
     population: int,
     rounds: int,
     epsilon: float,

@@ -1,4 +1,4 @@
-"""Small trainable models on a frozen front that is computed without data.
+"""Small trainable models on a frozen feature extractor that is computed without data.
 
 >>> import torch
 >>> from fedquilt.models.features import make_feature_model, precompute
@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
@@ -31,7 +32,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import FEATURE_EXTRACTORS
 from fedquilt.models.features.frozen import (
-    FrozenFront,
+    FrozenExtractor,
     SampleStandard,
     count_features,
     draw,
@@ -44,7 +45,7 @@ __all__ = [
     "CHOSEN_ON",
     "FEATURE_MODELS",
     "FeatureModel",
-    "FrozenFront",
+    "FrozenExtractor",
     "GivenFeatures",
     "OrientedGradients",
     "OwnFront",
@@ -104,12 +105,19 @@ _CELLS_PER_SIDE = 28 / 6  # the grid that served best on MNIST, see CHOSEN_ON
 _SCATTERING_DIMENSION = 256
 
 
-class FeatureModel(nn.Module):
-    """A frozen front and a trainable linear head; ends in logits.
+def __getattr__(name: str) -> Any:
+    if name != "FrozenFront":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("FrozenFront is called FrozenExtractor now", DeprecationWarning, stacklevel=2)
+    return FrozenExtractor
 
-    The trainable parameters are `head.weight` and, with `bias`, `head.bias`; the front has
-    none and nothing of it is in the state dict.  The head starts at zero: the problem is
-    convex, and a random start would be noise in the result.
+
+class FeatureModel(nn.Module):
+    """A frozen feature extractor and a trainable linear head; ends in logits.
+
+    The trainable parameters are `head.weight` and, with `bias`, `head.bias`; the feature
+    extractor has none and nothing of it is in the state dict.  The head starts at zero: the
+    problem is convex, and a random start would be noise in the result.
 
     A bias is off by default.  What a client with few classes says about it is mostly which
     classes it has, and that takes its share of the bounded update.
@@ -117,14 +125,14 @@ class FeatureModel(nn.Module):
     Parameters
     ----------
     front
-        Usually a `FrozenFront`, or `OwnFront` for a network of one's own; anything with
+        Usually a `FrozenExtractor`, or `OwnFront` for a network of one's own; anything with
         `num_features` that trains nothing.
     num_classes
         Number of logits.
     bias
         Whether the head has a bias.
     chosen_on
-        The data sets on which the front's settings were chosen (`CHOSEN_ON`), or it was
+        The data sets on which the feature extractor's settings were chosen (`CHOSEN_ON`), or it was
         trained; the statement of a run says so.
     """
 
@@ -141,7 +149,7 @@ class FeatureModel(nn.Module):
         self.head = _zero_head(count_features(front), num_classes, bias)
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the front says of each image, one row an image."""
+        """Return what the feature extractor says of each image, one row an image."""
         return cast(torch.Tensor, self.front(images)).flatten(1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -164,7 +172,7 @@ class FeatureModel(nn.Module):
 
 
 class GivenFeatures(nn.Module):
-    """The front of a model whose inputs are features already."""
+    """The feature extractor of a model whose inputs are features already."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -195,8 +203,8 @@ def _zero_head(num_features: int, num_classes: int, bias: bool) -> nn.Linear:
 def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 256) -> torch.Tensor:
     """Return the features of all images, [N, num_features], on their common device.
 
-    A frozen front says the same of an image in every round, so a run may say it once and
-    train `model.on_features()` on the result.  All batches have one size, the last one
+    A frozen feature extractor says the same of an image in every round, so a run may say it
+    once and train `model.on_features()` on the result.  All batches have one size, the last one
     filled up, so that an image's features do not depend on how many images there are.
     """
     checks.integer("batch_size", batch_size, at_least=1)
@@ -223,7 +231,7 @@ def make_feature_model(
 
     Both are centred and whitened by images drawn from a fixed seed, strokes for one channel
     and leaves for several.  Equal arguments give equal models.  No data set has a part in
-    a front, but its settings were chosen on one: see `CHOSEN_ON`.
+    a feature extractor, but its settings were chosen on one: see `CHOSEN_ON`.
     """
     checks.choice("model", name, FEATURE_MODELS)
     front = copy.deepcopy(_front(name, image_shape(input_shape)))
@@ -231,15 +239,17 @@ def make_feature_model(
 
 
 @functools.lru_cache(maxsize=8)
-def _front(name: str, shape: tuple[int, int, int]) -> FrozenFront:
-    """Build a front; remembered, because drawing and describing takes seconds."""
+def _front(name: str, shape: tuple[int, int, int]) -> FrozenExtractor:
+    """Build a feature extractor; remembered, because drawing and describing takes seconds."""
     side = min(shape[1:])
     public = draw("strokes" if shape[0] == 1 else "leaves", shape, _PUBLIC_IMAGES[name])
     if name == "hog-linear":
-        return FrozenFront(OrientedGradients(shape, max(1, round(side / _CELLS_PER_SIDE))), public)
+        return FrozenExtractor(
+            OrientedGradients(shape, max(1, round(side / _CELLS_PER_SIDE))), public
+        )
     scattering = Scattering(shape, J=max(1, round(math.log2(side / 4))))
     wide = scattering.num_features > _SCATTERING_DIMENSION
-    return FrozenFront(
+    return FrozenExtractor(
         SampleStandard(scattering), public, projection=_SCATTERING_DIMENSION if wide else None
     )
 

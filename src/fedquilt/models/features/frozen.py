@@ -1,9 +1,9 @@
-"""Frozen fronts: fixed features, standardised for a linear head without any data.
+"""Frozen feature extractors: fixed features, standardised for a linear head without any data.
 
 The noise of a private release grows with the number of coordinates it covers, so a
-whole-model guarantee among few clients needs a small trainable head.  A front that is
+whole-model guarantee among few clients needs a small trainable head.  A feature extractor that is
 frozen and known to everybody costs nothing: noise on the head is then noise on everything
-that was learned.  That holds only while the front is a public function, so its centring
+that was learned.  That holds only while the feature extractor is a public function, so its centring
 and whitening may not come from the clients' data either.  Its settings are another
 matter: `model.py` says on what they were chosen.
 
@@ -74,7 +74,7 @@ _PUBLIC_BATCH = 256
 
 
 @runtime_checkable
-class Front(Protocol):
+class FeatureExtractor(Protocol):
     """A description of images: [N, channels, height, width] to [N, ...]."""
 
     @property
@@ -85,7 +85,7 @@ class Front(Protocol):
         """Describe images."""
 
 
-class FrozenFront(nn.Module):
+class FrozenExtractor(nn.Module):
     """Features of length sqrt(k), centred and whitened by public images.
 
     With u(v) = v / ||v||, features f(x), flattened, and r(v) = sign(v) |v|^power,
@@ -179,7 +179,7 @@ class FrozenFront(nn.Module):
 class SampleStandard(nn.Module):
     """Each image minus its mean, over its standard deviation, then `front`.
 
-    Makes a front blind to the brightness and contrast of an image, and so to how a data
+    Makes a feature extractor blind to the brightness and contrast of an image, and so to how a data
     set was normalised.  An image whose standard deviation is below 1e-6 is taken to be
     constant: it gets no gradient.
     """
@@ -190,14 +190,14 @@ class SampleStandard(nn.Module):
         self.front = front.requires_grad_(False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the front makes of the standardised images."""
+        """Return what the feature extractor makes of the standardised images."""
         features: torch.Tensor = self.front(_standardised(images.to(torch.float32)))
         return features
 
 
 def count_features(front: nn.Module) -> int:
-    """Return the number of features a front announces, or raise."""
-    if isinstance(front, Front) and isinstance(front.num_features, int):
+    """Return the number of features a feature extractor announces, or raise."""
+    if isinstance(front, FeatureExtractor) and isinstance(front.num_features, int):
         return front.num_features
     raise InvalidValueError(
         f"front={type(front).__name__} must tell its num_features, a whole number"
