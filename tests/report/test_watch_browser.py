@@ -37,7 +37,7 @@ def test_a_run_killed_and_resumed_under_the_page_s_eyes(
         child.kill(signal.SIGKILL)
         assert child.wait().code == -signal.SIGKILL
         page.wait_for_selector(".state-card:has-text('no process works on it')", timeout=5_000)
-        assert f"fedquilt run --resume {folder.name}" in card.inner_text()
+        assert f"fedquilt run --resume {folder}" in card.inner_text()
         drawn = int(page.locator("html").get_attribute("data-drawn"))
         again = nursery.start("run", "--resume", folder, "--quiet", slow_rounds=0.05)
         claim = page.locator("#claim", has_text=re.compile("Every client: ε ≤"))

@@ -184,7 +184,7 @@ def test_who_works_on_a_run_is_known_by_its_lock(tmp_path: Path) -> None:
     assert source.data()["runs"][0]["alive"] is None, "it has ended"
     (done.folder / "result.json").unlink()
     dead = source.data()["runs"][0]
-    assert (dead["alive"], dead["resume"]) == (False, f"fedquilt run --resume {done.folder.name}")
+    assert (dead["alive"], dead["resume"]) == (False, f"fedquilt run --resume {done.folder}")
     assert abs(dead["touched"] - time.time()) < 60
     held = [sys.executable, "-c", HOLD, str(done.folder / ".lock")]
     with subprocess.Popen(held, env=environment(), stdout=subprocess.PIPE) as process:

@@ -80,7 +80,9 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "finished": result is not None,
         "rounds": len(lines),
         "planned": config.num_rounds,
-        "resume": None if result is not None else _resume(config, folder, private),
+        "resume": None
+        if result is not None
+        else resume_command(config, str(folder.path.resolve()) if private else folder.path.name),
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
         "claim": claim_view(
@@ -189,9 +191,8 @@ def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[
     return shorts(ratios, 4)
 
 
-def _resume(config: RunConfig, folder: RunFolder, private: bool) -> str:
-    """Return how a run that has not ended goes on."""
-    place = str(folder.path.resolve()) if private else folder.path.name
+def resume_command(config: RunConfig, place: str) -> str:
+    """Return how a run that has not ended goes on; `place` is its folder."""
     if CUSTOM in (config.model, config.method, config.dataset):
         return f"fedquilt.run(..., resume={place!r})"
     command = "condense" if config.method == "condense" else "run"

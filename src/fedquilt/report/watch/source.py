@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.privacy.ledger import is_ledger
+from fedquilt.record.folder import RunFolder
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.views import client_history, ledger_view, page_view, planned_cost
 from fedquilt.report.views.page import empty_view, find_runs, runs_inside
+from fedquilt.report.views.run import resume_command
 
 _FILES = ("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json")
 
@@ -86,6 +88,9 @@ class RunsSource:
                 data = with_comparison(view or empty_view(private=self.private))
                 for run, folder in zip(data["runs"], folders, strict=True):
                     run |= {"alive": _is_alive(folder), "touched": _touched(folder)}
+                    if run["resume"]:  # who watches sits at this machine
+                        config = RunFolder.open(folder).read_config()
+                        run["resume"] = resume_command(config, str(folder))
                 data["ledgers"] = [_populations(path) for path in self.ledgers]
             except (FedquiltError, OSError):
                 if self._last is None:
