@@ -26,7 +26,7 @@ from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.task import FederatedTask
-from fedquilt.training import ClientUpdate
+from fedquilt.training import ClientUpdate, Engine
 
 SIZE = 15  # parameters of the model
 BASE: dict[str, Any] = {
@@ -57,7 +57,7 @@ def make_problem(num_clients: int = 4, **changes: Any) -> tuple[RunConfig, Feder
     return task_from(config, model, (inputs, labels), (inputs, labels), parts)
 
 
-class Sending:
+class Sending(Engine):
     """An engine whose clients send what `update(client, round)` returns."""
 
     def __init__(self, update: Callable[[int, int], torch.Tensor]) -> None:

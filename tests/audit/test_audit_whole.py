@@ -211,7 +211,7 @@ def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Certified, "clip", lambda self, contribution: contribution)
+    monkeypatch.setattr(Certified, "clip", lambda self, plan, contribution, tally: contribution)
     found = problems("even clips, sequential", (*SHORT, "replaced"))
     assert any("moved" in problem for problem in found)
 
@@ -385,7 +385,7 @@ def test_the_command_shows_whole_runs_and_people(capsys: pytest.CaptureFixture[s
 def test_the_command_fails_and_says_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Certified, "clip", lambda self, contribution: contribution)
+    monkeypatch.setattr(Certified, "clip", lambda self, plan, contribution, tally: contribution)
     assert main(["--case", "even clips, sequential"]) == 1
     shown = capsys.readouterr().out
     assert "FAILED" in shown

@@ -169,6 +169,7 @@ def _model_cases() -> dict[str, WholeCase]:
         "adapters",
         kinds=("nothing", "many NaN", "replaced"),
     )
+    cases["plain, local"] = WholeCase({"engine": "local"}, "plain", kinds=_FEW)
     cases["adapters, sequential"] = WholeCase({"engine": "sequential"}, "adapters", kinds=_FEW)
     cases["dropout layer, fixed_dp, batched"] = WholeCase(
         {**OPTIONS["fixed_dp"], "engine": "batched"}, "dropout layer"

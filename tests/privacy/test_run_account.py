@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.ledger import Ledger
@@ -52,3 +54,35 @@ def test_who_joins_later_is_not_the_runs(tmp_path: Path) -> None:
         assert (run.remaining() > 0).tolist() == [True, True, True, False]
         with pytest.raises(InvalidValueError, match="client=3 must be one of the clients that run"):
             run.reserve(0, [3], 0.1)
+
+
+def test_a_deferred_release_is_settled_before_the_next_reservation(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger.sqlite", create=True) as ledger:
+        population = ledger.population("p", num_clients=3, epsilon=6.0, delta=1e-5)
+        account = RunAccount(ledger, population, population.start_run("run", epsilon=3.0))
+        who, release = np.array([0, 2]), torch.ones(4)
+        account.reserve(0, who, np.full(2, 0.1))
+        account.defers = True
+        account.settle(release)
+        release.zero_()  # as a server's step may: what is settled is the release as it was
+        assert account.run.settled() == {}
+        left = account.remaining(1)
+        with pytest.raises(RuntimeError, match="settled before the next reservation"):
+            account.reserve(1, who, np.full(2, 0.1))
+        account.settle_deferred()
+        assert account.remaining(1).tolist() == left.tolist(), "it counted already"
+        digest = hashlib.sha256(torch.ones(4).numpy().tobytes()).hexdigest()
+        assert account.run.settled() == {0: [digest]}
+        assert account.joins().tolist() == [1, 0, 1]
+
+
+def test_nothing_waits_after_a_deferral_without_a_release(tmp_path: Path) -> None:
+    """Nobody may have sent anything; what is settled next, an evaluation, must not wait."""
+    with Ledger.open(tmp_path / "ledger.sqlite", create=True) as ledger:
+        population = ledger.population("p", num_clients=3, epsilon=6.0, delta=1e-5)
+        account = RunAccount(ledger, population, population.start_run("run", epsilon=3.0))
+        account.defers = True
+        account.settle_deferred()
+        account.reserve(0, np.array([1]), np.full(1, 0.1))
+        account.settle(torch.ones(2))
+        assert list(account.run.settled()) == [0]

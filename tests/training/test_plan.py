@@ -23,7 +23,7 @@ from fedquilt.models.networks import MLP, CIFAR10Model, DigitsModel, MNISTModel
 from fedquilt.training import ClassMask, LocalSettings, Task, make_engine
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.optimizers import ClientOptimizer
-from fedquilt.training.trainers import gpu as planned
+from fedquilt.training.trainers import gpu, trial
 from fedquilt.training.trainers.autograd import epoch_batches
 from fedquilt.training.trainers.batches import Shuffles
 from fedquilt.training.trainers.gpu import GpuTrainer
@@ -145,12 +145,12 @@ SIZES = [3, 7, 0, 1, 9]
 @pytest.fixture(autouse=True)
 def _one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes alike each time: a trial need not be repeated."""
-    monkeypatch.setattr(planned, "_REPEATS", 0)
+    monkeypatch.setattr(gpu, "_REPEATS", 0)
     if is_interpreted():  # sums in two parts show what sums in many do, in less time
         from fedquilt.training.trainers.gpu import program
 
         monkeypatch.setattr(program, "_SUM_SPLIT", 2)
-        monkeypatch.setattr(planned, "SCALES", (1.0,))
+        monkeypatch.setattr(gpu, "SCALES", (1.0,))
 
 
 def make_task(
@@ -448,7 +448,7 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         plan = make_plan(module, sample)
         return type(plan)(tuple(_without_relu(x) for x in plan.layers), plan.weights, (7,))
 
-    monkeypatch.setattr(planned, "make_plan", forgetful)
+    monkeypatch.setattr(trial, "make_plan", forgetful)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
     task = make_task((7,))

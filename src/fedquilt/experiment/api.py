@@ -158,7 +158,10 @@ def run(
             "let clients evaluate on samples of their own (client_test_fraction=0.2)"
         )
     tests = tests_of(client_tests, clients)
-    config, problem = task_from(config, model, train, test, parts, ids, own, tests, validation)
+    try:
+        config, problem = task_from(config, model, train, test, parts, ids, own, tests, validation)
+    except InvalidValueError as error:
+        raise _explained(error, model) from error.__cause__
     # Copied, and maybe nobody else's.
     del model, train, test, clients, client_ids, client_tests, parts, ids, tests, validation
     if tracker != "none" and folder is None and place is None:
@@ -307,9 +310,14 @@ def _check_model(model: object) -> None:
         raise InvalidValueError(
             "model has lazy layers without weights: call it once on a sample before the run"
         )
+
+
+def _explained(error: InvalidValueError, model: nn.Module) -> InvalidValueError:
+    """Return the error, with what to do where a model in float64 meets inputs in float32."""
     wide = next((n for n, p in model.named_parameters() if p.dtype == torch.float64), None)
-    if wide is not None:
-        raise InvalidValueError(f"model must be in float32 ({wide} is float64): use model.float()")
+    if wide is None or "dtype" not in str(error):
+        return error
+    return InvalidValueError(f"{error} ({wide} of the model is float64: use model.float())")
 
 
 def _resumed_config(folder: RunFolder, settings: dict[str, Any]) -> RunConfig:

@@ -252,9 +252,10 @@ class RunAccount:
             self._seen(head)
 
     def settle_deferred(self) -> None:
-        """Settle the release that waits for it, if there is one."""
+        """Settle the release that waits for it, if there is one; what follows waits no more."""
+        self.defers = False
         if self._deferred is not None:
-            release, self._deferred, self.defers = self._deferred, None, False
+            release, self._deferred = self._deferred, None
             self.settle(release)
 
     def _settle(self, release: torch.Tensor) -> str:

@@ -73,7 +73,8 @@ def why_not(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) 
         ),
         "its inputs are not one tensor of numbers or tokens": not takes_inputs,
         "its loss is not the cross-entropy of one class a sample": not _has_labels(task),
-        "its optimizer has no steps by hand": not takes_steps,
+        "own optimizers have no steps by hand": is_manual and not takes_steps,
+        "other steps than plain SGD have no GPU program": not takes_steps,
         f"batches above {widest} have no steps by hand": settings.batch_size > widest,
         "it has buffers that move, or other types than float32": (
             bool(flat.buffer_names) or has_other_types
