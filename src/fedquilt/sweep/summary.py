@@ -56,7 +56,7 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SweepSummary:
     """Settings, best first; differences of the best to each other one; the looks; reasons.
 
     `metric` is what they are judged by: the accuracy or, where there is none, the test loss.
@@ -69,7 +69,7 @@ class Summary:
     reasons: tuple[Reason, ...]
 
 
-def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
+def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> SweepSummary:
     """Summarise the rows of a sweep's table."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> Summary:
     ]
     said = Counter((row["state"], row["message"]) for row in rows if row["state"] in _SAID)
     reasons = tuple(Reason(state, message or "", n) for (state, message), n in said.items())
-    return Summary(metric, (*known, *others), tuple(differences), _looks(rows, plan), reasons)
+    return SweepSummary(metric, (*known, *others), tuple(differences), _looks(rows, plan), reasons)
 
 
 _SAID = (REFUSED, FAILED)
