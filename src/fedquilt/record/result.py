@@ -26,7 +26,14 @@ from fedquilt.config import RunConfig
 from fedquilt.data import ImageDataset, load_condensed
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder, finite
-from fedquilt.record.schema import MEASURED, RESULT_PUBLIC, ROUND_KEYS, ROUND_PUBLIC, WITHHELD
+from fedquilt.record.schema import (
+    MEASURED,
+    OF_CLIENTS,
+    RESULT_PUBLIC,
+    ROUND_KEYS,
+    ROUND_PUBLIC,
+    WITHHELD,
+)
 from fedquilt.round import RoundRecord
 from fedquilt.slices import slice_model
 
@@ -95,7 +102,8 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     order of client_participation) where every client has its own; a condensation has
     bytes_up, bytes_down, groups, matching_loss and epoch_avg_loss beside them.  Lists per
     evaluation: test_accuracy (None where it is not measured), test_loss, what else is measured
-    under `test_`, evaluation_rounds (finished rounds, from 1), participation_stats.
+    under `test_` and, where clients evaluate and nothing is claimed, the spread of it over clients
+    under `client_`, evaluation_rounds (finished rounds, from 1), participation_stats.
     """
     lists = {name: key for name, key in ROUND_KEYS.items() if key.history}
 
@@ -120,7 +128,8 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     history["evaluation_rounds"] = [line["round"] + 1 for line in evaluated]
     history |= gathered("evaluations", evaluated) | gathered("some evaluations", evaluated)
     for name in dict.fromkeys(key for line in evaluated for key in line):
-        if name.startswith(MEASURED):
+        own = name.startswith(OF_CLIENTS) and name not in ROUND_KEYS
+        if own or name.startswith(MEASURED):
             history[name] = [line.get(name) for line in evaluated]
     return history
 
