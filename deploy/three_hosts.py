@@ -23,9 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedquilt.flower.federation import fab_hash
 from fedquilt.flower.simulate import OFFLINE
-from fedquilt.flower.template import write_app
+from fedquilt.flower.template import fab_hash, write_app
 
 UNITS = Path(__file__).resolve().parent / "systemd"
 BIN = Path(sys.executable).parent

@@ -22,21 +22,21 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 322,
-    "lines": 63_500,
+    "lines": 64_300,
     "modules with one importer": 90,
     "cycles of modules": 2,
     "modules at the top": 12,
-    "lines of round.py": 313,
+    "lines of round.py": 220,
     "options in several lists": 69,
     "public names in several modules": 40,
     "one round, fedavg: functions": 100,
-    "one round, fedavg: files": 27,
+    "one round, fedavg: files": 16,
     "one round, certified: functions": 190,
-    "one round, certified: files": 39,
+    "one round, certified: files": 25,
     "one round, certified, heterofl: functions": 293,
-    "one round, certified, heterofl: files": 50,
+    "one round, certified, heterofl: files": 41,
     "one round, condense: functions": 125,
-    "one round, condense: files": 28,
+    "one round, condense: files": 25,
 }
 """At most this much.  Whoever raises a figure says in the commit why the house needs it."""
 

@@ -368,7 +368,7 @@ def test_nobody_at_the_last_round_is_made_up_for(tmp_path: Path) -> None:
 
 def test_enough_allowance_teaches_digits() -> None:
     loose = {"epsilon": 1e4, "num_rounds": 8, "eval_every": 8, "mean_rounds": None}
-    result = run_in_memory(certified(**loose, drawings=300, model_epochs=60, noise_seed=1))
+    result = run_in_memory(certified(**loose, synthetic_images=300, model_epochs=60, noise_seed=1))
     assert result.final_accuracy is not None
     assert result.final_accuracy > 0.5
 

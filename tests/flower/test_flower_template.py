@@ -17,12 +17,12 @@ pytest.importorskip("flwr")
 
 from command_line import Said
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.flower.federation import LocalFederation, commands_for_hosts, fab_hash
+from fedquilt.flower.federation import LocalFederation, commands_for_hosts
 from fedquilt.flower.node import client_app
 from fedquilt.flower.server import run_from
 from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.flower.simulate import InProcessGrid
-from fedquilt.flower.template import CHOSEN, run_configuration, write_app
+from fedquilt.flower.template import CHOSEN, fab_hash, run_configuration, write_app
 from tiers import rest_is_slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "heflwr"

@@ -1,4 +1,4 @@
-"""Traffic of a network namespace, and of the connections of a process."""
+"""NetworkBytes of a network namespace, and of the connections of a process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from fedquilt.observe.meters import (
     ConnectionTraffic,
     NamespaceTraffic,
+    NetworkBytes,
     ProcessTree,
-    Traffic,
     connections,
 )
 from fedquilt.observe.samples import MonitorError
@@ -77,24 +77,24 @@ def test_differences_of_all_interfaces(tmp_path: Path) -> None:
     write_counters(tmp_path, lo=(100, 100), eth0=(1000, 500))
     traffic = NamespaceTraffic(1, loopback=True, proc=tmp_path)
     write_counters(tmp_path, lo=(107, 107), eth0=(1030, 511))
-    assert traffic.read() == Traffic(sent=7 + 11, received=7 + 30)
-    assert traffic.read() == Traffic(0, 0)
+    assert traffic.read() == NetworkBytes(sent=7 + 11, received=7 + 30)
+    assert traffic.read() == NetworkBytes(0, 0)
 
 
 def test_loopback_can_be_left_out(tmp_path: Path) -> None:
     write_counters(tmp_path, lo=(100, 100), eth0=(1000, 500))
     traffic = NamespaceTraffic(1, loopback=False, proc=tmp_path)
     write_counters(tmp_path, lo=(107, 107), eth0=(1030, 511))
-    assert traffic.read() == Traffic(sent=11, received=30)
+    assert traffic.read() == NetworkBytes(sent=11, received=30)
 
 
 def test_interfaces_that_come_go_and_start_again(tmp_path: Path) -> None:
     write_counters(tmp_path, eth0=(1000, 500), wlan0=(50, 50))
     traffic = NamespaceTraffic(1, loopback=True, proc=tmp_path)
     write_counters(tmp_path, eth0=(20, 10), tun0=(7000, 7000))
-    assert traffic.read() == Traffic(sent=10, received=20)
+    assert traffic.read() == NetworkBytes(sent=10, received=20)
     write_counters(tmp_path, eth0=(20, 10), tun0=(7001, 7002))
-    assert traffic.read() == Traffic(sent=2, received=1)
+    assert traffic.read() == NetworkBytes(sent=2, received=1)
 
 
 def test_counters_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_the_connections_of_this_process_are_counted_exactly() -> None:
         traffic = ConnectionTraffic(ProcessTree(os.getpid(), children=False))
         move(near, far, MEGABYTE)
         time.sleep(0.05)  # the last acknowledgement may be held back for 40 ms
-        assert traffic.read() == Traffic(MEGABYTE, MEGABYTE)
-        assert traffic.read() == Traffic(0, 0)
+        assert traffic.read() == NetworkBytes(MEGABYTE, MEGABYTE)
+        assert traffic.read() == NetworkBytes(0, 0)
         move(far, near, 1234)
         assert traffic.read().received == 1234
 
@@ -156,7 +156,7 @@ def test_other_processes_connections_count_only_when_they_are_children() -> None
         assert child.stdout is not None
         child.stdout.readline()
         assert whole.read().received == 100_000
-        assert alone.read() == Traffic(0, 0)
+        assert alone.read() == NetworkBytes(0, 0)
         child.communicate("\n")
 
 

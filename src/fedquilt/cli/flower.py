@@ -152,7 +152,7 @@ def trust(
 ) -> None:
     """Print the hash of the app; nodes of a federation here run this version and no other."""
     _needed()
-    from fedquilt.flower.federation import fab_hash
+    from fedquilt.flower.template import fab_hash
 
     federation, value = _federation(folder), fab_hash(app)
     if federation.exists():

@@ -23,7 +23,7 @@ from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
 
 if TYPE_CHECKING:
-    from fedquilt.sweep import Plan, Summary
+    from fedquilt.sweep import Plan, SweepSummary
     from fedquilt.sweep.summary import Setting
 
 OVER = typer.Option(
@@ -148,7 +148,7 @@ def _report(
     ]
     figures: list[str] = []
     with optional_drawing("the figures of the sweep"):
-        figures = plot_sweep(points, plan.axes, folder / "sweep.png")
+        figures = plot_sweep(points, plan.axes, folder / "sweep.png", metric=found.metric)
     if as_json:
         record = {"folder": str(folder), "figures": figures, **_plain(found)}
         print(json.dumps(finite(record), allow_nan=False))
@@ -160,7 +160,7 @@ def _report(
         raise typer.Exit(1)
 
 
-def _print(found: Summary, unfinished: int, again: str) -> None:
+def _print(found: SweepSummary, unfinished: int, again: str) -> None:
     say(_table(found))
     for one in found.reasons[:_MOST_REASONS]:
         runs = "1 run" if one.runs == 1 else f"{one.runs} runs"
@@ -173,7 +173,7 @@ def _print(found: Summary, unfinished: int, again: str) -> None:
     say(f"\n{found.looks.text}")
 
 
-def _plain(found: Summary) -> dict[str, Any]:
+def _plain(found: SweepSummary) -> dict[str, Any]:
     record: dict[str, Any] = dataclasses.asdict(found)
     record["differences"] = [
         {"label": label, **dataclasses.asdict(pair)} for label, pair in found.differences
@@ -181,7 +181,7 @@ def _plain(found: Summary) -> dict[str, Any]:
     return record
 
 
-def _table(found: Summary) -> str:
+def _table(found: SweepSummary) -> str:
 
     from fedquilt.common.formatting import format_bound
 
@@ -198,7 +198,8 @@ def _table(found: Summary) -> str:
         )
         for one in found.settings
     ]
-    titles = ["setting", "accuracy", "sd", "95 % interval of the mean", "seeds", "worst client's ε"]
+    interval, worst = "95 % interval of the mean", "worst client's ε"
+    titles = ["setting", found.metric, "sd", interval, "seeds", worst]
     parts = [text_table(titles, body)]
     pairs = [
         (

@@ -20,25 +20,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
-from fedquilt.common.formatting import printable
 from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
 from fedquilt.common.untrusted import read_lines
 from fedquilt.flower import keys, processes
 from fedquilt.flower.client_registry import NodeRoster, key_fingerprint, roster_of_keys
 from fedquilt.flower.simulate import OFFLINE
+from fedquilt.flower.template import fab_hash
 from fedquilt.privacy.run_account import state_folder
 
 
@@ -428,33 +426,6 @@ class LocalFederation:
 
     def _superlink_answers(self) -> bool:
         return processes.answers(self.config()["ports"]["superlink"])
-
-
-# Files of runs and federations that are their owner's alone.
-_PRIVATE = frozenset({"nodes.jsonl", "clients.json", processes.CONFIG, processes.ROSTER})
-
-
-def fab_hash(app: str | Path) -> str:
-    """Return the hash of an app as Flower packs it: what nodes are told to trust.
-
-    An app is sent to every node.  One that would take the files of runs along is refused.
-    """
-    from flwr.cli.build import build_fab_from_disk
-
-    try:
-        packed = build_fab_from_disk(Path(app))
-    except Exception as error:  # of many kinds, by what is wrong with the app
-        raise InvalidValueError(
-            f"app={str(app)!r} must be a Flower app, and is none: {printable(error)[:300]}"
-        ) from error
-    with zipfile.ZipFile(io.BytesIO(packed)) as content:
-        private = [name for name in content.namelist() if Path(name).name in _PRIVATE]
-    if private:
-        raise InvalidValueError(
-            f"the app {str(app)!r} must not take {private[0]!r} to every node: put results and "
-            "the federation elsewhere, or name them in the app's .gitignore"
-        )
-    return hashlib.sha256(packed).hexdigest()
 
 
 def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.org") -> str:

@@ -1,15 +1,19 @@
-"""The app that `fedquilt flower new` writes: the user's own model and data, ready to run."""
+"""The app that `fedquilt flower new` writes, ready to run, and the hash by which nodes know one."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import io
 import json
 import re
 import shlex
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import printable
 from fedquilt.config import RunConfig, option_fields
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
@@ -175,3 +179,29 @@ def write_app(folder: str | Path, files: dict[str, str] | None = None, **chosen:
         filled = text.format(**known) if path in ("README.md", "pyproject.toml") else text
         target.write_text(filled)
     return folder
+
+
+def fab_hash(app: str | Path) -> str:
+    """Return the hash of an app as Flower packs it: what nodes are told to trust.
+
+    An app is sent to every node.  One that would take the files of runs along is refused.
+    """
+    from flwr.cli.build import build_fab_from_disk
+
+    from fedquilt.flower.processes import CONFIG, ROSTER
+
+    private = {"nodes.jsonl", "clients.json", CONFIG, ROSTER}  # their owner's alone
+    try:
+        packed = build_fab_from_disk(Path(app))
+    except Exception as error:  # of many kinds, by what is wrong with the app
+        raise InvalidValueError(
+            f"app={str(app)!r} must be a Flower app, and is none: {printable(error)[:300]}"
+        ) from error
+    with zipfile.ZipFile(io.BytesIO(packed)) as content:
+        taken = [name for name in content.namelist() if Path(name).name in private]
+    if taken:
+        raise InvalidValueError(
+            f"the app {str(app)!r} must not take {taken[0]!r} to every node: put results and "
+            "the federation elsewhere, or name them in the app's .gitignore"
+        )
+    return hashlib.sha256(packed).hexdigest()

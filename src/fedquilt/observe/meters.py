@@ -174,7 +174,7 @@ def _own_seconds(member: Any) -> float:
     return float(times.user + times.system)
 
 
-class Traffic(NamedTuple):
+class NetworkBytes(NamedTuple):
     """A pair of counters, or of differences of them."""
 
     sent: int
@@ -182,7 +182,7 @@ class Traffic(NamedTuple):
 
 
 class NamespaceTraffic:
-    """Traffic of all interfaces since the last reading.
+    """NetworkBytes of all interfaces since the last reading.
 
     Where traffic passes several interfaces (a bridge and the card behind it) each counts it.
     """
@@ -193,7 +193,7 @@ class NamespaceTraffic:
         self._proc = Path(proc)
         self._before = self._counters()
 
-    def read(self) -> Traffic:
+    def read(self) -> NetworkBytes:
         """Return the bytes since the last reading."""
         now = self._counters()
         # One that appeared has no difference yet; one that started again counts from zero.
@@ -201,13 +201,13 @@ class NamespaceTraffic:
         self._before = now
         return grown
 
-    def _counters(self) -> Mapping[str, Traffic]:
+    def _counters(self) -> Mapping[str, NetworkBytes]:
         counters = self._from_proc() if sys.platform == "linux" else _from_psutil()
         if self._loopback:
             return counters
         return {name: counter for name, counter in counters.items() if not _is_loopback(name)}
 
-    def _from_proc(self) -> dict[str, Traffic]:
+    def _from_proc(self) -> dict[str, NetworkBytes]:
         """Parse net/dev: two heading lines, then `name: 8 receive fields 8 send fields`."""
         path = self._proc / str(self._pid) / "net" / "dev"
         try:
@@ -218,7 +218,7 @@ class NamespaceTraffic:
         for line in lines:
             name, _, fields = line.rpartition(":")
             numbers = fields.split()
-            counters[name.strip()] = Traffic(sent=int(numbers[8]), received=int(numbers[0]))
+            counters[name.strip()] = NetworkBytes(sent=int(numbers[8]), received=int(numbers[0]))
         return counters
 
 
@@ -231,22 +231,22 @@ def namespace_scope(pid: int, *, loopback: bool) -> str:
     return f"all processes of the network namespace {namespace}, {kept}"
 
 
-def _from_psutil() -> dict[str, Traffic]:
+def _from_psutil() -> dict[str, NetworkBytes]:
     counters = optional.require("psutil", "network metrics").net_io_counters(pernic=True)
     return {
-        name: Traffic(sent=nic.bytes_sent, received=nic.bytes_recv)
+        name: NetworkBytes(sent=nic.bytes_sent, received=nic.bytes_recv)
         for name, nic in counters.items()
     }
 
 
-def _grown(now: Mapping[Any, Traffic], before: Mapping[Any, Traffic]) -> Traffic:
+def _grown(now: Mapping[Any, NetworkBytes], before: Mapping[Any, NetworkBytes]) -> NetworkBytes:
     """Add up what counters grew by; one that is new or went back grew from zero."""
     sent = received = 0
     for key, after in now.items():
-        old = before.get(key, Traffic(0, 0))
+        old = before.get(key, NetworkBytes(0, 0))
         sent += after.sent - (old.sent if old.sent <= after.sent else 0)
         received += after.received - (old.received if old.received <= after.received else 0)
-    return Traffic(sent, received)
+    return NetworkBytes(sent, received)
 
 
 def _is_loopback(name: str) -> bool:
@@ -276,11 +276,11 @@ class Connection:
 
     cookie: int
     inode: int
-    traffic: Traffic
+    traffic: NetworkBytes
 
 
 class ConnectionTraffic:
-    """Traffic of the TCP connections of a tree of processes since the last reading."""
+    """NetworkBytes of the TCP connections of a tree of processes since the last reading."""
 
     def __init__(self, tree: ProcessTree) -> None:
         if sys.platform != "linux":
@@ -288,13 +288,13 @@ class ConnectionTraffic:
         self._tree = tree
         self._before = self._counters()
 
-    def read(self) -> Traffic:
+    def read(self) -> NetworkBytes:
         """Return the bytes since the last reading; a new connection counts whole."""
         now = self._counters()
         grown, self._before = _grown(now, self._before), now
         return grown
 
-    def _counters(self) -> dict[int, Traffic]:
+    def _counters(self) -> dict[int, NetworkBytes]:
         held = set(_socket_inodes(self._tree.pids()))
         return {one.cookie: one.traffic for one in connections() if one.inode in held}
 
@@ -344,12 +344,12 @@ def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _connection(body: bytes) -> Connection:
     *_, cookie, inode = MESSAGE.unpack_from(body)
-    traffic = Traffic(0, 0)
+    traffic = NetworkBytes(0, 0)
     at = MESSAGE.size
     while at + ATTRIBUTE.size <= len(body):
         size, kind = ATTRIBUTE.unpack_from(body, at)
         if kind == INET_DIAG_INFO and size >= ATTRIBUTE.size + TCP_BYTES.size:
-            traffic = Traffic(*TCP_BYTES.unpack_from(body, at + ATTRIBUTE.size))
+            traffic = NetworkBytes(*TCP_BYTES.unpack_from(body, at + ATTRIBUTE.size))
         at += max(4, (size + 3) & ~3)
     return Connection(cookie, inode, traffic)
 
