@@ -39,7 +39,7 @@ def test_tables_in_four_formats(folder: Path, cli: Cli) -> None:
     labels = [row["label"] for row in stored["rows"]]
     assert labels == ["certified, epsilon=2.0", "certified, epsilon=4.0", "fedavg", "quap_fl"]
     assert stored["rows"][2]["seeds"] == [0, 1]
-    assert stored["rows"][2]["interval"][0] < stored["rows"][2]["accuracy_mean"]
+    assert stored["rows"][2]["interval"] is None, "two seeds have none"
     lines = list(csv.DictReader(Path("out/comparison.csv").read_text().splitlines()))
     assert [line["label"] for line in lines] == labels
     assert float(lines[2]["accuracy_mean"]) == stored["rows"][2]["accuracy_mean"]
