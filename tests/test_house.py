@@ -20,14 +20,14 @@ SOURCE = ROOT / "src"
 DRAWING = "house_pictures.py"
 
 CEILINGS = {
-    "files": 261,
-    "lines": 63_300,
+    "files": 263,
+    "lines": 64_300,
     "modules with one importer": 47,
     "cycles of modules": 0,
     "modules at the top": 12,
     "lines of round.py": 220,
     "options in several lists": 0,
-    "public names in several modules": 8,
+    "public names in several modules": 9,
     "one round, fedavg: functions": 87,
     "one round, fedavg: files": 16,
     "one round, certified: functions": 174,

@@ -272,6 +272,7 @@ _METADATA = {
     "loss": Key(Anything(), _OPTIONS),
     "metrics": Key(_TEXTS, _OPTIONS),
     "final": Key(MapOf(ANY_NUMBER), _LOOKED),
+    "parts": Key(ANY_TEXT, "of the code and of shapes, whatever the samples are"),
     "data_notes": Key(Anything(), "said of types and public outputs, whatever the values are"),
 }
 
