@@ -425,3 +425,57 @@ def test_groups_by_hand() -> None:
     assert told["few"]["mean"] == pytest.approx(0.125)
     assert told["many"]["mean"] == pytest.approx(0.625)
     assert "none" not in told
+
+
+# Other metrics than accuracy
+
+
+def of_two_classes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return samples of which client "a" holds one class alone."""
+    inputs, targets = data()
+    targets[:8] = 1
+    return inputs, targets
+
+
+def test_every_client_measures_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
+    given = {name: [*part[:4]] for name, part in PARTS.items()}
+    held = {name: [*part[4:]] for name, part in PARTS.items()}
+    result = run(
+        given, of_two_classes(), mode="fedavg", metrics="auroc,f1", client_tests=held,
+        client_test_fraction=0.0, output_dir=str(tmp_path),
+    )  # fmt: skip
+    rows, history = result.client_metrics, result.result["history"]
+    assert rows is not None
+    assert rows[0]["auroc"] is None, "one class has no AUROC"
+    told = [row["auroc"] for row in rows if row["auroc"] is not None]
+    assert told
+    assert all(0 <= value <= 1 for value in told)
+    assert all(0 <= row["f1"] <= 1 and 0 <= row["accuracy"] <= 1 for row in rows)
+    assert history["client_auroc"][-1] == pytest.approx(float(np.mean(told)))
+    assert history["client_f1"][-1] == pytest.approx(float(np.mean([row["f1"] for row in rows])))
+    assert history["client_auroc_worst_decile"][-1] == pytest.approx(min(told))
+    assert result.folder is not None
+    again = fedquilt.load(result.folder, nn.Linear(4, 2))
+    assert again.client_metrics == rows
+
+
+def test_under_a_bound_no_other_metric_is_public(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    result = run(
+        metrics="accuracy,auroc", output_dir=str(tmp_path),
+        observer=lambda config, line: seen.append(line),
+    )  # fmt: skip
+    assert result.folder is not None
+    assert result.client_metrics is not None
+    assert all("auroc" in row for row in result.client_metrics)
+    assert not any("auroc" in key for line in seen for key in line)
+    text = public_text(result.folder)
+    assert "client_auroc" not in text
+    assert '"auroc":' not in text
+
+
+def test_where_lower_is_better_the_worst_have_most() -> None:
+    told = client_spread([0.2, 0.4, 0.9], "client_mse", lower_is_better=True)
+    assert told["client_mse_worst_decile"] == pytest.approx(0.9)
+    rows = [{"client": k, "mse": value} for k, value in enumerate((0.2, 0.4, 0.9))]
+    assert grouped(rows, {"all": [0, 1, 2]}, "mse")["all"]["mean_worst_decile"] == 0.9

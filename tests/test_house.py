@@ -22,7 +22,7 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 322,
-    "lines": 63_500,
+    "lines": 64_300,
     "modules with one importer": 90,
     "cycles of modules": 2,
     "modules at the top": 12,

@@ -342,6 +342,24 @@ def test_a_subclass_of_a_sum_declares_for_itself() -> None:
     assert told == [(1.0, False, True), (None, True, False), (2.0, False, True)]
 
 
+def test_a_digest_tells_parts_apart_that_are_called_custom_alike() -> None:
+    def parts(seed: int = 0, kind: type = RunningMean, bias: bool = False) -> str:
+        def made(parts: Any) -> WholeModel:
+            return method_with(kind)(parts)
+
+        rng = np.random.default_rng(0)
+        inputs = torch.from_numpy(rng.standard_normal((24, SIZE))).float()
+        data = (inputs, (inputs[:, 0] > 0).long())
+        clients = [list(range(4 * k, 4 * k + 4)) for k in range(6)]
+        torch.manual_seed(seed)
+        model, options = nn.Linear(SIZE, 2, bias=bias), {"num_rounds": 1, "mode": "fedavg", **QUIET}
+        done = fedquilt.run(model, data, data, clients, seed=seed, method=made, **options)
+        return str(done.result["metadata"]["parts"])
+
+    assert parts(seed=0) == parts(seed=1), "another seed, other weights: a repetition"
+    assert len({parts(), parts(kind=Median), parts(bias=True)}) == 3
+
+
 def test_methods_by_their_old_names_are_read_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="look is called extra_metrics now"):
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,10 @@ from audit_command import run
 
 from fedquilt import audit
 from fedquilt.aggregation import RunningMean
+from fedquilt.audit.cases import CASES, FAMILIES
 from fedquilt.common.vectors import norm
 from fedquilt.errors import InvalidValueError
+from fedquilt.observe import progress
 from fedquilt.privacy import certified
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.clip import PrivateQuantile
@@ -340,12 +343,36 @@ def test_the_command_prints_a_table_and_exits_with_the_verdict(
     good = run("--replay", "--case", "even clips", "--case", "zero updates")
     assert good.exit_code == 0, good.output
     assert "every check holds" in good.output
-    assert good.output.count("ok") == 6
+    assert good.stdout.startswith("every check holds (6 checks)\n"), "the verdict comes first"
+    assert [line.split()[-1] for line in good.stdout.splitlines()[4:6]] == ["ok", "ok"]
+    assert "even clips" not in good.stdout, "one line a family"
+    every = run("--replay", "--case", "even clips", "--case", "zero updates", "--verbose")
+    assert every.stdout.startswith("every check holds (6 checks)\n")
+    assert every.stdout.count("ok") == 6
     monkeypatch.setattr(Certified, "clip", no_clip)
     bad = run("--replay", "--case", "even clips")
     assert bad.exit_code == 1
-    assert "FAILED" in bad.output
-    assert "1 of 3 checks failed" in bad.output
+    assert bad.stdout.startswith("1 of 3 checks failed\n")
+    assert re.search(r"even clips: sum .* FAILED", bad.stdout), "what failed is always shown"
+    assert "even clips: noise" not in bad.stdout
+    assert re.search(r"clips and policies .* 1 FAILED", bad.stdout)
+
+
+def test_every_case_is_in_one_family() -> None:
+    assert sorted(name for family in FAMILIES.values() for name in family) == sorted(CASES)
+
+
+def test_the_replay_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    audit.replay(["even clips", "zero updates"], progress=True)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "audit: case 0 of 2 done (even clips)"
+    assert re.fullmatch(r"audit: case 1 of 2 done, about \d+ s left", said[1])
+    assert said[-1] == "audit: case 2 of 2 done"
+    audit.replay(["even clips"])
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_as_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
         fedquilt.load(here / record["runs"][0]["output"]),
     )
     runs = [{**result.result, "mode": name} for name in names]
-    assert len({color for color, _ in looks_of(series_of(runs))}) == len(names)
+    assert len({look.color for look in looks_of(series_of(runs))}) == len(names)
 
 
 def test_an_arm_may_have_an_epsilon_of_its_own(cli: Cli, here: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import fedquilt
 from fedquilt.config import RunConfig
 from fedquilt.observe import progress
-from fedquilt.observe.progress import Progress, draws_bars
+from fedquilt.observe.progress import Progress, StepsProgress, draws_bars
 
 
 class Terminal(io.StringIO):
@@ -134,3 +134,31 @@ def test_python_draws_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert "3/3" in terminal.getvalue()
     assert heard == [0, 1, 2]
+
+
+def test_steps_say_how_many_are_done_and_the_time_left(clock: list[float]) -> None:
+    out = io.StringIO()
+    with StepsProgress("audit: case", 10, out) as steps:
+        steps.start_at(4)
+        for _ in range(6):
+            clock[0] += 15.0
+            steps.end()
+    assert out.getvalue().splitlines() == [
+        "audit: case 6 of 10 done, about 60 s left",
+        "audit: case 8 of 10 done, about 30 s left",
+        "audit: case 10 of 10 done",
+    ]
+
+
+def test_steps_are_one_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with StepsProgress("audit: case", 67, out) as steps:
+        steps.start_at(12)
+        steps.begin("even clips")
+    assert "12/67" in out.getvalue()
+    assert "even clips" in out.getvalue()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not draws_bars(Terminal())
+    with StepsProgress("audit: case", 67, Terminal(), shown=False) as steps:
+        steps.end()

@@ -129,3 +129,27 @@ def test_the_command(cli: Any, folder: Path, tmp_path: Path) -> None:
     assert "all clients" in said.out
     assert sorted(cli("clients", folder, "--json").json()["evaluations"]) == ["2", "4"]
     assert cli("clients", tmp_path / "nowhere").code == 2
+
+
+@pytest.mark.parametrize(("metric", "word"), [("auroc", "lowest AUROC"), ("mse", "highest MSE")])
+def test_without_an_accuracy_the_headline_metric_is_shown(
+    folder: Path, metric: str, word: str, saved: list[Figure], tmp_path: Path
+) -> None:
+    result = dict(read(folder)[0])
+    result["metadata"] = {**result["metadata"], "metrics": [metric, "f1"]}
+    values = [0.5, 0.75, None, 0.25]
+    rows = [
+        {"client": k, "examples": 3, "accuracy": None, "loss": 0.1, metric: value}
+        for k, value in enumerate(values)
+    ]
+    text = client_tables(result, {4: rows}, worst=1)
+    (everybody,) = [line for line in text.splitlines() if line.startswith("all clients")]
+    assert "0.5000" in everybody
+    assert f"clients with the {word}" in text
+    worst = 0.75 if metric == "mse" else 0.25
+    assert f"{worst:.4f}" in everybody
+    assert f"{worst:.4f}" in text.splitlines()[-1]
+    plot_clients(result, {4: rows}, tmp_path / "clients.png", FAST)
+    left, right = saved[-1].axes
+    assert left.get_ylabel().startswith(metric.upper())
+    assert len(right.patches) > 0

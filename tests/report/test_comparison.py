@@ -18,7 +18,7 @@ from report_samples import FAST, make_run, words
 from fedquilt.common.formatting import format_bound
 from fedquilt.errors import InvalidValueError, RunFolderError
 from fedquilt.report import comparison_table, plot_comparison, render_comparison
-from fedquilt.report.comparison import spread_apart
+from fedquilt.report.style import spread_apart
 
 
 def runs() -> list[Any]:
@@ -152,7 +152,7 @@ def test_the_figure_shows_mean_band_points_and_claims(saved: list[Figure], tmp_p
     band = curves.collections[-1].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((table.min(), table.max()))
     assert {"fedavg", "quap_fl", "certified"} <= set(words(curves).splitlines())
-    dots = [line.get_xdata().tolist() for line in finals.lines if line.get_marker() == "o"]
+    dots = [line.get_xdata().tolist() for line in finals.lines if line.get_linestyle() == "None"]
     assert dots == [[0.95], [0.9, 0.94], [0.80, 0.84, 0.88]]
     text = words(finals)
     assert "ε ≤ 2.11 for every client" in text

@@ -16,12 +16,19 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}
 def view(name: str = "run", seed: int = 0, **changes: Any) -> dict[str, Any]:
     """Return a run as `fedquilt.report.views` describes it."""
     claim = {"bounded": True, "headline": "h", "text": name, "epsilon_max": 3.0, "delta": 1e-5}
+    claim |= {"finished": True, "figure": "ε ≤ 3", "explained": "what it means", "lifetime": None}
     return {
         "name": name,
         "mode": "certified",
         "dataset": "digits",
         "seed": seed,
         "config": [["epsilon", "3.0", True]],
+        "rounds": 2,
+        "planned": 2,
+        "finished": True,
+        "joins": [2, 0, 1],
+        "roster_is": "joined",
+        "per_round": {},
         "evaluation": {
             "metric": "accuracy",
             "rounds": [1, 2],
@@ -104,3 +111,58 @@ def test_seeds_make_a_series() -> None:
     ]
     assert [run["series"] for run in data["runs"]] == [1, 1, 0]
     assert data["series"][1]["curve"]["mean"] == [0.1, 0.2]
+
+
+def figures(*runs: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
+    data = data_of(page(*runs, **more))
+    return [(one["figure"], one["text"]) for one in data["figures"]]
+
+
+def test_the_first_screen_has_three_figures() -> None:
+    runs = [view(seed=s) for s in (0, 1, 2)]
+    runs[2]["evaluation"] = {**runs[2]["evaluation"], "values": [0.1, 0.26]}
+    metric, promise, joined = figures(*runs)
+    assert metric == ("0.2200", "mean of 3 seeds ± 0.0346 (standard deviation), after 2 rounds")
+    assert promise == ("ε ≤ 3", "at δ = 1e-05. what it means")
+    assert joined[0] == "2 of 3"
+    other = view("fedavg", mode="fedavg", claim={**view()["claim"], "epsilon_max": "inf"})
+    assert figures(*runs, other)[0][1].startswith("certified: mean of 3 seeds"), "the bounded one"
+
+
+def test_the_figure_of_a_claim_is_never_smaller_than_what_is_known() -> None:
+    lifetime = {"epsilon": 4.47, "runs": 2}
+    whole = {**view()["claim"], "lifetime": lifetime, "figure": "ε ≤ 4.47"}
+    assert figures(view(), view(seed=1, claim=whole))[1][0] == "ε ≤ 4.47"
+    together = {
+        "epsilon": 14.1,
+        "figure": "ε ≤ 14.1",
+        "where": "a sweep",
+        "guess": "",
+        "bounded": True,
+    }
+    assert figures(view(), together=[together])[1][0] == "ε ≤ 14.1"
+
+
+def test_an_unfinished_run_shows_what_it_has_spent() -> None:
+    claim = {**view()["claim"], "bounded": False, "finished": False, "epsilon_max": None}
+    spend = {"rounds": {"max": [0.5, 1.2341]}}
+    run = view(claim=claim, finished=False, planned=9, spend=spend)
+    metric, promise, _ = figures(run)
+    assert metric[1].endswith("after round 2 of 9")
+    assert promise[0] == "ε ≤ 1.24"
+
+
+def test_the_metric_stands_against_the_epsilon_that_was_asked() -> None:
+    runs = [
+        view(
+            str(epsilon),
+            seed,
+            config=[["epsilon", str(epsilon), False]],
+            claim={**view()["claim"], "epsilon_max": epsilon},
+        )
+        for epsilon in (6.0, 1.0)
+        for seed in (0, 1)
+    ]
+    (line,) = data_of(page(*runs))["tradeoff"]
+    assert (line["name"], line["x"], line["y"]) == ("certified", [1, 6], [0.2, 0.2])
+    assert data_of(page(view()))["tradeoff"] == []

@@ -33,15 +33,44 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_drawn_without_a_word_or_a_request(page_file: Path, visit: Visit) -> None:
     page, seen = visit(page_file)
+    for fold in page.locator("details.fold > summary").all():
+        fold.click()
+    page.wait_for_timeout(200)
     assert page.locator("figure.chart svg[role=img]").count() >= 5
     lines = page.locator("#accuracy path[stroke]")
     assert lines.count() >= 3
     assert all("L" in (lines.nth(i).get_attribute("d") or "") for i in range(2))
     assert page.locator("main > section").first.get_attribute("id") == "claim"
+    assert page.locator("#claim .large").all_inner_texts()[1] == "ε ≤ 3"
+    page.locator("#claim > div > details > summary").click()
     assert "Every client: ε ≤ 3 at δ = 1e-05" in page.locator("#claim").inner_text()
     assert "No guarantee" in page.locator("#claim").inner_text()
     assert seen.trouble == []
     assert seen.requests == [page_file.as_uri()]
+
+
+def test_the_first_screen_answers_three_questions(page_file: Path, visit: Visit) -> None:
+    """Figures and chart stand above the fold, and no section is empty."""
+    page, _ = visit(page_file, viewport={"width": 1280, "height": 900})
+    boxes = [one.bounding_box() for one in page.locator("#claim .figure, #accuracy svg").all()]
+    assert all(box["y"] + box["height"] < 900 for box in boxes[:4])
+    ends = page.locator("#accuracy text.end").all_text_contents()
+    assert {"fedavg", "certified"} <= set(ends)
+    choose(page, "fedavg")
+    assert page.locator("#spend").is_hidden()
+    assert page.locator("#contents a[data-section=spend]").is_hidden()
+
+
+def test_a_run_that_stopped_says_how_it_goes_on(visit: Visit, tmp_path: Path) -> None:
+    run = small_run(tmp_path, mode="certified")
+    (run / "result.json").unlink()
+    file = tmp_path / "stopped.html"
+    file.write_text(html_page(page_view([run], look=False)))
+    page, _ = visit(file)
+    said = page.locator(".state-card").inner_text()
+    assert "The run has not ended: round 6 of 6" in said
+    assert f"fedquilt run --resume {run.name}" in said
+    assert axe(page) == []
 
 
 def test_what_promises_the_same_stands_together(page_file: Path, visit: Visit) -> None:
@@ -90,7 +119,7 @@ def test_the_slider_moves_the_images(page_file: Path, visit: Visit) -> None:
     page.keyboard.press("Home")
     assert picture.get_attribute("src") != last
     assert "before the first round" in page.locator("#images output").inner_text()
-    assert page.evaluate("() => document.querySelector('#images img').naturalWidth") == 10
+    assert page.evaluate("() => document.querySelector('#images img').naturalWidth") == 91
     assert seen.trouble == []
 
 
@@ -179,7 +208,8 @@ def test_a_private_page_says_so_in_red(visit: Visit, tmp_path: Path) -> None:
     assert "PRIVATE" in warning.inner_text()
     assert warning.evaluate("e => getComputedStyle(e).color") == "rgb(176, 0, 32)"
     assert page.locator("#groups canvas").count() == 1
-    assert "signal" in page.locator("#noise").inner_text()
+    page.click("#contents a:has-text('noise')")
+    assert "signal" in page.locator("#noise").inner_text(), "a link opens what is folded"
     assert axe(page) == []
     assert seen.trouble == []
 

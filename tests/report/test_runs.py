@@ -65,16 +65,17 @@ def test_levels_hold_equal_promises() -> None:
         entry(epsilon=2.96, settings={"clip_norm": 1}),
         entry(epsilon=3.0, settings={"clip_norm": 2}),
         entry(epsilon=3.0, delta=1e-6, settings={"clip_norm": 3}),
-        entry(epsilon=1.0, settings={"clip_norm": 4}),
+        entry(epsilon=0.97, settings={"clip_norm": 4, "epsilon": 1.0}),
+        entry(epsilon=0.5, final=0.4, settings={"clip_norm": 5, "epsilon": 1.0}),
         entry("fedavg", epsilon=math.inf),
         entry("quap_fl", epsilon=None, delta=None),
     ]
     series = group_by_config(runs)
     found = [(one.heading, [series[i].epsilon for i in one.series]) for one in levels(series)]
     assert found == [
-        ("Every client: ε ≤ 1 at δ = 1e-05, zero-out", [1.0]),
-        ("Every client: ε ≤ 3 at δ = 1e-05, zero-out", [2.96, 3.0]),
+        ("Every client: ε ≤ 1 at δ = 1e-05, zero-out", [0.97, 0.5]),
         ("Every client: ε ≤ 3 at δ = 1e-06, zero-out", [3.0]),
+        ("Every client: ε ≤ 3 at δ = 1e-05, zero-out", [2.96, 3.0]),
         ("No guarantee (ε = ∞)", [math.inf]),
         ("Not finished", [None]),
     ]
@@ -85,14 +86,55 @@ def test_the_worst_seed_speaks_for_all() -> None:
     assert series.claim == "ε ≤ 2.9 for every client, δ = 1e-05, zero-out"
 
 
-def test_the_interval_of_two_and_three_values_in_closed_form() -> None:
-    """Student's quantile is tan(π(p - 1/2)) for 1 degree of freedom, algebraic for 2."""
-    two = spread([0.4, 0.6])
-    assert two.mean is not None
-    assert two.high == pytest.approx(0.5 + math.tan(math.pi * 0.475) * 0.1)
+def test_the_interval_of_three_values_in_closed_form() -> None:
+    """Student's quantile is algebraic for 2 degrees of freedom; two values have no interval."""
     three = spread([0.5, 0.7, 0.9])
     quantile = 0.95 * math.sqrt(2 / (1 - 0.95**2))
     assert three.high == pytest.approx(0.7 + quantile * 0.2 / math.sqrt(3))
+    assert three.low == pytest.approx(0.7 - quantile * 0.2 / math.sqrt(3))
+    two = spread([0.4, 0.6])
+    assert (two.mean, two.low, two.high) == (0.5, None, None)
+    assert two.sd == pytest.approx(math.sqrt(0.02))
+
+
+def test_an_interval_of_accuracies_stays_between_0_and_1() -> None:
+    (series,) = group_by_config([entry(seed=s, final=a) for s, a in enumerate((0.1, 0.5, 0.99))])
+    assert (series.spread.low, series.spread.high) == (0.0, 1.0)
+    losses = [{"evaluation_rounds": [1], "test_mse": [value]} for value in (0.1, 1.0, 4.0)]
+    (series,) = group_by_config([entry(seed=s, history=h) for s, h in enumerate(losses)])
+    assert series.spread.low is not None
+    assert series.spread.low < 0
+
+
+def test_a_seed_that_ran_twice_is_no_second_repetition() -> None:
+    runs = [entry(seed=s, final=f) for s, f in ((0, 0.5), (1, 0.6), (0, 0.9))]
+    first, again = group_by_config(runs)
+    assert (first.label, first.members) == ("certified [1]", [0, 1])
+    assert (again.label, again.members) == ("certified [2]", [2])
+    assert first.spread.mean == pytest.approx(0.55)
+
+
+def test_own_parts_that_differ_are_no_repetitions() -> None:
+    """Two own aggregation rules, or a linear model beside a deep one, are called custom alike."""
+    runs = [entry(seed=s, parts=digest) for digest in ("a", "b") for s in (0, 1, 2)]
+    assert [one.members for one in group_by_config(runs)] == [[0, 1, 2], [3, 4, 5]]
+    running = entry(seed=7, epsilon=None)
+    assert [one.members for one in group_by_config([running, *runs[:3]])] == [[1, 2, 3, 0]]
+
+
+def test_a_run_that_may_continue_another_is_not_averaged_with_it() -> None:
+    own = {"model": "custom"}
+    runs = [entry(seed=s, settings=own, population="people") for s in (0, 1)]
+    assert len(group_by_config(runs)) == 2
+    apart = [entry(seed=s, settings=own, population=f"people {s}") for s in (0, 1)]
+    assert len(group_by_config(apart)) == 1
+    named = [entry(seed=s, settings={"model": "mlp"}, population="people") for s in (0, 1)]
+    assert len(group_by_config(named)) == 1
+
+
+def test_a_run_that_goes_on_is_not_in_the_mean() -> None:
+    (series,) = group_by_config([entry(seed=0), entry(seed=1, final=0.2, epsilon=None)])
+    assert (series.spread.count, series.spread.mean) == (1, 0.5)
 
 
 def test_spread_agrees_with_scipy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -12,17 +13,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from views_samples import small_run
 
 import fedquilt
 from command_line import Said
 from fedquilt.common.errors import FedquiltError
+from fedquilt.common.formatting import format_bound
+from fedquilt.config import build_config
+from fedquilt.experiment.api import run_config
+from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.schema import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view
+from fedquilt.report.views.claim import guess_sentence
 from fedquilt.report.views.run import encode_roster
 from fedquilt.report.views.spend import lifetime_view
 
@@ -175,6 +182,82 @@ def test_two_runs_at_once_count_each_other(two_runs: tuple[Path, Path, Path]) ->
     assert busy["max"][:3] == calm["max"][:3]
     assert busy["max"][3] > calm["max"][3]
     assert (calm["before"] is None, busy["before"] is None) == (False, True)
+
+
+def test_the_headline_is_what_all_runs_of_the_ledger_cost(
+    two_runs: tuple[Path, Path, Path],
+) -> None:
+    """The claim on a page is never smaller than what the ledger says of the same clients."""
+    first, second, place = two_runs
+    with Ledger.open(place, read_only=True) as opened:
+        most = float(opened.populations()[0].epsilons().max())
+    view = page_view([first, second], look=False)
+    stated = f"Every client, over all runs of its ledger: ε ≤ {format_bound(most)} at δ = 1e-05"
+    assert [run["claim"]["headline"] for run in view["runs"]] == [stated, stated]
+    assert most > max(float(run["claim"]["epsilon_max"]) for run in view["runs"])
+    assert ["This run alone", "ε ≤ 1"] in view["runs"][0]["claim"]["facts"]
+    (together,) = view["together"]
+    assert (together["runs"], together["bounded"]) == (2, True)
+    assert f"ε ≤ {format_bound(most)}" in together["headline"]
+    shown = fedquilt.load(second)._repr_html_()
+    assert f"over all runs of its ledger: epsilon &lt;= {format_bound(most)}" in shown
+    moved = Path(shutil.copytree(second, second.parent / "moved"))
+    (moved / "ledger.json").unlink()
+    assert page_view([moved], look=False)["runs"][0]["claim"]["headline"] == stated
+
+
+def test_a_sweep_s_claims_are_composed(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    for point, epsilon in enumerate((1.0, 3.0)):
+        small_run(tmp_path / "points" / f"{point:04d}", mode="certified", epsilon=epsilon)
+    view = page_view([tmp_path], look=False)
+    mu2 = sum(gaussian_mu(float(run["claim"]["epsilon_max"]), 1e-5) ** 2 for run in view["runs"])
+    (together,) = view["together"]
+    assert together["epsilon"] == pytest.approx(gaussian_epsilon(mu2**0.5, 1e-5), rel=1e-3)
+    assert together["epsilon"] > 3
+    assert "2 looks were taken" in together["text"]
+    small_run(tmp_path / "points" / "0002", mode="fedavg")
+    (unbounded,) = page_view([tmp_path], look=False)["together"]
+    assert unbounded["headline"] == "No guarantee: ε = ∞ over all of them"
+
+
+@pytest.mark.parametrize(("epsilon", "times"), [(6.0, "74.4"), (3.0, "64.1"), (1.0, "55.")])
+def test_what_a_bound_means_to_who_guesses(epsilon: float, times: str) -> None:
+    said = guess_sentence(epsilon, 1e-5, "zero-out", gaussian=True)
+    assert f"right at most {times}" in said
+    exact = scipy.stats.norm.cdf(gaussian_mu(epsilon, 1e-5) / 2)
+    shown = float(re.findall(r"at most ([\d.]+) times", said)[0])
+    assert 100 * exact <= shown <= 100 * exact + 0.1
+    looser = guess_sentence(epsilon, 1e-5, "zero-out", gaussian=False)
+    assert float(re.findall(r"at most ([\d.]+) times", looser)[0]) > shown
+
+
+def test_the_noise_of_a_page_is_the_figure_of_a_plan(certified: Path) -> None:
+    """One figure for the noise everywhere: that of the whole run, after its last round."""
+    view = run_view(certified)
+    lines = [json.loads(line) for line in (certified / "rounds.jsonl").read_text().splitlines()]
+    size, rounds = 64 * 10 + 10, len(lines)
+    noise, clip = lines[0]["noise_std"], lines[0]["clip_value"]
+    assert all((line["noise_std"], line["clip_value"]) == (noise, clip) for line in lines)
+    expected = np.sqrt(size) * noise / clip / np.sqrt(rounds)
+    assert view["noise_ratio"][-1] == pytest.approx(expected, rel=1e-3)
+    assert view["noise_ratio"][0] == pytest.approx(expected * np.sqrt(rounds), rel=1e-3)
+
+
+def test_shares_are_of_units_that_add_up(certified: Path) -> None:
+    spend = run_view(certified)["spend"]
+    for epsilon, share in zip(spend["epsilons"], spend["shares"], strict=True):
+        given = gaussian_mu(epsilon, 1e-5) ** 2 if epsilon else 0.0
+        assert share == pytest.approx(given / gaussian_mu(spend["budget"], 1e-5) ** 2, abs=2e-3)
+
+
+def test_what_the_mode_has_by_default_is_no_change(tmp_path: Path) -> None:
+    config = build_config({"mode": "certified", "num_rounds": 2, "output_dir": str(tmp_path)})
+    done = run_config(config)
+    assert done.folder is not None
+    changed = [name for name, _, usual in run_view(done.folder)["config"] if not usual]
+    assert {"num_rounds", "output_dir", "mode"} <= set(changed)
+    assert not {"epsilon", "clip_norm", "model", "learning_rate"} & set(changed)
 
 
 def test_names_of_the_ledger_and_where_it_lies_are_the_owner_s(

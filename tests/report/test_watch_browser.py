@@ -31,17 +31,21 @@ def test_a_run_killed_and_resumed_under_the_page_s_eyes(
         folder = wait_for_lines(tmp_path, 3)
         page.wait_for_selector("#spend path", state="attached", timeout=15_000)
         assert "No statement yet" in page.locator("#claim").inner_text()
+        card = page.locator(".state-card")
+        assert "The run goes on" in card.inner_text()
+        assert re.search(r"Last sign of life: \d+ s ago", card.inner_text())
         child.kill(signal.SIGKILL)
         assert child.wait().code == -signal.SIGKILL
-        page.wait_for_timeout(600)
+        page.wait_for_selector(".state-card:has-text('no process works on it')", timeout=5_000)
+        assert f"fedquilt run --resume {folder}" in card.inner_text()
         drawn = int(page.locator("html").get_attribute("data-drawn"))
         again = nursery.start("run", "--resume", folder, "--quiet", slow_rounds=0.05)
         claim = page.locator("#claim", has_text=re.compile("Every client: ε ≤"))
         claim.wait_for(timeout=30_000)
         assert again.wait().code == 0
         assert int(page.locator("html").get_attribute("data-drawn")) > drawn
-        assert page.locator("#tools .state").inner_text() == "live"
-        assert page.locator("#main").evaluate("m => m.querySelectorAll('section').length") == 10
+        assert page.locator("#tools .state").inner_text() == "connected"
+        assert page.locator("#main").evaluate("m => m.querySelectorAll('section').length") == 11
         assert seen.trouble == []
         inside = f"http://127.0.0.1:{server.port}/{server.token}/"
         assert all(request.startswith(inside) for request in seen.requests)

@@ -168,8 +168,41 @@ def test_what_can_be_watched(tmp_path: Path) -> None:
     assert isinstance(source_of([str(done.folder / "ledger.sqlite")]), LedgerSource)
     with pytest.raises(FedquiltError, match="must be a ledger"):
         source_of([str(done.folder / "config.toml")])
-    with pytest.raises(FedquiltError, match="must be run folders"):
+    with pytest.raises(FedquiltError, match="or a folder of runs"):
         source_of([str(tmp_path / "nowhere")])
+    both = source_of([str(done.folder), str(done.folder / "ledger.sqlite")])
+    (ledger,) = both.data()["ledgers"]
+    assert ledger["populations"][0]["num_clients"] == len(done.result["joins"])
+    assert "epsilons" not in ledger["populations"][0], "no client alone"
+    assert len(both.data()["runs"]) == 1
+
+
+def test_who_works_on_a_run_is_known_by_its_lock(tmp_path: Path) -> None:
+    done = run_config(tiny(mode="fedavg", output_dir=str(tmp_path)))
+    assert done.folder is not None
+    source = RunsSource([tmp_path])
+    assert source.data()["runs"][0]["alive"] is None, "it has ended"
+    (done.folder / "result.json").unlink()
+    dead = source.data()["runs"][0]
+    assert (dead["alive"], dead["resume"]) == (False, f"fedquilt run --resume {done.folder}")
+    assert abs(dead["touched"] - time.time()) < 60
+    held = [sys.executable, "-c", HOLD, str(done.folder / ".lock")]
+    with subprocess.Popen(held, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert source.data()["runs"][0]["alive"] is True
+        process.kill()
+    assert source.data()["runs"][0]["alive"] is False
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedquilt.common.storage import lock_file
+held = lock_file(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
 
 
 def test_runs_that_begin_later_are_followed(tmp_path: Path) -> None:
@@ -203,7 +236,10 @@ def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (0, "stopped\n")
+    assert (process.returncode, error) == (
+        0,
+        f"Watching {tmp_path.name}: open the address below; Ctrl-C stops\nstopped\n",
+    )
 
 
 def reset(server: WatchServer, *sent: bytes, read: int = 0) -> None:

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", action="append", help="only this case of --replay; repeatable")
     parser.add_argument("--engine", default="sequential", help="of --canary")
     parser.add_argument("--device", default="cpu", help="of --canary: cpu or cuda")
+    parser.add_argument("--verbose", action="store_true", help="every check of --replay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=400)
     given = parser.parse_args(arguments)
@@ -29,11 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     good = True
     try:
         if given.replay:
-            rounds = audit.replay(given.case, given.seed)
-            print(f"{audit.replay_table(rounds)}\n{audit.WHOLE_RUNS}")
+            rounds = audit.replay(given.case, given.seed, progress=True)
+            table = audit.replay_table(rounds, verbose=given.verbose)
+            print(f"{table}\n\n{audit.WHOLE_RUNS}")
             good = all(finding.ok for finding in rounds)
         if given.canary:
-            options: dict[str, Any] = {"seed": given.seed, "device": given.device}
+            options: dict[str, Any] = {"seed": given.seed, "device": given.device, "progress": True}
             found = audit.canary(trials=given.trials, engine=given.engine, **options)
             found += audit.one_run(**options)
             print(audit.canary_table(found))

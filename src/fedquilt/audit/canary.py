@@ -42,6 +42,7 @@ from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.common.text_table import text_table
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.method import Method
+from fedquilt.observe.progress import StepsProgress
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
@@ -95,6 +96,7 @@ def canary(
     engine: str = "sequential",
     device: str = "cpu",
     without_clip: bool = False,
+    progress: bool = False,
 ) -> list[CanaryFinding]:
     """Test one round with secret noise, `trials` times with the canary and as often without.
 
@@ -108,15 +110,19 @@ def canary(
         What trains, and where.
     without_clip : bool
         Take the clip away, to see that it is missed.
+    progress : bool
+        Show on the error stream how many trials are done, and the time left.
     """
     trials = checks.integer("trials", trials, at_least=8)
     found = []
-    for epsilon in epsilons:
-        settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
-        config, problem = _problem({**settings, "device": device}, seed)
-        with one_thread(), clip_taken_away(without_clip):
-            outside, inside = _scores(config, problem, trials)
-        found.append(judge("two hypotheses", epsilon, delta, outside, inside))
+    total = 2 * trials * len(epsilons)
+    with StepsProgress("audit: trial", total, shown=progress) as steps:
+        for epsilon in epsilons:
+            settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
+            config, problem = _problem({**settings, "device": device}, seed)
+            with one_thread(), clip_taken_away(without_clip):
+                outside, inside = _scores(config, problem, trials, steps)
+            found.append(judge("two hypotheses", epsilon, delta, outside, inside))
     return found
 
 
@@ -174,7 +180,7 @@ def held_out_bound(
 
 
 def canary_table(findings: Sequence[CanaryFinding]) -> str:
-    """Return the findings as a table, with a line that sums them up."""
+    """Return the verdict and the findings as a table."""
     head = ("test", "claimed", "delta", "theory mu", "measured mu", "bound", "fitted", "")
     rows = []
     for f in findings:
@@ -185,7 +191,7 @@ def canary_table(findings: Sequence[CanaryFinding]) -> str:
         rows.append((f.test, *numbers, f"{f.lower_bound:.2f}", fitted, verdict))
     failed = sum(not f.ok for f in findings)
     verdict = f"{failed} of {len(findings)} claims broken" if failed else "no claim was broken"
-    return f"{text_table(head, rows)}\n\n{verdict}"
+    return f"{verdict}\n\n{text_table(head, rows)}"
 
 
 def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, FederatedTask]:
@@ -254,7 +260,7 @@ def _without(problem: FederatedTask, client: int) -> FederatedTask:
 
 
 def _scores(
-    config: RunConfig, problem: FederatedTask, trials: int
+    config: RunConfig, problem: FederatedTask, trials: int, steps: StepsProgress
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return where releases lie along the canary's direction, without it and with it."""
     empty = _without(problem, _CANARY)
@@ -267,10 +273,11 @@ def _scores(
             with known_entropy(config.seed):
                 known.append(_release(config, world, method, place))
         direction = (known[1] - known[0]) / (known[1] - known[0]).norm()
-        scores = [
-            [float(_release(config, world, method, place) @ direction) for _ in range(trials)]
-            for world, method in worlds
-        ]
+        scores: list[list[float]] = [[], []]
+        for (world, method), own in zip(worlds, scores, strict=True):
+            for _ in range(trials):
+                own.append(float(_release(config, world, method, place) @ direction))
+                steps.end()
         for method in methods:
             method.close()
     return np.array(scores[0]), np.array(scores[1])

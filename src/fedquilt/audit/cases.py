@@ -1,4 +1,4 @@
-"""The ways through a round that are replayed."""
+"""The ways through a round that are replayed, in families."""
 
 from __future__ import annotations
 
@@ -123,3 +123,23 @@ CASES: dict[str, Case] = {
     "real training": Case({"clip_norm": 0.01}, norms=()),
     "wall time": Case({}, victims=(3,), timed=True),
 }
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "clips and policies": (
+        "adaptive clips",
+        "clips at their cap",
+        "even clips",
+        "a cap on joins",
+        "the paper's schedule",
+        "nobody there",
+    ),
+    "updates that are odd": ("not finite", "zero updates", "tiny and huge", "normalised updates"),
+    "private quantile": ("private quantile", "quantile of odd updates"),
+    "correlated noise": ("correlated noise", "everything at once"),
+    "secret coin": ("secret coin", "slices under a secret coin"),
+    "slices": ("prefix slices", "rolling slices", "random slices", "slices, real training"),
+    "condensation": ("class statistics", "class statistics, real data"),
+    "fixed_dp": ("fixed_dp over everything",),
+    "training and time": ("real training", "wall time"),
+}
+"""Cases that go through the same part of the code."""

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.audit.cases import CASES, Case
+from fedquilt.audit.cases import CASES, FAMILIES, Case
 from fedquilt.audit.worlds import KnownNoise, World, known_noise, make_worlds, prescribed
 from fedquilt.common import checks
 from fedquilt.common.text_table import text_table
 from fedquilt.common.vectors import norm
+from fedquilt.observe.progress import StepsProgress
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.poisson import AmplifiedCertified
 
@@ -258,26 +259,68 @@ class ReplayFinding:
     detail: str
 
 
-def replay(cases: Sequence[str] | None = None, seed: int = 0) -> list[ReplayFinding]:
+def replay(
+    cases: Sequence[str] | None = None, seed: int = 0, *, progress: bool = False
+) -> list[ReplayFinding]:
     """Replay some of `CASES`, or all of them, and return what was found.
 
     There is one finding for each case and check, the worst of all victims and rounds.
+    With `progress` the error stream shows which case it is at, and the time left.
     """
     names = list(CASES) if cases is None else [checks.choice("case", c, CASES) for c in cases]
     seed = checks.integer("seed", seed, at_least=0)
-    return [finding for name in names for finding in _findings(name, seed)]
+    found: list[ReplayFinding] = []
+    with StepsProgress("audit: case", len(names), shown=progress) as steps:
+        for name in names:
+            steps.begin(name)
+            found += _findings(name, seed)
+            steps.end()
+    return found
 
 
-def replay_table(findings: Sequence[ReplayFinding]) -> str:
-    """Return the findings as a table, with a line that sums them up."""
+def replay_table(findings: Sequence[ReplayFinding], *, verbose: bool = True) -> str:
+    """Return the verdict and the findings as a table.
+
+    Without `verbose` there is one line for each family of cases, and the checks that failed.
+    """
+    failed = [finding for finding in findings if not finding.ok]
+    many = f"{len(findings)} checks"
+    verdict = f"{len(failed)} of {many} failed" if failed else f"every check holds ({many})"
+    if verbose:
+        return f"{verdict}\n\n{_rows(findings)}"
+    parts = [verdict, *([_rows(failed)] if failed else []), _families(findings)]
+    return "\n\n".join(parts)
+
+
+def _rows(findings: Sequence[ReplayFinding]) -> str:
+    head = ("case: check", "declared", "measured", "", "where")
     rows = [
         (f.case, f"{f.declared:.6g}", f"{f.measured:.6g}", "ok" if f.ok else "FAILED", f.detail)
         for f in findings
     ]
-    failed = sum(not finding.ok for finding in findings)
-    verdict = f"{failed} of {len(findings)} checks failed" if failed else "every check holds"
-    head = ("case: check", "declared", "measured", "", "where")
-    return f"{text_table(head, rows)}\n\n{verdict}"
+    return text_table(head, rows)
+
+
+def _families(findings: Sequence[ReplayFinding]) -> str:
+    """Return a line for each family: how near its sums came to what was declared."""
+    rows = []
+    for family, cases in FAMILIES.items():
+        own = [f for f in findings if f.case.partition(": ")[0] in cases]
+        if not own:
+            continue
+        used = [f.measured / f.declared for f in own if f.case.endswith(": sum") and f.declared]
+        bad = sum(not f.ok for f in own)
+        rows.append(
+            (
+                family,
+                len({f.case.partition(": ")[0] for f in own}),
+                len(own),
+                f"{max(used):.0%}" if used else "-",
+                f"{bad} FAILED" if bad else "ok",
+            )
+        )
+    head = ("family", "cases", "checks", "largest move / charged", "")
+    return text_table(head, rows, right=(1, 2, 3))
 
 
 def _findings(name: str, seed: int) -> list[ReplayFinding]:

@@ -32,6 +32,7 @@ from fedquilt.audit.findings import scratch_folder
 from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.config import RunConfig, plain_config
+from fedquilt.observe.progress import StepsProgress
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.round import run_round
 from fedquilt.setup.account import open_account
@@ -54,32 +55,38 @@ def one_run(
     seed: int = 0,
     device: str = "cpu",
     without_clip: bool = False,
+    progress: bool = False,
 ) -> list[CanaryFinding]:
-    """Train once for each claim with canaries and secret noise, and judge the final model."""
+    """Train once for each claim with canaries and secret noise, and judge the final model.
+
+    With `progress` the error stream shows how many rounds are done, and the time left.
+    """
     canaries = checks.integer("canaries", canaries, at_least=8)
     found = []
-    for epsilon in epsilons:
-        config, problem = _problem(epsilon, delta, canaries, rounds, seed, device)
-        directions = random_directions(canaries, problem.flat.vector.numel(), seed)
-        inside = generator(seed, "canary coins").random(canaries) < 0.5
-        with clip_taken_away(without_clip):
-            moved = _trained(config, problem, directions, inside)
-        scores = (directions @ moved).numpy()
-        measured, error = distance(scores[~inside], scores[inside])
-        cosines = scores[inside] / float(moved.norm())
-        found.append(
-            CanaryFinding(
-                test=f"one run of {rounds} rounds",
-                epsilon=epsilon,
-                delta=delta,
-                theory_mu=gaussian_mu(epsilon, delta),
-                measured_mu=measured,
-                standard_error=error,
-                lower_bound=guessed(scores, inside, delta),
-                trials=canaries,
-                estimate=fitted_epsilon(cosines, moved.numel(), delta),
+    total = rounds * len(epsilons)
+    with StepsProgress("audit: round", total, shown=progress) as steps:
+        for epsilon in epsilons:
+            config, problem = _problem(epsilon, delta, canaries, rounds, seed, device)
+            directions = random_directions(canaries, problem.flat.vector.numel(), seed)
+            inside = generator(seed, "canary coins").random(canaries) < 0.5
+            with clip_taken_away(without_clip):
+                moved = _trained(config, problem, directions, inside, steps)
+            scores = (directions @ moved).numpy()
+            measured, error = distance(scores[~inside], scores[inside])
+            cosines = scores[inside] / float(moved.norm())
+            found.append(
+                CanaryFinding(
+                    test=f"one run of {rounds} rounds",
+                    epsilon=epsilon,
+                    delta=delta,
+                    theory_mu=gaussian_mu(epsilon, delta),
+                    measured_mu=measured,
+                    standard_error=error,
+                    lower_bound=guessed(scores, inside, delta),
+                    trials=canaries,
+                    estimate=fitted_epsilon(cosines, moved.numel(), delta),
+                )
             )
-        )
     return found
 
 
@@ -175,7 +182,11 @@ def _problem(
 
 
 def _trained(
-    config: RunConfig, problem: FederatedTask, directions: torch.Tensor, inside: NDArray[np.bool_]
+    config: RunConfig,
+    problem: FederatedTask,
+    directions: torch.Tensor,
+    inside: NDArray[np.bool_],
+    steps: StepsProgress,
 ) -> torch.Tensor:
     """Train to the end and return the last model minus the first."""
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
@@ -189,6 +200,7 @@ def _trained(
             first = federation.weights.clone()
             for index in range(config.num_rounds):
                 run_round(federation, index)
+                steps.end()
             engine.close()
         finally:
             account.close()

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
+from fedquilt.cli.progress import interruptible, optional_drawing, resume_command, run_observer
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, loading, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import printable
 from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
@@ -24,6 +25,7 @@ from fedquilt.config.modes import MODE_TABLE
 from fedquilt.observe.progress import RunsProgress
 
 if TYPE_CHECKING:
+    from fedquilt.record.folder import RunFolder
     from fedquilt.record.result import RunResult
 
 ARMS = ",".join([*(mode for mode in MODES if mode != "certified"), "certified:worst_case"])
@@ -225,17 +227,44 @@ def _compare_finished(
 
 
 def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
-    """Read finished runs; those that are not finished are refused by name."""
+    """Read finished runs; one that is not finished is left out with a warning.
+
+    Raises
+    ------
+    InvalidValueError
+        If none of them is finished.
+    """
     from fedquilt.record.folder import RunFolder
     from fedquilt.report.views.page import find_runs
 
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    unfinished: dict[str, str] = {}
     for path in find_runs(runs):
-        result = RunFolder.open(path).read_result()
+        folder = RunFolder.open(path)
+        result = folder.read_result()
         if result is None:
-            raise InvalidValueError(f"run {str(path)!r} must be finished: resume it first")
+            unfinished[str(path)] = _how_to_resume(folder)
+            continue
         found[path.name if path.name not in found else str(path)] = result
+    if not found:
+        first, command = next(iter(unfinished.items()))
+        others = f", nor is any of {len(unfinished) - 1} others" if len(unfinished) > 1 else ""
+        raise InvalidValueError(
+            f"run {first!r} must be finished, and is not{others}: continue with  {command}"
+        )
+    for name, command in unfinished.items():
+        said = f"run {name!r} is not finished and left out: continue with  {command}"
+        print(f"warning: {printable(said)}", file=sys.stderr)
     return found
+
+
+def _how_to_resume(folder: RunFolder) -> str:
+    from fedquilt.record.result import CUSTOM
+
+    config = folder.read_config()
+    if CUSTOM in (config.model, config.dataset):  # only its program has model and data
+        return f"fedquilt.run(model, train, test, clients, resume={str(folder.path)!r})"
+    return resume_command("condense" if config.method == "condense" else "run", folder.path)
 
 
 def _figures(text: str) -> list[str]:

@@ -57,7 +57,12 @@ def interruptible(command: str | None = "run") -> Iterator[RunPointer]:
 def _advice(command: str | None, folder: object) -> str:
     if command is None or not folder:
         return "nothing was kept"
-    return f"continue with  fedquilt {command} --resume {shlex.quote(str(folder))}"
+    return f"continue with  {resume_command(command, folder)}"
+
+
+def resume_command(command: str, folder: object) -> str:
+    """Return the command line that goes on with a run."""
+    return f"fedquilt {command} --resume {shlex.quote(str(folder))}"
 
 
 @contextmanager

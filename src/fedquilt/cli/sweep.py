@@ -148,7 +148,7 @@ def _report(
     ]
     figures: list[str] = []
     with optional_drawing("the figures of the sweep"):
-        figures = plot_sweep(points, plan.axes, folder / "sweep.png")
+        figures = plot_sweep(points, plan.axes, folder / "sweep.png", metric=found.metric)
     if as_json:
         record = {"folder": str(folder), "figures": figures, **_plain(found)}
         print(json.dumps(finite(record), allow_nan=False))
@@ -198,7 +198,8 @@ def _table(found: SweepSummary) -> str:
         )
         for one in found.settings
     ]
-    titles = ["setting", "accuracy", "sd", "95 % interval of the mean", "seeds", "worst client's ε"]
+    interval, worst = "95 % interval of the mean", "worst client's ε"
+    titles = ["setting", found.metric, "sd", interval, "seeds", worst]
     parts = [text_table(titles, body)]
     pairs = [
         (

@@ -11,7 +11,7 @@ import typer
 from fedquilt.cli.report import PRIVATE
 
 WHAT = typer.Argument(
-    metavar="RUN_OR_LEDGER...", help="Run folders, folders in which runs appear, or one ledger."
+    metavar="RUN_OR_LEDGER...", help="Run folders, folders in which runs appear, ledgers."
 )
 
 
@@ -29,12 +29,15 @@ def watch(
     knows it. A run may be killed and resumed under the page's eyes.
     """
     from fedquilt.common import checks
+    from fedquilt.common.formatting import printable
     from fedquilt.report.watch import WatchServer, source_of
 
     checks.integer("port", port, at_least=0, at_most=65535)
     if seconds is not None:
         checks.number("seconds", seconds, above=0)
-    with WatchServer(source_of(what, private=private), port) as server:
+    source = source_of(what, private=private)
+    with WatchServer(source, port) as server:
+        print(f"{printable(source.title)}: open the address below; Ctrl-C stops", file=sys.stderr)
         print(server.address, flush=True)
         try:
             _wait(seconds)

@@ -8,6 +8,7 @@ leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.spread import client_spread
+from fedquilt.common.spread import LOWER_IS_BETTER, client_spread
+from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
 from fedquilt.federation import Federation
 from fedquilt.privacy.evaluation import release_mean
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.record.schema import OF_CLIENTS
 from fedquilt.setup.clients import Parts
 from fedquilt.setup.task import FederatedTask
 from fedquilt.slices.method import Slices
@@ -56,7 +59,7 @@ class ClientEvaluation:
     present : callable
         Says who is there in a round.
     metrics : mapping
-        What is measured where targets are not one class a sample.
+        What the run measures; of one class a sample there is an accuracy in any case.
 
     `last` has the measures of the newest evaluation, one dictionary a client.
     """
@@ -80,7 +83,7 @@ class ClientEvaluation:
         """
         self.last = self.score(weights, round_index)
         if not self.is_bounded:
-            return client_spread([row["accuracy"] for row in self.last], "client_accuracy")
+            return self._spread()
         if self.account is None or self.account.evaluation_cost == 0:
             return {}
         measures = {row["client"]: row["accuracy"] for row in self.last}
@@ -93,6 +96,15 @@ class ClientEvaluation:
             "noised_client_accuracy_std": noised.noise_std,
         }
 
+    def _spread(self) -> dict[str, float]:
+        """Return the spread over clients of every metric, of those whom it could be told of."""
+        told: dict[str, float] = {}
+        for name in dict.fromkeys(("accuracy", *self.metrics)):
+            values = [row.get(name) for row in self.last]
+            worse_above = name in LOWER_IS_BETTER
+            told |= client_spread(values, f"{OF_CLIENTS}{name}", lower_is_better=worse_above)
+        return told
+
     def score(self, weights: torch.Tensor, round_index: int) -> list[dict[str, Any]]:
         """Return the raw measures of every client, in the run's order."""
         rows = []
@@ -102,6 +114,7 @@ class ClientEvaluation:
                 row["name"] = self.names[client]
             self.flat.write(weights)
             try:
+                row = self._others(self.flat, client) | row
                 row |= self._look(self.flat, client, by_class=True)
                 if self.slices is not None:
                     row |= self._own_slice(self.slices, weights, client, round_index)
@@ -163,7 +176,29 @@ class ClientEvaluation:
         if not len(index):
             return row
         inputs, targets = trees.take(self.task.inputs, index), trees.take(self.task.targets, index)
-        return row | measure(flat.module, self.task.objective, self.metrics, inputs, targets)
+        return row | self._measured(flat, self.metrics, inputs, targets)
+
+    def _others(self, flat: FlatModel, client: int) -> dict[str, Any]:
+        """Return the run's metrics beside accuracy, where targets are one class a sample.
+
+        One that a client's samples cannot tell, such as the AUROC of a single class, is None.
+        """
+        others = {name: make for name, make in self.metrics.items() if name != "accuracy"}
+        if not others or not self._has_labels:
+            return {}
+        index = torch.as_tensor(self.tests[client], device=self.task.device)
+        if not len(index):
+            return dict.fromkeys(others)
+        inputs, targets = trees.take(self.task.inputs, index), trees.take(self.task.targets, index)
+        found = self._measured(flat, others, inputs, targets)
+        return {name: found[name] for name in others}
+
+    def _measured(
+        self, flat: FlatModel, metrics: Mapping[str, MakeMetric], inputs: Tree, targets: Tree
+    ) -> dict[str, float | None]:
+        """Return metrics and loss, None for what is no number."""
+        found = measure(flat.module, self.task.objective, metrics, inputs, targets)
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def make_client_evaluation(

@@ -188,6 +188,81 @@ class RunsProgress(Observer):
         print(line, file=self._stream, flush=True)
 
 
+class StepsProgress:
+    """Shows a work of so many steps with the time left: a bar, or a line every so many seconds.
+
+    Parameters
+    ----------
+    what : str
+        Names the work and its steps, as "audit: case".
+    total : int
+        How many steps there are.
+    stream : text stream, optional
+        Where to; the error stream by default.
+    shown : bool
+        False: say nothing.
+    """
+
+    def __init__(
+        self, what: str, total: int, stream: TextIO | None = None, *, shown: bool = True
+    ) -> None:
+        self._what, self._total = printable(what), total
+        self._stream = sys.stderr if stream is None else stream
+        self._shown = shown
+        self._bar: Any = None
+        self._task: Any = None
+        self._done = self._begun_with = 0
+        self._began = self._said_at = time.monotonic()
+
+    def __enter__(self) -> StepsProgress:
+        if self._shown and draws_bars(self._stream):
+            self._bar = _make_bar(self._stream)
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total, accuracy="", doing="")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def start_at(self, done: int) -> None:
+        """Say how many steps were done before: they tell nothing about the time left."""
+        self._done = self._begun_with = done
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=done, total=self._total)
+
+    def begin(self, doing: str = "") -> None:
+        """Show which step begins."""
+        self._show(printable(doing))
+
+    def end(self) -> None:
+        """Count a step as done."""
+        self._done += 1
+        self._show("")
+
+    def _show(self, doing: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, doing=doing)
+        elif self._shown and time.monotonic() - self._said_at >= SECONDS:
+            self._said_at = time.monotonic()
+            now = f" ({doing})" if doing else ""
+            said = f"{self._what} {self._done} of {self._total} done{now}{self._time_left()}"
+            print(said, file=self._stream, flush=True)
+
+    def _time_left(self) -> str:
+        here = self._done - self._begun_with
+        if not here or self._done == self._total:
+            return ""
+        left = (time.monotonic() - self._began) / here * (self._total - self._done)
+        return f", about {_duration(left)} left"
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
+
+
 def headline_of(line: dict[str, Any]) -> str:
     """Return what a round's line measured of the model, in words; nothing where it did not."""
     measured = [key for key in line if key.startswith("test_") and line[key] is not None]
@@ -212,7 +287,8 @@ def draws_bars(stream: TextIO) -> bool:
     """Tell whether a bar can be drawn: in a terminal, or in a notebook with its widgets."""
     if in_notebook():
         return importlib.util.find_spec("ipywidgets") is not None
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    drawn = importlib.util.find_spec("rich") is not None  # python -m fedquilt.audit runs without
+    return drawn and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def in_notebook() -> bool:

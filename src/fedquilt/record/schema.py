@@ -200,6 +200,11 @@ ROUND_KEYS: dict[str, RoundKey] = {
 MEASURED = "test_"
 """How the keys begin of what a run measures on the test data, whatever the metric is called."""
 
+OF_CLIENTS = "client_"
+"""How the keys begin of the spread over clients of what each measures on its own samples, whatever
+the metric is called: `client_auroc`, `client_auroc_worst_decile`, `client_auroc_gini`.  They are
+declared for accuracy alone, private like all that is not declared."""
+
 ROUND_PUBLIC = {name: key.public for name, key in ROUND_KEYS.items() if key.public}
 """Keys of a round's line that anybody may see of a bounded run, and why."""
 WITHHELD = tuple(name for name, key in ROUND_KEYS.items() if key.column)
@@ -267,6 +272,7 @@ _METADATA = {
     "loss": Key(Anything(), _OPTIONS),
     "metrics": Key(_TEXTS, _OPTIONS),
     "final": Key(MapOf(ANY_NUMBER), _LOOKED),
+    "parts": Key(ANY_TEXT, "of the code and of shapes, whatever the samples are"),
     "data_notes": Key(Anything(), "said of types and public outputs, whatever the values are"),
 }
 

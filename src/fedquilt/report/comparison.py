@@ -35,6 +35,7 @@ from fedquilt.report.style import (
     figure_path,
     figure_settings,
     in_words,
+    label_ends,
     looks_of,
     padded,
     panel_title,
@@ -300,15 +301,7 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-_LABEL_INCHES = 0.2
 _SCREEN = 80
-# Dotted, because a solid rule from a lone point would read as data.
-_LEADER: dict[str, Any] = {
-    "arrowstyle": "-",
-    "linestyle": ":",
-    "linewidth": 1.3,
-    "relpos": (0, 0.5),
-}
 
 
 def plot_comparison(
@@ -344,17 +337,17 @@ def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look])
     everything: list[Array] = []
     label = ROUND
     reached: list[Array] = []
-    for one, (color, dash) in zip(series, looks, strict=True):
+    for one, look in zip(series, looks, strict=True):
         positions, values, label = one.curve()
         mean = values.mean(axis=0) if values.size else np.zeros(0)
         shown = np.isfinite(mean)
         if not shown.any():
             continue
-        marker = "o" if shown.sum() <= 5 else ""
-        axes.plot(positions, mean, color=color, ls=dash, linewidth=2, marker=marker, markersize=4)
-        draw_band(axes, positions, values, color)
+        marker = look.marker if shown.sum() <= 5 else ""
+        axes.plot(positions, mean, **look.line, linewidth=2, marker=marker, markersize=5)
+        draw_band(axes, positions, values, look.color)
         last = np.flatnonzero(shown)[-1]
-        ends.append((one.label, float(positions[last]), float(mean[last]), color))
+        ends.append((one.label, float(positions[last]), float(mean[last]), look.color))
         everything.append(values.ravel())
         reached.append(positions)
     if not ends:
@@ -365,51 +358,12 @@ def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look])
         accuracy_limits(axes, np.concatenate(everything))
     axes.set_ylabel(name)
     whole_rounds(axes, np.concatenate(reached), label)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
     drawn = {end[0] for end in ends}
     absent = [one.label for one in series if one.label not in drawn]
     notes = ["line: mean over the seeds; band: lowest to highest seed"]
     notes += [f"nothing finite to draw for {', '.join(absent)}"] if absent else []
     panel_title(axes, title, notes)
-
-
-def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Name every line to the right of the axes, joined to its end by a dotted rule."""
-    bottom, top = axes.get_ylim()
-    heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y, _ in ends])
-    gap = _LABEL_INCHES / (axes.get_position().height * axes.figure.get_figheight())  # type: ignore[union-attr]
-    for (label, x, y, color), height in zip(ends, spread_apart(heights, gap), strict=True):
-        axes.annotate(
-            label,
-            xy=(x, y),
-            xytext=(1.03, height),
-            textcoords="axes fraction",
-            va="center",
-            annotation_clip=False,
-            arrowprops=_LEADER | {"color": color},
-        )
-
-
-def spread_apart(heights: Array, gap: float) -> Array:
-    """Move heights in [0, 1] as little as needed for neighbours to be `gap` apart.
-
-    With i * gap taken off the i-th lowest, "gap apart" becomes "not falling", and
-    the nearest such sequence is the isotonic regression: neighbours that fall are
-    pooled into their mean.
-    """
-    order = np.argsort(heights, kind="stable")
-    steps = gap * np.arange(heights.size)
-    pools: list[tuple[float, int]] = []
-    for value in heights[order] - steps:
-        mean, size = float(value), 1
-        while pools and pools[-1][0] > mean:
-            before, count = pools.pop()
-            mean, size = (mean * size + before * count) / (size + count), size + count
-        pools.append((mean, size))
-    lowered = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
-    result = np.empty(heights.size)
-    result[order] = np.clip(lowered, 0.0, max(0.0, 1.0 - steps[-1])) + steps
-    return result
 
 
 def _draw_finals(
@@ -423,11 +377,11 @@ def _draw_finals(
     axes.set_yticks([])
     axes.set_xlabel(f"Test {metric} at the end of the run")
     for index, row in enumerate(rows):
-        _draw_mode(axes, index, row, looks[index][0])
+        _draw_mode(axes, index, row, looks[index])
     panel_title(axes, f"Final {metric} and claim", ["dots: one seed each; bar: their mean"])
 
 
-def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], color: str) -> None:
+def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], look: Look) -> None:
     across = axes.get_yaxis_transform()
     text: dict[str, Any] = {"transform": across, "va": "center"}
     seeds = "1 seed" if len(row["seeds"]) == 1 else f"{len(row['seeds'])} seeds"
@@ -435,7 +389,8 @@ def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], color: str) -> None
     axes.text(0.985, top + 0.18, f"{metric_text(row)}, {seeds}", ha="right", **text)
     axes.text(0.015, top + 0.42, row["claim"], fontsize=9.5, alpha=0.85, **text)
     values = [value for value in row["values"] if value is not None]
-    axes.plot(values, [top + 0.72] * len(values), "o", color=color, markersize=7, alpha=0.7)
+    style: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 7}
+    axes.plot(values, [top + 0.72] * len(values), linestyle="", alpha=0.7, **style)
     if row["mean"] is not None:
         axes.vlines(row["mean"], top + 0.58, top + 0.86, linewidth=1.5, color=text_color())
     if top:

@@ -18,11 +18,22 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt.common.colors import DARK, LIGHT, identities
+from fedquilt.common.formatting import format_bound
 from fedquilt.common.spread import client_spread
-from fedquilt.config.modes import MODE_TABLE
 from fedquilt.report.clients import client_groups
-from fedquilt.report.runs import RunSeries, differences, entry_of_view, group_by_config, levels
+from fedquilt.report.runs import (
+    RunSeries,
+    asked_epsilon,
+    differences,
+    entry_of_view,
+    group_by_config,
+    is_share,
+    levels,
+    rank,
+)
 from fedquilt.report.series import shorts
+from fedquilt.report.style import mode_colors
 
 SCRIPTS = (
     *("dom.js", "chart.js", "roster.js", "clients.js", "sections.js"),
@@ -35,8 +46,6 @@ PRIVATE_WARNING = (
 LEDGER_WARNING = (
     "FOR THE OPERATOR: this page names clients and says when they were charged. Do not pass it on."
 )
-_PALETTE = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey")
-_DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 
 def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool = False) -> str:
@@ -47,7 +56,7 @@ def html_page(view: Mapping[str, Any], *, title: str | None = None, live: bool =
     ready = "ledger" in view or "series" in view
     data = dict(view) if ready else with_comparison(view)
     script = f'(() => {{\n"use strict";\n{"".join(_asset(name) for name in SCRIPTS)}}})();'
-    style = _asset("page.css")
+    style = _palette() + _asset("page.css")
     named = title or _title(data)
     parts = {
         "policy": content_policy(style, script, live=live),
@@ -106,7 +115,124 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
         "series": [{**_plain(one), **look} for one, look in zip(series, looks, strict=True)],
         "levels": [{"heading": one.heading, "series": list(one.series)} for one in levels(series)],
         "pairs": _pairs(series),
+        "figures": _figures(view, runs, series) if series else [],
+        "tradeoff": _tradeoff(series, looks),
     }
+
+
+def _figures(
+    view: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], series: Sequence[RunSeries]
+) -> list[dict[str, str]]:
+    """Return the three large figures of a page: how good, how private, who joined.
+
+    They are of the best series that bounds anything, or of the best one.
+    """
+    bounded = [s for s in series if s.epsilon is not None and math.isfinite(s.epsilon)]
+    ended = [s for s in series if s.epsilon is not None]
+    lead = min(bounded or ended or series, key=rank)
+    own = [runs[member] for member in lead.members]
+    named = f"{lead.label}: " if len(series) > 1 else ""
+    return [_metric_figure(lead, own, named), _claim_figure(view, own, named), _joined_figure(own)]
+
+
+def _metric_figure(one: RunSeries, own: Sequence[Mapping[str, Any]], named: str) -> dict[str, str]:
+    found = one.spread
+    digits = ".4f" if is_share(one.metric) else ".4g"
+    shown = "-" if found.mean is None else f"{found.mean:{digits}}"
+    seeds = f"mean of {found.count} seeds" if found.count > 1 else "one seed"
+    spread = "" if found.sd is None else f" ± {found.sd:{digits}} (standard deviation)"
+    first = own[0]
+    done = f"{first['rounds']} rounds"
+    if not first.get("finished", True):
+        done = f"round {first['rounds']} of {first['planned']}"
+    text = f"{named}{seeds}{spread}, after {done}"
+    return {
+        "name": f"Test {in_sentence(one.metric_name)}",
+        "figure": shown,
+        "text": text,
+        "kind": "",
+    }
+
+
+def in_sentence(name: str) -> str:
+    """Return the name of a metric inside a sentence: accuracy, but MSE."""
+    return name.lower() if name[1:].islower() or " " in name else name
+
+
+def _claim_figure(
+    view: Mapping[str, Any], own: Sequence[Mapping[str, Any]], named: str
+) -> dict[str, str]:
+    together = max(view.get("together") or (), key=lambda t: float(t["epsilon"]), default=None)
+    if together is not None:
+        text = f"over all of {together['where']} together. {together['guess']}"
+        kind = "kept" if together["bounded"] else "none"
+        return {"name": "Every client", "figure": together["figure"], "text": text, "kind": kind}
+    claim = max((run["claim"] for run in own), key=_given_away)
+    spent = ((own[0].get("spend") or {}).get("rounds") or {}).get("max")
+    if not claim["finished"] and spent:
+        text = f"{named}spent so far by the client that spent most; the claim is made at the end"
+        return {
+            "name": "Privacy",
+            "figure": f"ε ≤ {_bound(spent[-1])}",
+            "text": text,
+            "kind": "open",
+        }
+    kind = "kept" if claim["bounded"] else "none" if claim["finished"] else "open"
+    at = f"at δ = {format_bound(claim['delta'], 6)}. " if claim["bounded"] else ""
+    text = f"{named}{at}{claim['explained']}"
+    return {"name": "Every client", "figure": claim["figure"], "text": text, "kind": kind}
+
+
+def _bound(epsilon: float | str) -> str:
+    return format_bound(float(epsilon))
+
+
+def _given_away(claim: Mapping[str, Any]) -> float:
+    lifetime = claim.get("lifetime") or {}
+    given = lifetime.get("epsilon", claim["epsilon_max"])
+    return math.inf if given is None else float(given)
+
+
+def _joined_figure(own: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    run = own[0]
+    joins, rounds = run["joins"], max(1, run["rounds"])
+    joined = sum(count > 0 for count in joins)
+    did = "were available" if run["roster_is"] == "available" else "joined"
+    mean = sum(joins) / max(1, len(joins)) / rounds
+    parts = [f"{did} at least once, on average in {mean:.0%} of the rounds"]
+    out = [n for n in run["per_round"].get("without_allowance") or () if n is not None]
+    if out and out[-1]:
+        parts.append(f"{out[-1]} had nothing left to pay with at the end")
+    figure = f"{joined} of {len(joins)}"
+    return {"name": "Clients", "figure": figure, "text": "; ".join(parts), "kind": ""}
+
+
+def _tradeoff(
+    series: Sequence[RunSeries], looks: Sequence[Mapping[str, str]]
+) -> list[dict[str, Any]]:
+    """Return the metric against the epsilon that was asked, where settings differ in that alone."""
+    families: dict[str, list[int]] = {}
+    for place, one in enumerate(series):
+        if one.epsilon is not None and math.isfinite(one.epsilon) and one.spread.mean is not None:
+            rest = [part for part in one.label.split(", ") if not part.startswith("epsilon=")]
+            families.setdefault(", ".join(rest), []).append(place)
+    found = []
+    for name, places in families.items():
+        places.sort(key=lambda place: asked_epsilon(series[place]))
+        own = [series[place] for place in places]
+        finals = [[v for v in one.by_seed.values() if v is not None] for one in own]
+        if len({asked_epsilon(one) for one in own}) > 1:
+            found.append(
+                {
+                    **looks[places[0]],
+                    "name": name,
+                    "x": shorts(asked_epsilon(one) for one in own),
+                    "y": shorts(one.spread.mean for one in own),
+                    "low": shorts(min(values) for values in finals),
+                    "high": shorts(max(values) for values in finals),
+                }
+            )
+    return found
 
 
 def _measured(found: Mapping[str, Any], joins: Sequence[int]) -> dict[str, Any]:
@@ -142,6 +268,7 @@ def _plain(one: RunSeries) -> dict[str, Any]:
         "epsilon": "inf" if epsilon == float("inf") else epsilon,
         "claim": one.claim,
         "metric": one.metric_name,
+        "share": is_share(one.metric),
         "curve": _curve(one),
     }
 
@@ -166,15 +293,29 @@ def _five(value: float | None) -> float | None:
 
 
 def _styles(series: Sequence[RunSeries]) -> list[dict[str, str]]:
-    """Give each series a colour and a dash of its own: a mode's colour where it is alone."""
-    modes = [one.mode for one in series]
-    alone = len(set(modes)) == len(modes) and all(mode in MODE_TABLE for mode in modes)
-    styles = []
-    for place, one in enumerate(series):
-        name = MODE_TABLE[one.mode].color if alone else _PALETTE[place % len(_PALETTE)]
-        turn = place % len(_DASHES) if alone else (place // len(_PALETTE)) % len(_DASHES)
-        styles.append({"color": name, "dash": _DASHES[turn]})
-    return styles
+    """Return how each series looks: colour, dash and marker."""
+    looks = identities([one.mode for one in series], mode_colors())
+    return [
+        {"color": one.color, "dash": " ".join(map(str, one.dash)), "marker": one.marker}
+        for one in looks
+    ]
+
+
+def _palette() -> str:
+    """Return the colours of series as variables of the style: light, dark, and light on paper."""
+
+    def lines(colors: Mapping[str, str]) -> str:
+        return " ".join(f"--{name}: {value};" for name, value in colors.items())
+
+    dark, light = lines(DARK), lines(LIGHT)
+    return (
+        f":root {{ {light} }}\n"
+        "@media (prefers-color-scheme: dark) { "
+        f':root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f':root[data-theme="dark"] {{ {dark} }}\n'
+        '@media print { :root, :root:not([data-theme="light"]), '
+        f':root[data-theme="dark"] {{ {light} }} }}\n'
+    )
 
 
 def _pairs(series: Sequence[RunSeries]) -> list[dict[str, Any]]:

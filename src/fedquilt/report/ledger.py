@@ -69,7 +69,7 @@ def _summary(s: Any) -> str:
 def client_facts(population: str, row: Any) -> str:
     """Return what one client has given away and may still give, a line a fact."""
     delta, allowance = format_bound(row.delta, 6), format_bound(row.epsilon_allowance, 6)
-    last = "-" if row.last_round is None else f"round {row.last_round} of {row.last_run}"
+    last = "-" if row.last_round is None else f"round {row.last_round + 1} of {row.last_run}"
     facts = {
         "client": printable(row.client if row.client_id is None else row.client_id),
         "population": printable(population),
@@ -93,7 +93,7 @@ def _clients(rows: Sequence[Any], most: int) -> str:
             row.joins,
             _spent(row.epsilon_spent),
             format_left(row.epsilon_left),
-            "-" if row.last_round is None else f"[{runs[row.last_run]}] {row.last_round}",
+            "-" if row.last_round is None else f"[{runs[row.last_run]}] {row.last_round + 1}",
         )
         for row in dearest
     ]

@@ -36,6 +36,7 @@ from fedquilt.report.style import (
     figure_path,
     figure_settings,
     in_words,
+    label_ends,
     looks_of,
     panel_title,
     save_figure,
@@ -249,12 +250,18 @@ def _accuracy(
 ) -> None:
     name = f"test {series[0].metric_name.lower()}"
     title, drawn, reached = f"{name.capitalize()} by round", [], []
-    for (color, dash), one in zip(looks_of(series), series, strict=True):
+    ends = []
+    for look, one in zip(looks_of(series), series, strict=True):
         rounds, values, _ = one.curve()
         if not rounds.size:
             continue
-        axes.plot(rounds, values.mean(axis=0), color=color, ls=dash, label=one.named)
-        draw_band(axes, rounds, values, color)
+        mean = values.mean(axis=0)
+        axes.plot(rounds, mean, **look.line)
+        draw_band(axes, rounds, values, look.color)
+        shown = np.flatnonzero(np.isfinite(mean))
+        if shown.size:
+            place = shown[-1]
+            ends.append((one.named, float(rounds[place]), float(mean[place]), look.color))
         drawn.append(values.ravel())
         reached.append(rounds)
     if not drawn:
@@ -265,7 +272,7 @@ def _accuracy(
         accuracy_limits(axes, np.concatenate(drawn))
     axes.set_ylabel(name)
     whole_rounds(axes, np.concatenate(reached), ROUND)
-    axes.legend(fontsize=9)
+    label_ends(axes, ends)
     panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
 
 
@@ -277,7 +284,8 @@ def _groups(
 ) -> None:
     title = "Nominal epsilon by participation"
     longest = 0
-    for (color, _), one in zip(looks_of(series), series, strict=True):
+    for look, one in zip(looks_of(series), series, strict=True):
+        color = look.color
         own = [results[member] for member in one.members]
         if any(is_absent(result["history"], "privacy_budgets") for result in own):
             continue

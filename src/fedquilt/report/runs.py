@@ -1,8 +1,11 @@
 """Runs side by side: seeds of one configuration in a series, series of one promise on a level.
 
-Two runs are seeds of one another when their configurations differ in nothing but the seed and
-in how and where they were computed.  Two series stand on one level when they promise every client
-the same: only there is the headline metric a fair comparison.
+Two runs are repetitions when they differ in the seed, and in nothing else but how and where they
+were computed: same configuration, same structure of the model, same code that a user brought
+(`metadata.parts`).  A seed that ran twice is no second repetition, and neither is a run of
+somebody's own model on a ledger that has an earlier one: it may continue that one.  Two series
+stand on one level when they were asked for the same promise: only there is the headline metric a
+fair comparison.
 
 With n values of sample mean m and sample deviation s (divisor n - 1) the interval of the mean is
 Student's, m ± t_{n-1, 0.975} s / √n, which holds exactly where seeds scatter normally.  Compared
@@ -35,6 +38,11 @@ SAME_EPSILON = 0.02
 UNFINISHED = "not finished: nothing is claimed yet"
 NO_GUARANTEE = "no guarantee (ε = ∞)"
 CONFIDENCE = 0.95
+LEAST_SEEDS = 3
+"""Two values say next to nothing about their mean: an interval begins with three."""
+_OWN_MODEL = "custom"
+_SHARES = ("accuracy", "auroc", "f1", "top_")
+"""How the names of metrics begin that lie between 0 and 1, and are better the larger."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,21 @@ class Paired:
     p: float | None
 
 
-def spread(values: Sequence[float | None], confidence: float = CONFIDENCE) -> Spread:
+def is_share(metric: str) -> bool:
+    """Tell whether a metric lies between 0 and 1, and is better the larger it is."""
+    return metric.removeprefix("test_").startswith(_SHARES)
+
+
+def spread(
+    values: Sequence[float | None], confidence: float = CONFIDENCE, *, share: bool = False
+) -> Spread:
     """Return what finite values say about their mean; others are not in it.
 
-    >>> found = spread([0.5, 0.7, 0.9])
+    The interval needs `LEAST_SEEDS` values; that of a `share` ends at 0 and at 1.
+
+    >>> found = spread([0.5, 0.7, 0.9], share=True)
     >>> round(found.mean, 6), round(found.sd, 6), round(found.low, 6), round(found.high, 6)
-    (0.7, 0.2, 0.203172, 1.196828)
+    (0.7, 0.2, 0.203172, 1.0)
     """
     finite = np.asarray([v for v in values if v is not None and math.isfinite(v)])
     if not finite.size:
@@ -70,12 +87,17 @@ def spread(values: Sequence[float | None], confidence: float = CONFIDENCE) -> Sp
     mean = float(finite.mean())
     if finite.size < 2:
         return Spread(1, mean, None, None, None)
+    sd = float(finite.std(ddof=1))
+    if finite.size < LEAST_SEEDS:
+        return Spread(int(finite.size), mean, sd, None, None)
     from scipy.stats import t
 
-    sd = float(finite.std(ddof=1))
     quantile = float(t.ppf((1 + confidence) / 2, finite.size - 1))
     half = quantile * sd / math.sqrt(finite.size)
-    return Spread(int(finite.size), mean, sd, mean - half, mean + half)
+    low, high = mean - half, mean + half
+    if share:
+        low, high = max(0.0, low), min(1.0, high)
+    return Spread(int(finite.size), mean, sd, low, high)
 
 
 def paired(first: Mapping[int, float | None], second: Mapping[int, float | None]) -> Paired:
@@ -105,7 +127,9 @@ class Entry:
     """What is compared of a run: who it is, how it went, what it claims.
 
     `metric` is the key of what the run is judged by (`series.headline`), such as
-    "test_accuracy"; `history` holds it and the test loss, at `evaluation_rounds`.
+    "test_accuracy"; `history` holds it and the test loss, at `evaluation_rounds`.  `parts`
+    is a digest of what the configuration does not name, `population` that of a shared ledger.
+    `epsilon` is None before the end of the run.
     """
 
     name: str
@@ -119,6 +143,8 @@ class Entry:
     adjacency: str
     unit: str = "client"
     stated: float | None = None
+    parts: str = ""
+    population: str | None = None
     metric: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,16 +215,40 @@ def entry_of_result(result: Mapping[str, Any], name: str = "") -> Entry:
             mode=str(result["mode"]),
             dataset=str(metadata.get("dataset")),
             seed=int(metadata["seed"]),
-            settings=package_names(CondenseConfig, metadata.get("hyperparameters") or {}),
+            settings=package_names(CondenseConfig, _settings(result)),
             history=dict(history),
             epsilon=epsilon if epsilon >= 0 else math.inf,
             delta=delta if math.isfinite(delta) else None,
             adjacency=str(statement.get("adjacency") or ""),
             unit=str(statement.get("unit") or "client"),
             stated=metadata.get("final_accuracy"),
+            parts=parts_of(result),
+            population=_population(result),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidValueError(f"run {name!r} must hold a result of fedquilt: {error}") from error
+
+
+def parts_of(result: Mapping[str, Any]) -> str:
+    """Return the digest of what a configuration does not name; "" where that is not known.
+
+    Older runs did not record it: of somebody's own model the names of the tensors are known.
+    """
+    recorded = result["metadata"].get("parts")
+    settings, statement = _settings(result), result.get("statement") or {}
+    if recorded or settings.get("model") != _OWN_MODEL:
+        return str(recorded or "")
+    tensors = [*(statement.get("covered") or ()), *(statement.get("uncovered") or ())]
+    return ", ".join(sorted(map(str, tensors)))
+
+
+def _settings(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    return result["metadata"].get("hyperparameters") or {}
+
+
+def _population(result: Mapping[str, Any]) -> str | None:
+    shared = _settings(result).get("ledger") is not None
+    return str((result.get("ledger") or {}).get("population")) if shared else None
 
 
 def entry_of_view(view: Mapping[str, Any]) -> Entry:
@@ -218,6 +268,8 @@ def entry_of_view(view: Mapping[str, Any]) -> Entry:
         epsilon=None if claim["epsilon_max"] is None else float(claim["epsilon_max"]),
         delta=claim["delta"],
         adjacency=claim.get("adjacency", ""),
+        parts=view.get("parts") or "",
+        population=view.get("population"),
     )
 
 
@@ -233,12 +285,20 @@ def series_of(results: Sequence[Mapping[str, Any]]) -> list[RunSeries]:
 
 def group_by_config(entries: Sequence[Entry]) -> list[RunSeries]:
     """Return the series, least private mode first, each with its seeds in order."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for index, entry in enumerate(entries):
-        groups.setdefault(_identity(entry), []).append(index)
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
+    # Those whose parts are not known, such as runs that go on, come to the others afterwards.
+    for index in sorted(range(len(entries)), key=lambda index: not entries[index].parts):
+        entry = entries[index]
+        alike = groups.setdefault(_identity(entry), [])
+        home = next((own for own in alike if _repeats(entry, [entries[i] for i in own])), None)
+        if home is None:
+            alike.append([index])
+        else:
+            home.append(index)
     order = {name: place for place, name in enumerate(MODE_TABLE)}
     ranked = sorted(
-        groups.values(), key=lambda ids: (order.get(entries[ids[0]].mode, len(order)), ids[0])
+        (members for alike in groups.values() for members in alike),
+        key=lambda ids: (order.get(entries[ids[0]].mode, len(order)), ids[0]),
     )
     series = []
     for members in ranked:
@@ -253,6 +313,15 @@ def _identity(entry: Entry) -> tuple[str, ...]:
     return entry.mode, entry.dataset, *told
 
 
+def _repeats(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Tell whether a run is one more repetition of others of its configuration."""
+    parts = {other.parts for other in (entry, *others)} - {""}
+    if len(parts) > 1 or any(entry.seed == other.seed for other in others):
+        return False
+    may_continue = entry.population is not None and entry.settings.get("model") == _OWN_MODEL
+    return not (may_continue and any(entry.population == other.population for other in others))
+
+
 def _series(members: list[int], own: list[Entry]) -> RunSeries:
     epsilon = None if any(e.epsilon is None for e in own) else max(e.epsilon or 0.0 for e in own)
     deltas = [entry.delta for entry in own if entry.delta is not None]
@@ -260,13 +329,15 @@ def _series(members: list[int], own: list[Entry]) -> RunSeries:
     adjacency = " or ".join(sorted({entry.adjacency for entry in own if entry.adjacency}))
     unit = " or ".join(sorted({entry.unit for entry in own}))
     begun = [e for e in own if not is_absent(e.history, e.metric)]  # others are not evaluated yet
+    metric = (begun or own)[0].metric
+    ended = [entry for entry in own if entry.epsilon is not None]
     return RunSeries(
         label=own[0].mode,
         mode=own[0].mode,
-        metric=(begun or own)[0].metric,
+        metric=metric,
         members=members,
         entries=own,
-        spread=spread([entry.final for entry in own]),
+        spread=spread([entry.final for entry in ended or own], share=is_share(metric)),
         epsilon=epsilon,
         delta=delta,
         claim=_claim(epsilon, delta, adjacency, unit),
@@ -301,42 +372,57 @@ def _name(series: Sequence[RunSeries]) -> None:
         if len(datasets) > 1 and "dataset" not in differing:
             parts.insert(0, one.entries[0].dataset)
         one.label = ", ".join([one.mode, *parts])
+    for one in series:
+        alike = [other for other in series if other.label == one.label]
+        if len(alike) > 1:
+            for number, other in enumerate(alike, 1):
+                other.label = f"{other.label} [{number}]"
 
 
 def levels(series: Sequence[RunSeries]) -> list[PrivacyLevel]:
-    """Put series that promise the same on one level: strongest promise first, none last."""
-    bounded = [
-        i for i, s in enumerate(series) if s.epsilon is not None and math.isfinite(s.epsilon)
+    """Put series that were asked for the same promise on one level, best first.
+
+    The strongest promise comes first, those without one last.
+    """
+    found: dict[tuple[float, float, str], list[int]] = {}
+    for index, one in enumerate(series):
+        if one.epsilon is not None and one.delta is not None and math.isfinite(one.epsilon):
+            near = (asked_epsilon(one), one.delta, one.adjacency)
+            home = next((key for key in found if _same(key, near)), near)
+            found.setdefault(home, []).append(index)
+    named = [
+        PrivacyLevel(_heading(key), tuple(sorted(own, key=lambda i: rank(series[i]))))
+        for key, own in sorted(found.items())
     ]
-    bounded.sort(key=lambda i: (series[i].epsilon, series[i].delta, series[i].adjacency))
-    found: list[list[int]] = []
-    for index in bounded:
-        home = next((own for own in found if _same(series[own[0]], series[index])), None)
-        if home is None:
-            found.append([index])
-        else:
-            home.append(index)
-    named = [PrivacyLevel(_heading([series[i] for i in own]), tuple(own)) for own in found]
-    unbounded = tuple(i for i, s in enumerate(series) if s.epsilon == math.inf)
+    inside = {index for level in named for index in level.series}
     running = tuple(i for i, s in enumerate(series) if s.epsilon is None)
-    others = (
-        PrivacyLevel("No guarantee (ε = ∞)", unbounded),
-        PrivacyLevel("Not finished", running),
-    )
-    return named + [level for level in others if level.series]
+    unbounded = tuple(i for i in range(len(series)) if i not in inside and i not in running)
+    others = (("No guarantee (ε = ∞)", unbounded), ("Not finished", running))
+    return named + [PrivacyLevel(heading, own) for heading, own in others if own]
 
 
-def _same(first: RunSeries, second: RunSeries) -> bool:
-    assert first.epsilon is not None
-    assert second.epsilon is not None
-    near = abs(first.epsilon - second.epsilon) <= SAME_EPSILON * first.epsilon
-    return near and first.delta == second.delta and first.adjacency == second.adjacency
+def asked_epsilon(one: RunSeries) -> float:
+    """Return the epsilon that was asked for, or the one that was reached where that is more."""
+    reached = one.epsilon or 0.0
+    asked = as_number(one.entries[0].settings.get("epsilon"))
+    return asked if math.isfinite(asked) and asked >= reached else reached
 
 
-def _heading(own: Sequence[RunSeries]) -> str:
-    worst = max(one.epsilon or 0.0 for one in own)
-    delta = format_bound(own[0].delta or 0.0, 6)
-    return f"Every client: ε ≤ {format_bound(worst)} at δ = {delta}, {own[0].adjacency}"
+def rank(one: RunSeries) -> float:
+    """Return a number that is smaller the better the headline metric of a series is."""
+    if one.spread.mean is None:
+        return math.inf
+    return -one.spread.mean if is_share(one.metric) else one.spread.mean
+
+
+def _same(first: tuple[float, float, str], second: tuple[float, float, str]) -> bool:
+    return first[1:] == second[1:] and abs(first[0] - second[0]) <= SAME_EPSILON * first[0]
+
+
+def _heading(promise: tuple[float, float, str]) -> str:
+    epsilon, delta, adjacency = promise
+    stated = f"Every client: ε ≤ {format_bound(epsilon)} at δ = {format_bound(delta, 6)}"
+    return f"{stated}, {adjacency}" if adjacency else stated
 
 
 def differences(series: Sequence[RunSeries], most: int = 30) -> list[tuple[int, int, Paired]]:

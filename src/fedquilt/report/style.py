@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common import checks, optional
+from fedquilt.common.colors import LIGHT, Identity, identities
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable
 from fedquilt.common.storage import write_file
@@ -33,18 +34,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "pdf", "svg")
-BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#AA4499"
-ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#666666"
-COLORS = {
-    "blue": BLUE,
-    "vermilion": VERMILION,
-    "green": GREEN,
-    "purple": PURPLE,
-    "orange": ORANGE,
-    "sky": SKY,
-    "grey": GREY,
-}
-"""Colours that stay apart for colour-blind readers (after Okabe and Ito)."""
+COLORS = LIGHT
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY = (
+    COLORS[name] for name in ("blue", "vermilion", "green", "purple", "orange", "sky", "grey")
+)
 PALETTE = tuple(COLORS.values())
 
 _STYLE_FILE = Path(__file__).parent / "assets" / "fedquilt.mplstyle"
@@ -291,17 +284,45 @@ def logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-Look = tuple[str, str]
-"""A colour and a dash."""
-_DASHES = ("-", "--", ":", "-.")
+_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "up": "^",
+    "down": "v",
+    "plus": "P",
+    "cross": "X",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour, dash and marker of a series as matplotlib takes them."""
+
+    color: str
+    dash: Any
+    marker: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The options of a line."""
+        return {"color": self.color, "ls": self.dash}
+
+
+def mode_colors() -> dict[str, str]:
+    """Return the name of each mode's colour."""
+    return {name: mode.color for name, mode in MODE_TABLE.items()}
+
+
+def as_look(identity: Identity) -> Look:
+    """Return an identity as matplotlib takes it; its dashes are in units of the line's width."""
+    dash = (0, tuple(part / 1.6 for part in identity.dash)) if identity.dash else "-"
+    return Look(COLORS[identity.color], dash, _MARKERS[identity.marker])
 
 
 def looks_of(series: Sequence[RunSeries]) -> list[Look]:
-    """Return colour and dash of each series: the colour of its mode where it is alone there."""
-    modes = [one.mode for one in series]
-    alone = len(set(modes)) == len(modes) and all(mode in MODE_TABLE for mode in modes)
-    colors = [COLORS[MODE_TABLE[mode].color] for mode in modes] if alone else PALETTE
-    return [(colors[i % len(colors)], _DASHES[i % len(_DASHES)]) for i in range(len(series))]
+    """Return how each series looks, in every figure and on every page."""
+    return [as_look(one) for one in identities([one.mode for one in series], mode_colors())]
 
 
 def name_series(figure: Figure, series: Sequence[RunSeries]) -> None:
@@ -309,8 +330,8 @@ def name_series(figure: Figure, series: Sequence[RunSeries]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=color, ls=dash, label=as_drawn(one.named))
-        for (color, dash), one in zip(looks_of(series), series, strict=True)
+        Line2D([], [], **look.line, marker=look.marker, markersize=4, label=as_drawn(one.named))
+        for look, one in zip(looks_of(series), series, strict=True)
     ]
     columns = min(len(handles), 3)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
@@ -321,3 +342,52 @@ def draw_band(axes: Axes, positions: Array, values: Array, color: str) -> None:
     if len(values) > 1:
         low, high = values.min(axis=0), values.max(axis=0)
         axes.fill_between(positions, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+_LABEL_INCHES = 0.2
+# Dotted, because a solid rule from a lone point would read as data.
+_LEADER: dict[str, Any] = {
+    "arrowstyle": "-",
+    "linestyle": ":",
+    "linewidth": 1.3,
+    "relpos": (0, 0.5),
+}
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Name every line to the right of the axes, joined to its end by a dotted rule."""
+    bottom, top = axes.get_ylim()
+    heights = np.asarray([(y - bottom) / (top - bottom) for _, _, y, _ in ends])
+    gap = _LABEL_INCHES / (axes.get_position().height * axes.figure.get_figheight())  # type: ignore[union-attr]
+    for (label, x, y, color), height in zip(ends, spread_apart(heights, gap), strict=True):
+        axes.annotate(
+            label,
+            xy=(x, y),
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            annotation_clip=False,
+            arrowprops=_LEADER | {"color": color},
+        )
+
+
+def spread_apart(heights: Array, gap: float) -> Array:
+    """Move heights in [0, 1] as little as needed for neighbours to be `gap` apart.
+
+    With i * gap taken off the i-th lowest, "gap apart" becomes "not falling", and
+    the nearest such sequence is the isotonic regression: neighbours that fall are
+    pooled into their mean.
+    """
+    order = np.argsort(heights, kind="stable")
+    steps = gap * np.arange(heights.size)
+    pools: list[tuple[float, int]] = []
+    for value in heights[order] - steps:
+        mean, size = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, count = pools.pop()
+            mean, size = (mean * size + before * count) / (size + count), size + count
+        pools.append((mean, size))
+    lowered = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
+    result = np.empty(heights.size)
+    result[order] = np.clip(lowered, 0.0, max(0.0, 1.0 - steps[-1])) + steps
+    return result

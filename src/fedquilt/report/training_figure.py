@@ -416,10 +416,9 @@ def _draw_lines(
 
 
 def _line(axes: Axes, positions: Array, values: Array, look: Look) -> None:
-    color, dash = look
-    marker = "o" if positions.size <= 5 else ""
-    axes.plot(positions, values.mean(axis=0), color=color, ls=dash, marker=marker, markersize=4)
-    draw_band(axes, positions, values, color)
+    marker = look.marker if positions.size <= 5 else ""
+    axes.plot(positions, values.mean(axis=0), **look.line, marker=marker, markersize=4)
+    draw_band(axes, positions, values, look.color)
 
 
 def _draw_losses(axes: Axes, own: Drawn) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import hashlib
+import inspect
 import logging
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,7 +160,54 @@ class FederatedTask:
             "loss": self.task.objective.name,
             "metrics": list(self.metrics),
             "data_notes": list(self.notes),
+            "parts": parts_digest(self.flat.module, self.own),
         }
+
+
+def parts_digest(model: nn.Module, own: UserComponents) -> str:
+    """Return a digest of the model's structure and of the code that a user brought.
+
+    It tells two experiments apart that the configuration calls `custom` alike.  Weights are not
+    in it: seeds may begin at other ones.  Neither are samples.
+    """
+    shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
+    brought = (own.method, own.mechanism, own.loss, own.optimizer, own.metrics)
+    text = "\0".join([str(model), str(shapes), *map(_code_text, brought)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code_text(part: Any, seen: tuple[Any, ...] = ()) -> str:
+    """Return the source of a function or class, with what it holds; the code without one."""
+    if part is None or isinstance(part, str | int | float | bool | torch.device | torch.dtype):
+        return repr(part)
+    if any(part is one for one in seen):
+        return "itself"
+    seen = (*seen, part)
+    if isinstance(part, Mapping):
+        return str({str(key): _code_text(value, seen) for key, value in part.items()})
+    if isinstance(part, list | tuple):
+        return str([_code_text(value, seen) for value in part])
+    if isinstance(part, functools.partial):
+        return _code_text([part.func, part.args, part.keywords], seen)
+    if not isinstance(part, type) and not inspect.isroutine(part):
+        return f"{type(part).__qualname__} {_code_text(type(part), seen)}"
+    try:
+        source = inspect.getsource(part)
+    except (OSError, TypeError):  # typed into an interpreter, or not written in Python
+        code = getattr(part, "__code__", None)
+        source = "" if code is None else f"{code.co_code!r} {code.co_names} {code.co_consts}"
+    inside = vars(part).values() if isinstance(part, type) else (part,)
+    closures = [getattr(one, "__closure__", None) or () for one in inside]
+    held = [_code_text(_content(cell), seen) for cells in closures for cell in cells]
+    name = getattr(part, "__qualname__", repr(type(part)))
+    return f"{name} {source} {held} {getattr(part, '__defaults__', None)}"
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 @dataclass(frozen=True, eq=False)

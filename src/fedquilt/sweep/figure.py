@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedquilt.common.colors import identities
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.report.style import (
-    PALETTE,
+    as_look,
     drawing,
     figure_path,
     figure_settings,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-_DASHES = ("-", "--", ":", "-.")
 _WIDE = 20  # a ratio of largest to smallest value that asks for a logarithmic axis
 
 
@@ -33,6 +33,7 @@ def plot_sweep(
     axes: Sequence[str],
     save_path: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | None = None,
+    metric: str = "accuracy",
 ) -> list[str]:
     """Draw a sweep: lines along the first option and, with two or more, heat maps.
 
@@ -45,21 +46,22 @@ def plot_sweep(
     settings = figure_settings(config, (6.8, 4.4))
     path = figure_path(save_path, "sweep", settings)
     with drawing(settings) as figure:
-        _draw_lines(figure.subplots(), rows, axes)
+        _draw_lines(figure.subplots(), rows, axes, metric)
         paths = [save_figure(figure, path, settings)]
     if len(axes) > 1:
         with drawing(settings) as figure:
-            _draw_map(figure.subplots(), rows, axes[0], axes[1])
+            _draw_map(figure.subplots(), rows, axes[0], axes[1], metric)
             place = path.with_name(f"{path.stem}_map{path.suffix}")
             paths.append(save_figure(figure, place, settings))
     return paths
 
 
-def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str]) -> None:
+def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: str) -> None:
     first = keys[0]
     families = _values(rows, keys[1]) if len(keys) > 1 else [None]
     numeric = all(_is_number(value) for value in _values(rows, first))
     places = {_name(value): i for i, value in enumerate(_values(rows, first))}
+    looks = [as_look(one) for one in identities([""] * len(families), {})]
     for index, family in enumerate(families):
         own = [r for r in rows if family is None or r["values"][keys[1]] == family]
         table = _averaged(own, first)
@@ -67,29 +69,26 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str]) -> None:
             continue
         xs = [value if numeric else places[_name(value)] for value, *_ in table]
         means, lows, highs = (np.asarray([entry[k] for entry in table]) for k in (1, 2, 3))
-        color, dash = PALETTE[index % len(PALETTE)], _DASHES[index % len(_DASHES)]
+        look = looks[index]
         label = None if family is None else f"{keys[1]} = {_name(family)}"
         errors = np.abs(np.vstack([means - lows, highs - means]))
         axes.errorbar(
             xs,
             means,
             np.nan_to_num(errors),
-            color=color,
-            ls=dash,
-            marker="o",
+            **look.line,
+            marker=look.marker,
             capsize=3,
             label=label,
         )
     _label_x(axes, rows, first, numeric, places)
-    axes.set_ylabel("test accuracy")
-    low, high = axes.get_ylim()  # few seeds have intervals beyond what an accuracy can be
-    axes.set_ylim(max(-0.02, low), min(1.02, high))
+    axes.set_ylabel(f"test {metric}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=9)
     notes = ["points: mean of the seeds; bars: 95 % interval of the mean"]
     if len(keys) > 2:
         notes.append(f"averaged over {', '.join(keys[2:])}")
-    panel_title(axes, f"Accuracy by {first}", notes)
+    panel_title(axes, f"{metric.capitalize()} by {first}", notes)
 
 
 def _label_x(
@@ -104,14 +103,14 @@ def _label_x(
         axes.set_xscale("log")
 
 
-def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str) -> None:
+def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str, metric: str) -> None:
     columns, lines = _values(rows, across), _values(rows, down)
     cells = np.full((len(lines), len(columns)), np.nan)
     for i, line in enumerate(lines):
         table = _averaged([r for r in rows if r["values"][down] == line], across)
         for value, mean, *_ in table:
             cells[i, columns.index(value)] = mean
-    panel_title(axes, f"Accuracy by {across} and {down}", ["mean of the seeds"])
+    panel_title(axes, f"{metric.capitalize()} by {across} and {down}", ["mean of the seeds"])
     if not np.isfinite(cells).any():
         in_words(axes, "nothing was measured")
         return
@@ -125,7 +124,7 @@ def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str) -> None:
     axes.set_yticks(range(len(lines)), [_name(value) for value in lines])
     axes.set_xlabel(across)
     axes.set_ylabel(down)
-    axes.figure.colorbar(picture, ax=axes, label="test accuracy")
+    axes.figure.colorbar(picture, ax=axes, label=f"test {metric}")
 
 
 def _values(rows: Sequence[Row], key: str) -> list[Any]:

@@ -13,12 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import format_bound
-from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.report.runs import Paired, Spread, paired, spread
+from fedquilt.report.views.claim import composed_epsilon
 from fedquilt.sweep.plan import Plan
 from fedquilt.sweep.table import DONE, FAILED, REFUSED
 
@@ -60,8 +57,12 @@ class Looks:
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """Settings, best first; differences of the best to each other one; the looks; reasons."""
+    """Settings, best first; differences of the best to each other one; the looks; reasons.
 
+    `metric` is what they are judged by: the accuracy or, where there is none, the test loss.
+    """
+
+    metric: str
     settings: tuple[Setting, ...]
     differences: tuple[tuple[str, Paired], ...]
     looks: Looks
@@ -73,8 +74,10 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> SweepSummary:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in plan.axes), []).append(row)
-    settings = [_setting(plan.axes, key, own) for key, own in groups.items()]
-    settings.sort(key=lambda one: -math.inf if one.spread.mean is None else -one.spread.mean)
+    metric = "accuracy" if any(row["accuracy"] is not None for row in rows) else "loss"
+    settings = [_setting(plan.axes, key, own, metric) for key, own in groups.items()]
+    turn = -1 if metric == "accuracy" else 1
+    settings.sort(key=lambda one: turn * (one.spread.mean or 0.0))
     known = [one for one in settings if one.spread.mean is not None]
     others = [one for one in settings if one.spread.mean is None]
     differences = [
@@ -83,21 +86,23 @@ def summarise(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> SweepSummary:
     ]
     said = Counter((row["state"], row["message"]) for row in rows if row["state"] in _SAID)
     reasons = tuple(Reason(state, message or "", n) for (state, message), n in said.items())
-    return SweepSummary((*known, *others), tuple(differences), _looks(rows, plan), reasons)
+    return SweepSummary(metric, (*known, *others), tuple(differences), _looks(rows, plan), reasons)
 
 
 _SAID = (REFUSED, FAILED)
 
 
-def _setting(axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Setting:
-    by_seed = {int(row["seed"]): row["accuracy"] for row in rows if row["state"] == DONE}
+def _setting(
+    axes: Sequence[str], key: Sequence[Any], rows: Sequence[Mapping[str, Any]], metric: str
+) -> Setting:
+    by_seed = {int(row["seed"]): row[metric] for row in rows if row["state"] == DONE}
     claimed = [row["claimed_epsilon"] for row in rows if row["state"] == DONE]
     label = ", ".join(f"{name}={_shown(value)}" for name, value in zip(axes, key, strict=True))
     return Setting(
         label,
         dict(zip(axes, key, strict=True)),
         by_seed,
-        spread(list(by_seed.values())),
+        spread(list(by_seed.values()), share=metric == "accuracy"),
         max(claimed, default=math.inf),
         sum(row["state"] == REFUSED for row in rows),
         sum(row["state"] == FAILED for row in rows),
@@ -114,29 +119,13 @@ def _looks(rows: Sequence[Mapping[str, Any]], plan: Plan) -> Looks:
     charged = sum(bool(row["charged"]) for row in looked)
     refused = sum(row["state"] == REFUSED for row in rows)
     coin = any({**plan.base, **point.settings}.get("amplification") for point in plan.points)
-    epsilon, delta = _together(looked, amplified=coin)
+    epsilon, delta = composed_epsilon(
+        [row["claimed_epsilon"] for row in looked],
+        [row["claimed_delta"] for row in looked],
+        amplified=coin,
+    )
     text = _in_words(runs, unfinished, charged, epsilon, delta)
     return Looks(runs, unfinished, charged, refused, epsilon, delta, text)
-
-
-def _together(
-    looked: Sequence[Mapping[str, Any]], *, amplified: bool
-) -> tuple[float, float | None]:
-    """Return what a client that was in every run may have given away.
-
-    Squared GDP units add up over runs (`privacy.ledger.units`).  Where a run claims nothing
-    there is no bound, nor where the runs' deltas differ, nor under a secret coin, whose
-    releases are not described by one unit.
-    """
-    deltas = {row["claimed_delta"] for row in looked}
-    if not looked or len(deltas) != 1 or amplified:
-        return math.inf, None
-    delta = float(deltas.pop())
-    try:
-        total = sum(allowance_mu2(float(row["claimed_epsilon"]), delta) for row in looked)
-    except (InvalidValueError, OverflowError, ValueError):
-        return math.inf, delta
-    return float(epsilon_spent(np.asarray([total]), delta)[0]), delta
 
 
 def _in_words(runs: int, unfinished: int, charged: int, epsilon: float, delta: float | None) -> str:

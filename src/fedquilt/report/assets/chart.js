@@ -31,13 +31,18 @@ function frame(spec, width, xs, ys) {
   const height = spec.height || Math.max(190, Math.min(300, width * 0.5));
   const [x0, x1] = extent(xs, spec.xRange);
   let [y0, y1] = extent(ys, spec.yRange);
+  if (spec.leastSpan && y1 - y0 < spec.leastSpan) { // a hundredth must not look like a climb
+    const middle = (y0 + y1) / 2;
+    y0 = Math.max(0, Math.min(1 - spec.leastSpan, middle - spec.leastSpan / 2));
+    y1 = y0 + spec.leastSpan;
+  }
   const room = (y1 - y0) * 0.05;
   y1 += room;
   if (!(spec.yRange && y0 === spec.yRange[0])) y0 -= room;
-  const inner = width - MARGIN.left - MARGIN.right;
+  const right = spec.right || MARGIN.right, inner = width - MARGIN.left - right;
   const tall = height - MARGIN.top - MARGIN.bottom;
   return {
-    width, height, x0, x1, y0, y1,
+    width, height, right, x0, x1, y0, y1,
     x: (value) => MARGIN.left + ((value - x0) / (x1 - x0)) * inner,
     y: (value) => MARGIN.top + (1 - (value - y0) / (y1 - y0)) * tall,
   };
@@ -47,7 +52,7 @@ function axes(at, spec) {
   const group = svg("g", {});
   for (const t of ticks(at.y0, at.y1, 5)) {
     const y = at.y(t);
-    put(group, svg("line", { class: "grid", x1: MARGIN.left, x2: at.width - MARGIN.right, y1: y, y2: y }),
+    put(group, svg("line", { class: "grid", x1: MARGIN.left, x2: at.width - at.right, y1: y, y2: y }),
       svg("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, number(spec.log ? 10 ** t : t, spec.log ? 2 : 3)));
   }
   const bottom = at.height - MARGIN.bottom;
@@ -57,8 +62,8 @@ function axes(at, spec) {
     put(group, svg("line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 }),
       svg("text", { x, y: bottom + 17, "text-anchor": "middle" }, number(t, 4)));
   }
-  return put(group, svg("line", { class: "axis", x1: MARGIN.left, x2: at.width - MARGIN.right, y1: bottom, y2: bottom }),
-    svg("text", { x: (MARGIN.left + at.width - MARGIN.right) / 2, y: at.height - 3, "text-anchor": "middle" }, spec.xLabel || ""));
+  return put(group, svg("line", { class: "axis", x1: MARGIN.left, x2: at.width - at.right, y1: bottom, y2: bottom }),
+    svg("text", { x: (MARGIN.left + at.width - at.right) / 2, y: at.height - 3, "text-anchor": "middle" }, spec.xLabel || ""));
 }
 
 function pathOf(at, xs, ys) {
@@ -78,6 +83,47 @@ function bandOf(at, series) {
   return `M${there.map((i) => point(i, "high")).join("L")}L${there.reverse().map((i) => point(i, "low")).join("L")}Z`;
 }
 
+const SHAPES = {
+  square: "M-1-1H1V1H-1Z", diamond: "M0-1.4L1.4 0L0 1.4L-1.4 0Z", up: "M0-1.3L1.3 1H-1.3Z", down: "M0 1.3L1.3-1H-1.3Z",
+  plus: "M-.5-1.3H.5V-.5H1.3V.5H.5V1.3H-.5V.5H-1.3V-.5H-.5Z", cross: "M-1.3-.7L-.7-1.3L0-.6L.7-1.3L1.3-.7L.6 0L1.3.7L.7 1.3L0 .6L-.7 1.3L-1.3.7L-.6 0Z",
+};
+function marker(series, x, y, r) {
+  const shape = SHAPES[series.marker];
+  if (!shape) return svg("circle", { cx: x, cy: y, r, fill: color(series.color) });
+  return svg("path", { d: shape, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${r})`, fill: color(series.color) });
+}
+
+// Heights moved as little as needed for neighbours to be so far apart, inside the frame.
+function spreadApart(heights, gap, low, high) {
+  const order = heights.map((_, i) => i).sort((a, b) => heights[a] - heights[b]), pools = [];
+  order.forEach((index, place) => {
+    let mean = heights[index] - gap * place, size = 1;
+    while (pools.length && pools[pools.length - 1][0] > mean) {
+      const [before, count] = pools.pop();
+      mean = (mean * size + before * count) / (size + count);
+      size += count;
+    }
+    pools.push([mean, size]);
+  });
+  const flat = pools.flatMap(([mean, size]) => Array(size).fill(mean)), top = high - gap * (order.length - 1), found = [];
+  order.forEach((index, place) => { found[index] = Math.max(low, Math.min(top, flat[place])) + gap * place; });
+  return found;
+}
+
+// The name of every line at its end: nobody has to look up a colour.
+function endLabels(at, series) {
+  const ends = series.map((s) => {
+    const last = s.y.map(known).lastIndexOf(true);
+    return last < 0 ? null : { s, x: at.x(s.x[last]), y: at.y(s.y[last]) };
+  }).filter(Boolean);
+  const heights = spreadApart(ends.map((e) => e.y), 15, MARGIN.top + 4, at.height - MARGIN.bottom);
+  const left = at.width - at.right + 16;
+  return ends.map((e, i) => [
+    svg("line", { class: "leader", x1: e.x + 3, y1: e.y, x2: left - 4, y2: heights[i], stroke: color(e.s.color) }),
+    svg("text", { class: "end", x: left, y: heights[i] + 4 }, shortName(e.s.name))]);
+}
+const shortName = (name) => (name.length > 26 ? `${name.slice(0, 25)}…` : name);
+
 function drawSeries(at, series) {
   const group = svg("g", {});
   if (series.low) put(group, svg("path", { d: bandOf(at, series), fill: color(series.color), opacity: 0.18 }));
@@ -85,7 +131,9 @@ function drawSeries(at, series) {
     series.x.forEach((x, i) => {
       if (!known(x) || !known(series.y[i])) return;
       const r = series.size ? Math.min(9, 2.5 + Math.sqrt(series.size[i])) : 3;
-      put(group, svg("circle", { cx: at.x(x), cy: at.y(series.y[i]), r, fill: color(series.color), opacity: 0.7 }));
+      const drawn = marker(series, at.x(x), at.y(series.y[i]), r);
+      drawn.setAttribute("opacity", "0.7");
+      put(group, drawn);
     });
     return group;
   }
@@ -94,7 +142,7 @@ function drawSeries(at, series) {
   const few = series.y.filter(known).length;
   if (few > 0 && few <= 30) {
     series.x.forEach((x, i) => {
-      if (known(series.y[i])) put(group, svg("circle", { cx: at.x(x), cy: at.y(series.y[i]), r: 2.6, fill: color(series.color) }));
+      if (known(series.y[i])) put(group, marker(series, at.x(x), at.y(series.y[i]), 2.8));
     });
   }
   return group;
@@ -102,8 +150,8 @@ function drawSeries(at, series) {
 
 function references(at, spec) {
   return (spec.references || []).filter((r) => known(r.y)).map((r) => [
-    svg("line", { class: "reference", x1: MARGIN.left, x2: at.width - MARGIN.right, y1: at.y(r.y), y2: at.y(r.y) }),
-    svg("text", { x: at.width - MARGIN.right - 2, y: at.y(r.y) - 4, "text-anchor": "end" }, r.label),
+    svg("line", { class: "reference", x1: MARGIN.left, x2: at.width - at.right, y1: at.y(r.y), y2: at.y(r.y) }),
+    svg("text", { x: at.width - at.right - 2, y: at.y(r.y) - 4, "text-anchor": "end" }, r.label),
   ]);
 }
 
@@ -130,10 +178,12 @@ function lineChart(spec) {
     const width = Math.max(280, plot.clientWidth || 560);
     const live = spec.log ? shown().map(logarithms) : shown();
     const ys = live.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]);
-    at = frame(spec, width, live.flatMap((s) => s.x), ys.concat((spec.references || []).map((r) => r.y)));
+    const named = spec.endLabels && width >= 460 && live.length <= 12 && live.length > 1;
+    const right = named ? 30 + 6.6 * Math.max(...live.map((s) => shortName(s.name).length)) : MARGIN.right;
+    at = frame({ ...spec, right }, width, live.flatMap((s) => s.x), ys.concat((spec.references || []).map((r) => r.y)));
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${at.height}`, tabindex: "0", role: "img",
       "aria-label": `${spec.title}. ${spec.note || ""} Arrow keys read the values.` },
-    axes(at, spec), live.map((s) => drawSeries(at, s)), references(at, spec), svg("g", { class: "here" }));
+    axes(at, spec), live.map((s) => drawSeries(at, s)), references(at, spec), named ? endLabels(at, live) : null, svg("g", { class: "here" }));
     drawn.addEventListener("pointermove", (event) => {
       const box = drawn.getBoundingClientRect();
       const x = at.x0 + ((event.clientX - box.left) * (width / box.width) - MARGIN.left) / (at.x(1) - at.x(0));
@@ -179,8 +229,8 @@ function lineChart(spec) {
         button.setAttribute("aria-pressed", String(!hidden.has(s.name)));
         draw();
       } }, svg("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, s.dots
-        ? svg("circle", { cx: 13, cy: 5, r: 4, fill: color(s.color) })
-        : svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: color(s.color), "stroke-width": 3, "stroke-dasharray": s.dash || null })), s.name);
+        ? marker(s, 13, 5, 4)
+        : svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: color(s.color), "stroke-width": 2, "stroke-dasharray": s.dash || null }), s.marker && !s.dots ? marker(s, 13, 5, 3.4) : null), s.name);
       return el("li", {}, button);
     }));
   }
@@ -226,7 +276,7 @@ function barChart(spec) {
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${at.height}`, role: "img", "aria-label": `${spec.title}: ` +
       spec.bars.map((b) => `${b.label} ${number(b.value)}`).slice(0, 40).join(", ") });
     for (const t of ticks(at.y0, at.y1, 4)) {
-      put(drawn, svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: at.y(t), y2: at.y(t) }),
+      put(drawn, svg("line", { class: "grid", x1: MARGIN.left, x2: width - at.right, y1: at.y(t), y2: at.y(t) }),
         svg("text", { x: MARGIN.left - 6, y: at.y(t) + 4, "text-anchor": "end" }, number(t, 3)));
     }
     spec.bars.forEach((bar, i) => {

@@ -2,7 +2,7 @@
 const ROW = 30, SPARE = 8, MOST_PRINTED = 200;
 
 function clientRows(run) {
-  const epsilons = run.spend && run.spend.epsilons, budget = run.spend && run.spend.budget;
+  const epsilons = run.spend && run.spend.epsilons, shares = run.spend && run.spend.shares;
   const last = new Int32Array(run.num_clients).fill(-1);
   rosterOf(run).forEach((members, r) => members.forEach((client) => { last[client] = r + 1; }));
   const held = run.holdings && run.holdings.counts, ids = run.spend && run.spend.ids;
@@ -13,7 +13,7 @@ function clientRows(run) {
       client, joins, last: last[client] < 0 ? null : last[client],
       rate: run.rounds ? joins / run.rounds : null,
       epsilon: spent === "inf" ? Infinity : spent,
-      share: known(spent) && known(budget) ? spent / budget : null,
+      share: shares ? shares[client] : null,
       samples: held ? held[client].reduce((a, b) => a + b, 0) : null,
       id: ids ? ids[client] : null, accuracy: measured ? measured[client] ?? null : null,
     };
@@ -52,6 +52,7 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
   const count = el("p", { class: "note", role: "status" }), left = el("p", { class: "note" });
   const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "17, or joins>=5 eps<2",
     oninput: () => { state.filter = input.value; refresh(); } });
+  const hint = el("p", { class: "note hint" }, note);
   const head = el("tr", {}), body = el("tbody", {});
   const grid = el("table", {}, el("caption", { class: "quiet" }, "Clients"), el("thead", {}, head), body);
   const box = el("div", { class: "rows", tabindex: "0", role: "region", "aria-label": "Clients, a table that scrolls" }, grid);
@@ -111,11 +112,12 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
   paper.listeners.add(() => paint());
   return {
     host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box, left,
-      el("p", { class: "note hint" }, note)),
+      hint),
     update(now) {
       if (now === run) return;
       run = now;
       rows = rowsOf(run);
+      hint.hidden = rowsOf === clientRows && !(run.spend && run.spend.charges);
       columns = all.filter((c) => rows.some((row) => row[c.key] !== null))
         .map((c) => (c.key === "joins" && run.roster_is === "available" ? { ...c, name: "rounds available" } : c));
       if (!columns.some((c) => c.key === state.sort)) { state.sort = "client"; state.down = false; }

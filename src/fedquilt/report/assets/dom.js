@@ -28,8 +28,6 @@ function svg(name, attributes, ...children) {
 }
 
 const color = (name) => `var(--${name})`;
-const PALETTE = ["blue", "vermilion", "green", "purple", "orange", "sky", "grey"];
-const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 function number(value, digits = 4) {
@@ -50,11 +48,19 @@ function bound(value) {
   return String(Number((Math.ceil(value * scale - 1e-9) / scale).toPrecision(12)));
 }
 
+// A delta as statements print it: 1e-05.
+const tiny = (value) => (known(value) ? (value >= 1e-4 ? String(value) : value.toExponential().replace(/e-(\d)$/, "e-0$1")) : "-");
+
 const percent = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : "-");
 
 function section(id, title, ...children) {
   const heading = el("h2", { id: `${id}-title` }, title);
   return el("section", { id, "aria-labelledby": `${id}-title` }, heading, ...children);
+}
+
+function folded(id, title, ...children) {
+  const heading = el("summary", {}, el("h2", { id: `${id}-title` }, title));
+  return el("section", { id, "aria-labelledby": `${id}-title` }, el("details", { class: "paper fold" }, heading, ...children));
 }
 
 function facts(pairs) {

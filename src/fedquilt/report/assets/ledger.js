@@ -28,7 +28,7 @@ function peopleSection(people) {
   const points = [...cells].map(([key, n]) => [...key.split("|").map(Number), n]).sort((a, b) => a[0] - b[0]);
   const bars = Array.from({ length: 10 }, (_, i) => ({ label: `${10 * i} %`, value: 0 }));
   people.shares.forEach((share) => { bars[Math.min(9, Math.floor(10 * share))].value += 1; });
-  return [facts([["Allowance of each", `ε ≤ ${bound(people.allowance)} at δ = ${people.delta}, ${people.adjacency}`], ["Open reservations", people.open_reservations], ["Without any bound", people.unbounded]]),
+  return [facts([["Allowance of each", `ε ≤ ${bound(people.allowance)} at δ = ${tiny(people.delta)}, ${people.adjacency}`], ["Open reservations", people.open_reservations], ["Without any bound", people.unbounded]]),
     el("div", { class: "charts" },
       lineChart({ title: "Spend against joins", note: "A dot for each client; a larger one for several alike.", noTable: true, xName: "joins", xLabel: "joins", wholeX: true, yRange: [0],
         references: [{ y: people.allowance, label: `allowance ${bound(people.allowance)}` }],

@@ -11,7 +11,7 @@ function follow(live, update) {
       const answer = await fetch(live.data, { cache: "no-store", credentials: "omit" });
       const found = await answer.json();
       if (found.error) say(found.error, "off");
-      else { update(found); say("live", "on"); }
+      else { update(found); say("connected", "on"); }
     } catch {
       say("not reachable", "off");
     }

@@ -1,3 +1,6 @@
+// What answers a second question is folded; a link to it opens it.
+const FOLDED = new Set(["loss", "roster", "noise", "groups", "config"]);
+
 // The page: built once, updated when new data come.
 const state = { run: null, filter: "", sort: "client", down: false, client: null, frame: null };
 
@@ -22,15 +25,15 @@ function page(first) {
   const table = clientTable(state, () => update(data));
   const key = () => chosenRun(data);
   const slots = {
-    claim: slot(claimSection), comparison: slot(comparisonSection), accuracy: slot(accuracySection), spend: slot(spendSection),
-    roster: slot(rosterSection), noise: slot(noiseSection), groups: slot(groupsSection), images: slot(imagesSection), config: slot(configSection),
+    claim: slot(claimSection), comparison: slot(comparisonSection), loss: slot(lossSection), spend: slot(spendSection),
+    roster: slot(rosterSection), noise: slot(noiseSection), groups: slot(groupsSection), images: slot(imagesSection), config: slot(configSection), ledgers: slot(ledgersSection),
   };
   const chooser = el("div", { class: "controls" }, el("label", { for: "run" }, "The sections below show", select));
-  const parts = [["claim", "What may be claimed"], ["comparison", "Runs compared"], ["accuracy", "Accuracy"]];
-  const own = [["spend", "Privacy spend"], ["clients", "Clients"], ["roster", "Roster"], ["noise", "Clip, noise, signal"], ["groups", "Groups and tiers"], ["images", "Synthetic images"], ["config", "Configuration"]];
-  const sections = Object.fromEntries([...parts, ...own].map(([id, title]) => [id, section(id, title, id === "clients" ? table.host : slots[id].host)]));
+  const parts = [["claim", "At a glance"], ["comparison", "Runs compared"], ["ledgers", "Ledgers"], ["loss", "Loss"]];
+  const own = [["images", "Synthetic images"], ["spend", "Privacy spend"], ["clients", "Clients"], ["roster", "Roster"], ["noise", "Clip, noise, signal"], ["groups", "Groups and tiers"], ["config", "Configuration"]];
+  const sections = Object.fromEntries([...parts, ...own].map(([id, title]) => [id, (FOLDED.has(id) ? folded : section)(id, title, id === "clients" ? table.host : slots[id].host)]));
   main.replaceChildren(...parts.map(([id]) => sections[id]), chooser, ...own.map(([id]) => sections[id]));
-  document.getElementById("contents").replaceChildren(...[...parts, ...own].map(([id, title]) => el("a", { href: `#${id}`, "data-section": id }, title)));
+  document.getElementById("contents").replaceChildren(...[...parts, ...own].map(([id, title]) => el("a", { href: `#${id}`, "data-section": id, onclick: () => { const fold = sections[id].querySelector(":scope > details"); if (fold) fold.open = true; } }, title)));
 
   function update(now) {
     if (!now.runs.length) return;
@@ -42,9 +45,9 @@ function page(first) {
     }
     select.value = run.name;
     chooser.hidden = data.runs.length < 2;
-    slots.claim.update(data.runs.map((r) => [r.name, r.claim]), data);
+    slots.claim.update([data.figures, data.together, data.runs.map((r) => [r.name, r.claim, r.rounds, r.alive, r.touched]), data.series.map((s) => [s.label, s.curve])], data);
     slots.comparison.update(data.series.map((s) => [s.label, s.runs.length, s.mean, s.epsilon]), data);
-    slots.accuracy.update(data.series.map((s) => [s.label, s.curve]), data);
+    slots.loss.update(data.series.map((s) => [s.label, s.curve.loss]), data);
     slots.spend.update([run.name, run.spend, state.client, run.rounds], run, state.client);
     slots.roster.update([run.name, run.rounds], run);
     slots.noise.update([run.name, run.per_round], run);
@@ -52,7 +55,13 @@ function page(first) {
     slots.images.update([run.name, run.images.length], run, state);
     slots.config.update([run.name, run.finished], run);
     table.update(run);
+    slots.ledgers.update((data.ledgers || []).map((l) => [l.name, l.head]), data.ledgers || []);
+    show("ledgers", Boolean(data.ledgers && data.ledgers.length));
     show("images", run.images.length > 0);
+    show("comparison", data.runs.length > 1);
+    show("loss", data.series.some((s) => s.curve.loss.some(known)));
+    show("spend", Boolean(run.spend));
+    show("noise", slots.noise.host.hasChildNodes());
     document.getElementById("sub").textContent = headline();
     document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
   }
@@ -90,7 +99,7 @@ function start() {
   const data = JSON.parse(document.getElementById("data").textContent);
   put(document.getElementById("tools"), theme());
   followPaper();
-  document.getElementById("foot").textContent = `Made by fedquilt ${data.fedquilt}. One file, nothing is fetched. Bounds are rounded up.`;
+  document.getElementById("foot").textContent = `Made by fedquilt ${data.fedquilt}. ${data.live ? "Served by this machine, for this machine." : "One file, nothing is fetched."} Bounds are rounded up.`;
   const update = data.ledger ? ledgerPage(data) : waiting(data);
   if (data.live) follow(data.live, update);
 }

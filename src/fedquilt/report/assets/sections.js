@@ -1,20 +1,45 @@
 // The sections of the page, from the claim to how to repeat a run.
-function claimSection(data) {
+function claimCards(data) {
   const one = (run) => {
     const claim = run.claim;
     return el("article", { class: `claim ${claim.bounded ? "kept" : claim.finished ? "none" : "open"}` },
       el("p", { class: "head" }, claim.headline),
-      el("p", { class: "who" }, `${run.mode}, seed ${run.seed}: ${run.name}`),
+      el("p", { class: "who" }, `${data.series[run.series].label}, seed ${run.seed}: ${run.name}`),
       el("p", {}, claim.explained),
       facts(claim.facts),
       claim.notes.length ? el("details", { class: "paper", open: data.runs.length === 1 }, el("summary", {}, claim.notes.length === 1 ? "1 note" : `${claim.notes.length} notes`),
         el("ul", { class: "notes" }, claim.notes.map((note) => el("li", {}, note)))) : null,
       run.stopped ? el("p", { class: "note" }, `Ended after round ${run.rounds}: ${run.stopped}.`) : null);
   };
-  const first = data.runs.filter((run) => run.seed === Math.min(...data.runs.filter((r) => r.series === run.series).map((r) => r.seed)));
-  const rest = data.runs.filter((run) => !first.includes(run));
-  return [el("div", { class: "claims" }, first.map(one)),
-    rest.length ? el("details", {}, el("summary", {}, `The statements of ${rest.length} further seeds`), el("div", { class: "claims" }, rest.map(one))) : null];
+  return el("details", { class: "paper", open: data.runs.length === 1 }, el("summary", {}, data.runs.length === 1 ? "What may be claimed, in full" : `What may be claimed, run by run (${data.runs.length})`),
+    el("div", { class: "claims" }, data.runs.map(one)));
+}
+
+// The first screen: three figures, the one chart that goes with them, and what is not in order.
+function claimSection(data) {
+  const large = el("div", { class: "figures" }, data.figures.map((f) => el("div", { class: `figure ${f.kind}` },
+    el("p", { class: "name" }, f.name), el("p", { class: "large" }, f.figure), el("p", { class: "note" }, f.text))));
+  return [el("div", { class: "first" }, large, el("div", { id: "accuracy" }, leadCharts(data))),
+    (data.together || []).map((t) => el("article", { class: `claim ${t.bounded ? "kept" : "none"}` }, el("p", { class: "head" }, t.headline), el("p", {}, t.text))),
+    data.runs.filter((run) => run.resume).map((run) => stateCard(run)), claimCards(data)];
+}
+
+// A run that has not ended: how far it is, whether somebody still works on it, how it goes on.
+setInterval(() => document.querySelectorAll(".sign").forEach(tellAge), 1000);
+function tellAge(sign) {
+  const age = Math.max(0, Math.round(Date.now() / 1000 - Number(sign.dataset.touched)));
+  sign.textContent = age < 120 ? `${age} s ago` : age < 7200 ? `${Math.round(age / 60)} min ago` : `${Math.round(age / 3600)} h ago`;
+  return sign;
+}
+
+function stateCard(run) {
+  const alive = run.alive === true, dead = run.alive === false;
+  const said = alive ? "The run goes on" : dead ? "The run has stopped: no process works on it" : "The run has not ended";
+  const bar = el("progress", { max: String(run.planned), value: String(run.rounds), "aria-label": "rounds" });
+  const sign = known(run.touched) ? tellAge(el("span", { class: "sign", "data-touched": String(run.touched) })) : null;
+  return el("article", { class: `claim ${alive ? "kept" : "none"} state-card` },
+    el("p", { class: "head" }, `${said}: round ${run.rounds} of ${run.planned}`), el("p", { class: "who" }, run.name), bar, sign ? el("p", { class: "note" }, "Last sign of life: ", sign) : null,
+    alive ? null : el("p", {}, "Go on with ", el("code", {}, run.resume), ". What was charged to clients stays charged; nothing is paid twice."));
 }
 
 // What runs are judged by, inside a sentence.
@@ -22,22 +47,34 @@ const metricOf = (data) => [...new Set(data.series.map((s) => s.metric.replace(/
 
 function comparisonSection(data) {
   const columns = [{ name: "what ran" }, { name: `${metricOf(data)}, mean`, kind: "number" }, { name: "sd", kind: "number" },
-    { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }, { name: "what it may claim", kind: "wrap" }];
+    { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }];
   const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
-    s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon), s.claim])]);
-  return [el("p", { class: "note" }, `Rows under one heading promise every client the same: only those may be compared by ${metricOf(data)} alone.`), table(columns, rows, "Runs compared"),
+    s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon)])]);
+  return [el("p", { class: "note" }, `Rows under one heading were asked to promise every client the same, best first: only those may be compared by ${metricOf(data)} alone.`), table(columns, rows, "Runs compared"),
     data.pairs && data.pairs.length ? el("details", { class: "paper" }, el("summary", {}, "Differences on the same seeds"), table(
       [{ name: "difference" }, { name: "mean", kind: "number" }, { name: "95 % interval", kind: "number" }, { name: "p", kind: "number" }, { name: "seeds", kind: "number" }],
       data.pairs.map((p) => [p.label, number(p.mean), known(p.low) ? `${number(p.low)} to ${number(p.high)}` : "-", number(p.p, 2), String(p.seeds)]), "Paired differences")) : null];
 }
 
-function accuracySection(data) {
-  const curves = (values, low, high) => data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve[values], low: s.runs.length > 1 ? s.curve[low] : null, high: s.runs.length > 1 ? s.curve[high] : null }));
-  const target = data.runs.map((r) => r.target).find(known);
-  return el("div", { class: "charts" },
-    lineChart({ title: `Test ${metricOf(data)} by round`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: curves("mean", "low", "high"), xLabel: "round", wholeX: true,
-      references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: true }),
-    data.series.some((s) => s.curve.loss.some(known)) ? lineChart({ title: "Test loss by round", note: "Mean of the seeds; logarithmic.", log: true, series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }) : null);
+// Condensations show their images; settings that differ in ε show what it buys; others their curve.
+function leadCharts(data) {
+  const band = (s, side) => (s.runs.length > 1 ? s.curve[side] : null);
+  const target = data.runs.map((r) => r.target).find(known), drawn = [];
+  const grown = data.runs.length === 1 && data.runs[0].images.length ? data.runs[0].images.at(-1) : null;
+  if (grown) drawn.push(el("figure", { class: "chart grown" }, el("figcaption", {}, `The images after round ${grown.round}`),
+    el("img", { src: `data:image/png;base64,${grown.png}`, alt: `Synthetic images of ${grown.classes.length} classes` })));
+  if (data.tradeoff && data.tradeoff.length) {
+    drawn.push(lineChart({ title: `Test ${metricOf(data)} against the ε that was asked`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: data.tradeoff, xLabel: "ε asked of every client", xName: "ε", endLabels: true, xRange: [0], leastSpan: data.series[0].share ? 0.1 : 0 }));
+  }
+  drawn.push(lineChart({ title: `Test ${metricOf(data)} by round`, note: data.series.some((s) => s.runs.length > 1) ? "Line: mean of the seeds; band: lowest to highest seed." : "",
+    series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, marker: s.marker, x: s.curve.rounds, y: s.curve.mean, low: band(s, "low"), high: band(s, "high") })), xLabel: "round", wholeX: true, endLabels: true,
+    xRange: data.runs.some((r) => r.resume) ? [1, Math.max(...data.runs.map((r) => r.planned))] : null,
+    leastSpan: data.series[0].share ? 0.1 : 0, references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: data.series.length > 1 }));
+  return drawn;
+}
+
+function lossSection(data) {
+  return el("div", { class: "charts" }, lineChart({ title: "Test loss by round", note: "Mean of the seeds; logarithmic.", log: true, endLabels: true, series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, marker: s.marker, x: s.curve.rounds, y: s.curve.loss })), xLabel: "round", wholeX: true }));
 }
 
 const count = (length) => Array.from({ length }, (_, i) => i + 1);
@@ -71,7 +108,7 @@ function spendChart(run, client, { title, levels, from, before, references, note
     { name: "median client (band: middle half)", color: "blue", x, y: levels.median, low: levels.low, high: levels.high }];
   const own = client === null ? null : ownSpend(run, client, before);
   if (own) series.push({ name: clientName(run, client), color: "green", dash: "7 3", x, y: own.slice(from) });
-  return lineChart({ title, note: `ε at δ = ${spend.delta}, ${spend.adjacency}; ${note}`, series, xLabel: "round", wholeX: true, yRange: [0], references, alwaysNamed: true });
+  return lineChart({ title, note: `ε at δ = ${tiny(spend.delta)}, ${spend.adjacency}; ${note}`, series, xLabel: "round", wholeX: true, yRange: [0], references, alwaysNamed: true });
 }
 
 function spendSection(run, client) {
@@ -102,11 +139,11 @@ function rosterSection(run) {
   const series = [{ name: run.roster_is === "available" ? "clients available" : "clients in the round", color: "blue", x, y: run.cohort_sizes }];
   const out = run.per_round.without_allowance;
   if (out && out.some((n) => n > 0)) series.push({ name: "clients without allowance", color: "vermilion", dash: "7 3", x, y: out });
-  const top = Math.max(...run.joins, 1), width = Math.max(1, Math.ceil((top + 1) / 24));
-  const bars = Array.from({ length: Math.floor(top / width) + 1 }, (_, i) => ({ label: width === 1 ? String(i) : `${i * width}`, value: 0 }));
-  run.joins.forEach((n) => { bars[Math.floor(n / width)].value += 1; });
+  const top = Math.max(...run.joins, 1), width = Math.max(1, Math.ceil(top / 24));
+  const bars = [{ label: "0", value: 0 }, ...Array.from({ length: Math.ceil(top / width) }, (_, i) => ({ label: String(i * width + 1), value: 0 }))];
+  run.joins.forEach((n) => { bars[Math.ceil(n / width)].value += 1; });  // who never came has a bar of its own
   return el("div", { class: "charts" }, rosterChart(run), lineChart({ title: "Cohorts", series, xLabel: "round", wholeX: true, yRange: [0] }),
-    barChart({ title: `How often clients ${did(run)}`, xLabel: width === 1 ? "rounds" : `rounds (in steps of ${width})`, bars }));
+    barChart({ title: `How often clients ${did(run)}`, xLabel: width === 1 ? "rounds" : `rounds, from (in steps of ${width})`, bars }));
 }
 
 function noiseSection(run) {
@@ -115,15 +152,16 @@ function noiseSection(run) {
   const drawn = (title, note, series) => (series.filter(Boolean).length ? lineChart({ title, note, series: series.filter(Boolean), xLabel: "round", wholeX: true, yRange: [0], alwaysNamed: true }) : null);
   const charts = [
     drawn("Clip and noise", "The clip bound of a typical client; the noise on each number of the mean update.", [line("clip bound", "clip", "blue"), line("noise (standard deviation)", "noise", "vermilion", "7 3")]),
-    run.noise_ratio ? drawn("Noise against signal", "Length of the noise over the longest mean update the clip allows; above 1 a single round is mostly noise.", [{ name: "noise to signal", color: "purple", x, y: run.noise_ratio }]) : null,
-    drawn("Measured lengths (private)", "Of the mean update and of the noise on it.", [line("signal", "signal_norm", "green"), line("noise", "noise_norm", "vermilion", "7 3")]),
+    run.noise_ratio && run.noise_ratio.some(known) ? lineChart({ title: "Noise against signal, all rounds so far", note: `Norm of the noise over the largest sum of updates the clip allows. The last value, ${number(run.noise_ratio.at(-1), 3)}, is the figure that a plan is judged by.`,
+      series: [{ name: "noise to signal", color: "purple", x, y: run.noise_ratio }], xLabel: "round", wholeX: true, yRange: [0], references: (run.noise_limits || []).map((y, i) => ({ y, label: i ? `hopeless above ${y}` : `workable below ${y}` })) }) : null,
+    drawn("Measured norms (private)", "Of the mean update and of the noise on it.", [line("signal", "signal_norm", "green"), line("noise", "noise_norm", "vermilion", "7 3")]),
     drawn("Training loss (private)", "Mean of the clients that trained.", [line("training loss", "train_loss", "purple")]),
     drawn("Share of clipped updates (private)", "", [line("clipped", "clipped", "orange")]),
     drawn("Nominal ε of one round", "A figure of the published method; not a guarantee.", [line("nominal ε", "budget", "green")]),
     drawn("Matching loss", "Of the synthetic images with what clients sent.", [line("matching loss", "matching_loss", "purple")]),
     drawn("Traffic", "Bytes of a round.", [line("up", "bytes_up", "blue"), line("down", "bytes_down", "vermilion", "7 3")]),
     drawn("Seconds of a round (private)", "", [line("seconds", "seconds", "grey")])].filter(Boolean);
-  return charts.length ? el("div", { class: "charts" }, charts) : el("p", { class: "note" }, "This mode neither clips nor adds noise.");
+  return charts.length ? el("div", { class: "charts" }, charts) : null;
 }
 
 // Under a secret coin a roster says who was there, not who was picked.
@@ -132,8 +170,9 @@ const did = (run) => (run.roster_is === "available" ? "were available" : "joined
 function tiersTable(run) {
   if (!run.slices) return null;
   const seen = (run.look && run.look.tiers) || {};
-  const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", "test accuracy"].map((name) => ({ name, kind: "number" }))];
-  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number((t.test && t.test.accuracy) ?? seen[String(t.width)] ?? null)]);
+  const tierMetric = Object.keys(run.slices.tiers.map((t) => t.test).find(Boolean) || { accuracy: 0 })[0];
+  const columns = [{ name: "width" }, ...["clients", "parameters", "bytes up", "bytes down", "multiply-adds", `test ${tierMetric}`].map((name) => ({ name, kind: "number" }))];
+  const rows = run.slices.tiers.map((t) => [String(t.width), ...["clients", "parameters", "bytes_up", "bytes_down", "multiply_adds"].map((k) => t[k].toLocaleString("en")), number((t.test && t.test[tierMetric]) ?? seen[String(t.width)] ?? null)]);
   return [el("h3", {}, `Tiers (${run.slices.method})`), table(columns, rows, "Tiers")];
 }
 
@@ -180,14 +219,14 @@ function imagesSection(run, state) {
   const show = (i) => {
     const frame = frames[i];
     picture.src = `data:image/png;base64,${frame.png}`;
-    picture.alt = `Synthetic images after ${frame.round} rounds, a row for each of ${frame.classes.length} classes`;
+    picture.alt = `Synthetic images after ${frame.round} rounds, of ${frame.classes.length} classes`;
     label.textContent = frame.round ? `after round ${frame.round}` : "before the first round";
   };
   const slider = el("input", { type: "range", id: "frame", min: "0", max: String(frames.length - 1), step: "1", value: String(at),
     oninput: () => { state.frame = Number(slider.value); show(state.frame); } });
   show(at);
   return [el("p", { class: "note" }, "What the server has grown from what clients sent. No image of a client is among them unless the statement says so."),
-    el("div", { class: "controls" }, el("label", { for: "frame" }, "Round", slider), label), el("div", { class: "frames" }, picture)];
+    el("div", { class: "controls" }, el("label", { for: "frame" }, "Round", slider), label), el("div", { class: "frames" }, picture), baselinesTable(run)];
 }
 
 function configSection(run) {
@@ -195,7 +234,20 @@ function configSection(run) {
   const shown = (list) => table([{ name: "option" }, { name: "value", kind: "wrap" }], list.map((c) => [c[0], c[1]]), "Options");
   return [el("p", {}, "Save the file below as ", el("code", {}, "run.toml"), " and run ", el("code", {}, run.repeat.command), ". Noise that protects is drawn afresh: figures of a private run differ from one to the next."),
     el("details", { class: "paper" }, el("summary", {}, "run.toml"), el("pre", { tabindex: "0" }, run.repeat.toml)),
-    el("h3", {}, `${rows.length} options are not the default`), shown(rows),
+    el("h3", {}, rows.length === 1 ? "1 option differs from the mode's defaults" : `${rows.length} options differ from the mode's defaults`), shown(rows),
     el("details", {}, el("summary", {}, `All ${run.config.length} options`), shown(run.config)),
-    run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
+    run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k === "delta" ? tiny(v) : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
+}
+
+// Ledgers that are watched beside runs.
+function ledgersSection(ledgers) {
+  return ledgers.map((one) => [el("h3", {}, one.name), populationsSection(one)]);
+}
+
+// What stands beside a condensation, computed from raw data: for the owner.
+function baselinesTable(run) {
+  if (!run.baselines) return null;
+  const columns = [{ name: "beside it (private)" }, ...["accuracy", "rounds", "bytes up", "bytes down"].map((name) => ({ name, kind: "number" }))];
+  const rows = Object.entries(run.baselines).map(([name, b]) => [name, number(b.accuracy), String(b.rounds ?? "-"), ...[b.bytes_up, b.bytes_down].map((n) => (known(n) ? n.toLocaleString("en") : "-"))]);
+  return [el("h3", {}, "Beside it"), table(columns, rows, "Baselines")];
 }

@@ -16,11 +16,13 @@ from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import RunConfig
 from fedquilt.data import DATASETS
 from fedquilt.record.folder import RunFolder
+from fedquilt.report.views.claim import together_view
 from fedquilt.report.views.class_accuracy import class_accuracy_view
 from fedquilt.report.views.run import run_view
 from fedquilt.setup.build_task import build_task
 
 SCHEMA_VERSION = 1
+_SWEEP = "sweep.json"
 MOST_FRAMES = 24
 _MOST_A_CLASS = 10
 _GAP = 1
@@ -61,14 +63,26 @@ def page_view(
     look
         Test the models of finished runs once more: accuracy by class and by tier.
     """
-    runs = [_one(path, private, look) for path in find_runs(paths)]
-    return {**empty_view(private=private), "runs": runs}
+    folders = find_runs(paths)
+    runs = [_one(path, private, look) for path in folders]
+    together = together_view(runs, sweeps_of(folders))
+    return {**empty_view(private=private), "runs": runs, "together": together}
+
+
+def sweeps_of(folders: Sequence[Path]) -> dict[str, list[int]]:
+    """Return which of the run folders are points of a sweep, by the sweep's name."""
+    found: dict[Path, list[int]] = {}
+    for index, folder in enumerate(folders):
+        parents = folder.resolve().parents
+        if len(parents) > 2 and parents[1].name == "points" and (parents[2] / _SWEEP).exists():
+            found.setdefault(parents[2], []).append(index)
+    return {place.name: members for place, members in found.items()}
 
 
 def empty_view(*, private: bool = False) -> dict[str, Any]:
     """Return a page on which nothing is drawn yet."""
     made: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "fedquilt": __version__}
-    return {**made, "private": private, "runs": []}
+    return {**made, "private": private, "runs": [], "together": []}
 
 
 def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:
@@ -78,6 +92,7 @@ def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:
     view["look"] = class_accuracy_view(path) if look and view["finished"] else None
     view["holdings"] = holdings_view(folder.read_config()) if private else None
     view["measured"] = measured_view(folder) if private else None
+    view["baselines"] = (folder.read_baselines() or None) if private else None
     return view
 
 
@@ -147,16 +162,23 @@ def _frame(path: Path) -> dict[str, Any]:
 
 
 def _sheet(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Lay the images out, a row a class; [H, W, C]."""
+    """Lay the images out, the longer way across: a row a class, or a column; [H, W, C]."""
     _, channels, height, width = pixels.shape
     classes = np.unique(labels)
-    across = min(_MOST_A_CLASS, max(int(np.sum(labels == label)) for label in classes))
-    rows, columns = height + _GAP, width + _GAP
-    shape = (len(classes) * rows + _GAP, across * columns + _GAP, 1 if channels == 1 else 3)
-    sheet = np.full(shape, 128, dtype=np.uint8)
-    for row, label in enumerate(classes):
-        for column, index in enumerate(np.flatnonzero(labels == label)[:across]):
-            image = pixels[index][: shape[2]].transpose(1, 2, 0)
-            top, left = row * rows + _GAP, column * columns + _GAP
+    each = min(_MOST_A_CLASS, max(int(np.sum(labels == label)) for label in classes))
+    upright = _is_upright(len(classes), each)
+    rows, columns = (len(classes), each) if upright else (each, len(classes))
+    shape = (rows * (height + _GAP) + _GAP, columns * (width + _GAP) + _GAP)
+    sheet = np.full((*shape, 1 if channels == 1 else 3), 128, dtype=np.uint8)
+    for place, label in enumerate(classes):
+        for number, index in enumerate(np.flatnonzero(labels == label)[:each]):
+            row, column = (place, number) if upright else (number, place)
+            top, left = row * (height + _GAP) + _GAP, column * (width + _GAP) + _GAP
+            image = pixels[index][: sheet.shape[2]].transpose(1, 2, 0)
             sheet[top : top + height, left : left + width] = image
     return sheet
+
+
+def _is_upright(classes: int, each: int) -> bool:
+    """Tell whether a class is a row: where there are at least as many images of one as classes."""
+    return each >= classes

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedquilt.common.errors import RunFolderError
-from fedquilt.common.formatting import format_bound
-from fedquilt.config import MODE_TABLE, RunConfig, option_fields, write_config_file
-from fedquilt.privacy.statement import ADJACENCIES, Statement
+from fedquilt.common.errors import FedquiltError
+from fedquilt.config import (
+    MODE_TABLE,
+    RunConfig,
+    build_config,
+    option_fields,
+    write_config_file,
+)
+from fedquilt.privacy.feasibility import HOPELESS, WORKABLE
 from fedquilt.record.folder import RunFolder
-from fedquilt.record.result import published, split_private
+from fedquilt.record.result import CUSTOM, published, split_private
+from fedquilt.report.runs import parts_of
 from fedquilt.report.series import headline, short, shorts
+from fedquilt.report.views.claim import claim_view
 from fedquilt.report.views.spend import spend_view
 
 _COLUMNS = {
@@ -36,7 +45,6 @@ _COLUMNS = {
     "seconds": "seconds",
 }
 _MEASURED = "test_"
-_UNFINISHED = "No statement yet"
 _PLACES = ("output_dir", "data_dir", "ledger")
 """Options that say where things lie on somebody's machine."""
 
@@ -66,17 +74,25 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "summary": MODE_TABLE[config.mode].summary,
         "method": config.method,
         "dataset": config.dataset,
+        "parts": parts_of(result) if result is not None else "",
+        "population": None if config.ledger is None or spend is None else spend.get("population"),
         "seed": config.seed,
         "finished": result is not None,
         "rounds": len(lines),
         "planned": config.num_rounds,
+        "resume": None
+        if result is not None
+        else resume_command(config, str(folder.path.resolve()) if private else folder.path.name),
         "stopped": None if result is None else result.get("stopped"),
         "roster_is": "available" if config.amplification else "joined",
-        "claim": claim_view(result, len(lines), config.num_rounds, private=private),
+        "claim": claim_view(
+            result, len(lines), config, None if spend is None else spend.get("total"), private
+        ),
         "evaluation": _evaluation(lines),
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),
         "noise_ratio": _noise_ratio(folder, lines),
+        "noise_limits": [WORKABLE, HOPELESS],
         "num_clients": num_clients,
         "cohort_sizes": [len(cohort) for cohort in cohorts],
         "roster": [encode_roster(cohort, num_clients) for cohort in cohorts],
@@ -154,24 +170,33 @@ def _per_round(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """Return the noise of each round against the largest signal it could meet.
+    """Return the noise of all rounds so far against the largest signal they could carry.
 
-    √d · noise_std / clip, with d trained numbers: public, because it follows from options
-    and charges (see `privacy.feasibility`).  Where less than the whole model is noised
-    this is not known from the folder, and neither for a condensation.
+    √(d Σ noise_std²) / Σ clip, with d trained numbers: after the last round it is the figure that
+    a plan is judged by (`privacy.feasibility`).  It is public, because it follows from options
+    and charges.  Where less than the whole model is noised it is not known from the folder, and
+    neither for a condensation.
     """
     config = folder.read_config()
     covered = config.is_bounded(covered=config.patterns("noise_layers") == ("all",))
     size = _model_size(folder) if covered and config.method != "condense" else 0
     if not size or config.trainable != "all":
         return None
-    ratios = [
-        math.sqrt(size) * line["noise_std"] / (line["clip_value"] * line.get("agg_scale", 1.0))
-        if line.get("noise_std") and line.get("clip_value")
-        else None
-        for line in lines
-    ]
+    noise, signal, ratios = 0.0, 0.0, []
+    for line in lines:
+        if line.get("noise_std") and line.get("clip_value"):
+            noise += line["noise_std"] ** 2
+            signal += line["clip_value"] * line.get("agg_scale", 1.0)
+        ratios.append(math.sqrt(size * noise) / signal if signal else None)
     return shorts(ratios, 4)
+
+
+def resume_command(config: RunConfig, place: str) -> str:
+    """Return how a run that has not ended goes on; `place` is its folder."""
+    if CUSTOM in (config.model, config.method, config.dataset):
+        return f"fedquilt.run(..., resume={place!r})"
+    command = "condense" if config.method == "condense" else "run"
+    return f"fedquilt {command} --resume {shlex.quote(place)}"
 
 
 def _model_size(folder: RunFolder) -> int:
@@ -192,11 +217,20 @@ def _joins(cohorts: Sequence[Sequence[int]], num_clients: int) -> list[int]:
 
 
 def _settings(config: RunConfig, private: bool) -> list[list[Any]]:
-    """Return [option, value, whether it is the default] for every option."""
+    """Return [option, value, whether it is what the mode has by default] for every option."""
     fields, values = option_fields(type(config)), config.as_dict()
+    usual = {name: item.default for name, item in fields.items()}
+    with contextlib.suppress(FedquiltError):  # a mode of somebody's own data may ask for more
+        asked = {"mode": config.mode, "method": config.method, "dataset": config.dataset}
+        usual = build_config(asked).as_dict()
+    chosen = ("mode", "method", "dataset", "seed")
     return [
-        [name, _shown(name, values.get(name), private), values.get(name) == item.default]
-        for name, item in fields.items()
+        [
+            name,
+            _shown(name, values.get(name), private),
+            name not in chosen and values.get(name) == usual.get(name),
+        ]
+        for name in fields
     ]
 
 
@@ -235,83 +269,3 @@ def encode_roster(cohort: Sequence[int], num_clients: int) -> str | list[int]:
     bits = np.zeros(num_clients, dtype=np.uint8)
     bits[[client for client in members if 0 <= client < num_clients]] = 1
     return base64.b64encode(np.packbits(bits).tobytes()).decode("ascii")
-
-
-def claim_view(
-    result: Mapping[str, Any] | None, rounds: int, planned: int, *, private: bool = False
-) -> dict[str, Any]:
-    """Return headline, explanation, facts and notes of the statement of a run.
-
-    Where the ledger lies on somebody's machine is said with `private` only.
-    """
-    if result is None:
-        return {
-            "bounded": False,
-            "finished": False,
-            "headline": _UNFINISHED,
-            "explained": f"{rounds} of {planned} rounds are over. What may be claimed is said when "
-            "the run ends; until then the ledger's charges are what is known.",
-            "facts": [],
-            "notes": [],
-            "epsilon_max": None,
-            "delta": None,
-        }
-    try:
-        statement = Statement.from_json(dict(result["statement"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunFolderError(f"the statement of a run lacks or spoils {error}") from error
-    record = statement.as_json()
-    hidden = None if private else (result.get("ledger") or {}).get("ledger")
-    return {
-        "bounded": statement.is_bounded,
-        "finished": True,
-        "headline": _headline(statement),
-        "explained": _explained(statement),
-        "facts": _facts(statement),
-        "notes": [_without_place(note, hidden) for note in statement.notes],
-        "epsilon_max": record["epsilon_max"],
-        "delta": record["delta"],
-        "adjacency": record["adjacency"],
-        "text": _without_place(statement.as_text(), hidden),
-    }
-
-
-def _without_place(text: str, path: str | None) -> str:
-    """Return a text in which a file has its name only."""
-    return text if path is None else text.replace(path, Path(path).name)
-
-
-def _headline(statement: Statement) -> str:
-    if not statement.is_bounded:
-        return "No guarantee: ε = ∞"
-    epsilon, delta = format_bound(statement.epsilon_max), format_bound(statement.delta, 6)
-    return f"Every {statement.unit}: ε ≤ {epsilon} at δ = {delta}"
-
-
-def _explained(statement: Statement) -> str:
-    if not statement.is_bounded:
-        return (
-            "Nothing that depends on the clients' data may be published under a privacy claim: "
-            "not the model, and not what this page shows of it."
-        )
-    meaning = ADJACENCIES.get(statement.adjacency, statement.adjacency)
-    return (
-        "Whoever sees everything this run has released, and knows all about everybody else, can "
-        f"tell two worlds of one {statement.unit} apart ({meaning}) no better than this bound "
-        f"says. It holds for all rounds together, also for the {statement.unit} that joined most."
-    )
-
-
-def _facts(statement: Statement) -> list[list[str]]:
-    median = format_bound(statement.epsilon_median)
-    compared = ADJACENCIES.get(statement.adjacency, "")
-    bounded = [
-        [f"Median {statement.unit}", f"ε ≤ {median}"],
-        ["Adjacency", f"{statement.adjacency}: {compared}"],
-    ]
-    return [
-        *(bounded if statement.is_bounded else []),
-        ["Covered", ", ".join(statement.covered) or "nothing"],
-        ["Not covered", ", ".join(statement.uncovered) or "nothing"],
-        ["Noise from", statement.noise_source],
-    ]

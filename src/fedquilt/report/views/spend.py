@@ -86,13 +86,25 @@ def _spend(
         "adjacency": info.adjacency.replace("_", "-"),
         "unbounded": len(charges) - len(paid),
         "rounds": _by_round(paid, len(cohorts), num_clients, info.delta),
-        "epsilons": _by_client(paid, population, folder, num_clients, same),
+        **_by_client(paid, population, folder, num_clients, same, epsilon),
         "charges": _single(paid, cohorts, same),
         "lifetime": lifetime,
         "ids": _ids(population, places) if private else None,
         "curve": _curve(epsilon if lifetime is None else info.epsilon, info.delta),
+        "total": _total(population, places),
         "settled": len({one.round_index for one in charges}),
     }
+
+
+def _total(population: Population, places: Places | None) -> dict[str, Any]:
+    """Return the worst client's epsilon over all runs of the ledger, and how many released.
+
+    Where the run's clients cannot be told from others, it is the worst of the population.
+    """
+    epsilons = population.epsilons()
+    own = epsilons if places is None else epsilons[places]
+    charged = {one.run for one in population.charges()}
+    return {"epsilon": upward(float(own.max(initial=0.0))), "runs": len(charged)}
 
 
 def _named(population: Population, run_id: str) -> RunInfo | None:
@@ -137,9 +149,17 @@ def _by_round(
 
 
 def _by_client(
-    paid: Sequence[Charge], population: Population, folder: RunFolder, num_clients: int, same: bool
-) -> list[Any] | None:
-    """Return each client's epsilon in this run, in the run's order; None where it is not known."""
+    paid: Sequence[Charge],
+    population: Population,
+    folder: RunFolder,
+    num_clients: int,
+    same: bool,
+    epsilon: float,
+) -> dict[str, list[Any] | None]:
+    """Return each client's epsilon in this run and its share of the budget, in the run's order.
+
+    Shares are of squared GDP units, which add up; None where charges are not known by client.
+    """
     spent: NDArray[np.float64] | None = None
     if same:
         spent = np.zeros(num_clients)
@@ -149,8 +169,12 @@ def _by_client(
         saved = folder.load_checkpoint()
         spent = None if saved is None else saved.state.get("account.spent")
     if spent is None or spent.size != num_clients:
-        return None
-    return [upward(float(value)) for value in bounded_epsilons(spent, population.info)]
+        return {"epsilons": None, "shares": None}
+    budget = allowance_mu2(epsilon, population.info.delta)
+    return {
+        "epsilons": [upward(float(value)) for value in bounded_epsilons(spent, population.info)],
+        "shares": [short(min(1.0, float(value) / budget), 4) for value in spent],
+    }
 
 
 def _single(paid: Sequence[Charge], cohorts: Cohorts, same: bool) -> list[Any] | None:

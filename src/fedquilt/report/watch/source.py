@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,11 @@ from typing import Any, Protocol
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.privacy.ledger import is_ledger
+from fedquilt.record.folder import RunFolder
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.views import client_history, ledger_view, page_view, planned_cost
 from fedquilt.report.views.page import empty_view, find_runs, runs_inside
+from fedquilt.report.views.run import resume_command
 
 _FILES = ("config.toml", "rounds.jsonl", "checkpoint.safetensors", "result.json")
 
@@ -42,10 +45,18 @@ class RunsSource:
     is shown until the next look.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, private: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        private: bool = False,
+        ledgers: Sequence[str | Path] = (),
+    ) -> None:
         self.paths = [Path(path) for path in paths]
+        self.ledgers = [Path(path) for path in ledgers]
         self.private = private
-        self.title = f"Watching {', '.join(path.name or str(path) for path in self.paths)}"
+        named = [path.name or str(path) for path in (*self.paths, *self.ledgers)]
+        self.title = f"Watching {', '.join(named)}"
         self.cost = 0.0
         self._lock = threading.Lock()
         self._last: tuple[Stamp, dict[str, Any]] | None = None
@@ -58,8 +69,12 @@ class RunsSource:
             return []
 
     def stamp(self) -> Stamp:
-        """Return size and time of every file that a round touches."""
-        return tuple(_stamp(folder / name) for folder in self._folders() for name in _FILES)
+        """Return size and time of every file that a round touches, and who is at work."""
+        folders = self._folders()
+        ledgers = [stamp for path in self.ledgers for stamp in _ledger_stamp(path)]
+        alive = [_is_alive(folder) for folder in folders]
+        files = [_stamp(folder / name) for folder in folders for name in _FILES]
+        return *files, *ledgers, *alive
 
     def data(self) -> dict[str, Any]:
         """Return the runs as they stand, read once for all who look."""
@@ -71,6 +86,12 @@ class RunsSource:
                 folders = self._folders()
                 view = page_view(folders, private=self.private, look=False) if folders else None
                 data = with_comparison(view or empty_view(private=self.private))
+                for run, folder in zip(data["runs"], folders, strict=True):
+                    run |= {"alive": _is_alive(folder), "touched": _touched(folder)}
+                    if run["resume"]:  # who watches sits at this machine
+                        config = RunFolder.open(folder).read_config()
+                        run["resume"] = resume_command(config, str(folder))
+                data["ledgers"] = [_populations(path) for path in self.ledgers]
             except (FedquiltError, OSError):
                 if self._last is None:
                     return with_comparison(empty_view(private=self.private))
@@ -95,7 +116,7 @@ class LedgerSource:
 
     def stamp(self) -> Stamp:
         """Return size and time of the file and of the journal beside it."""
-        return _stamp(self.path), _stamp(self.path.with_name(f"{self.path.name}-journal"))
+        return _ledger_stamp(self.path)
 
     def data(self) -> dict[str, Any]:
         """Return the populations as they stand, read once for all who look."""
@@ -120,16 +141,63 @@ class LedgerSource:
 
 
 def source_of(paths: Sequence[str], *, private: bool = False) -> Source:
-    """Return what paths mean: one ledger file, or runs."""
-    ledgers = [path for path in paths if Path(path).is_file()]
-    if not ledgers:
-        missing = [path for path in paths if not Path(path).is_dir()]
-        if missing or not paths:
-            raise InvalidValueError(f"{missing or paths!r} must be run folders or one ledger file")
-        return RunsSource(paths, private=private)
-    if len(paths) > 1 or not is_ledger(Path(paths[0])):
-        raise InvalidValueError(f"{ledgers[0]!r} must be a ledger, and be watched alone")
-    return LedgerSource(paths[0])
+    """Return what paths mean: runs, with ledgers beside them, or one ledger alone."""
+    ledgers = [path for path in paths if Path(path).is_file() and is_ledger(Path(path))]
+    runs = [path for path in paths if path not in ledgers]
+    wrong = [path for path in runs if not Path(path).is_dir()]
+    if wrong or not paths:
+        listed = ", ".join(repr(path) for path in wrong) or "nothing"
+        raise InvalidValueError(f"{listed} must be a ledger, or a folder of runs")
+    if runs:
+        return RunsSource(runs, private=private, ledgers=ledgers)
+    if len(ledgers) > 1:
+        raise InvalidValueError("of ledgers without runs one must be watched at a time")
+    return LedgerSource(ledgers[0])
+
+
+def _populations(path: Path) -> dict[str, Any]:
+    """Return the populations of a ledger at a glance: nobody by name, and no client alone."""
+    ledger = ledger_view(path)["ledger"]
+    found = [
+        {key: value for key, value in one.items() if not isinstance(value, list | dict)}
+        for one in ledger["populations"]
+    ]
+    return {**ledger, "populations": found}
+
+
+def _is_alive(folder: Path) -> bool | None:
+    """Tell whether a process works on a run that has not ended; None where that is not known.
+
+    It holds the folder's lock (`RunFolder`).  Where the kernel lists no such lock, the lock is
+    tried, shared and for a moment: a run that is at work elsewhere, on the same disk, refuses it.
+    """
+    if (folder / "result.json").exists():
+        return None
+    try:
+        number = str((folder / ".lock").stat().st_ino)
+        with contextlib.suppress(OSError):
+            held = Path("/proc/locks").read_text().splitlines()
+            if any(line.split()[5].endswith(f":{number}") for line in held if "->" not in line):
+                return True
+        import fcntl
+
+        with (folder / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError, IndexError):
+        return None
+
+
+def _touched(folder: Path) -> float | None:
+    """Return when a file of the run last changed, in seconds since 1970."""
+    stamps = [_stamp(folder / name) for name in _FILES]
+    return max((stamp[1] / 1e9 for stamp in stamps if stamp is not None), default=None)
+
+
+def _ledger_stamp(path: Path) -> Stamp:
+    return _stamp(path), _stamp(path.with_name(f"{path.name}-journal"))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -3,7 +3,7 @@
 A step of a network with hundreds of small kernels costs the host more than the GPU: every kernel
 is launched from Python.  Forward pass, loss, backward pass and the optimiser's step are therefore
 captured once and replayed for every full batch.  This is for models that no stack of clients can
-run (BatchNorm, attention); a client's update depends on its own samples only, as with autograd.
+run (BatchNorm); a client's update depends on its own samples only, as with autograd.
 
 A replay does what was captured, on the same memory, and runs no Python.  So
 - samples and targets are copied into buffers of fixed place before it;
@@ -12,7 +12,7 @@ A replay does what was captured, on the same memory, and runs no Python.  So
 - a model that draws random numbers, or changes anything else than tensors that travel, is not
   captured.
 The last batch of an epoch, where it is smaller, takes the same step without a graph.
-Convolutions add up in a fixed order, so that the same samples give the same bits again.
+Convolutions add up in a fixed order (cuDNN's deterministic algorithms).
 
 Whether steps are captured is decided before the first client, from the settings, the model and a
 trial on public samples against autograd.

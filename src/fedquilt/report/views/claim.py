@@ -1,0 +1,263 @@
+"""What may be claimed: of a run, of all runs of its ledger, of all runs of a sweep.
+
+A client that was in several runs has given away more than any of them says.  Wherever that is
+known, the headline is the figure of all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.common.errors import InvalidValueError, RunFolderError
+from fedquilt.common.formatting import format_bound
+from fedquilt.config import RunConfig
+from fedquilt.privacy.accounting import gaussian_mu
+from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
+from fedquilt.privacy.statement import ADJACENCIES, Statement
+from fedquilt.report.series import upward
+
+_UNFINISHED = "No statement yet"
+_NOTHING = "No guarantee: ε = ∞"
+_LARGER = 1 + 1e-6
+
+
+def claim_view(
+    result: Mapping[str, Any] | None,
+    rounds: int,
+    config: RunConfig,
+    total: Mapping[str, Any] | None = None,
+    private: bool = False,
+) -> dict[str, Any]:
+    """Return headline, explanation, facts and notes of the statement of a run.
+
+    `total` is what the ledger says of all runs of the run's clients (`spend.total`).  Where
+    the ledger lies on somebody's machine is said with `private` only.
+    """
+    if result is None:
+        return {
+            "bounded": False,
+            "finished": False,
+            "headline": _UNFINISHED,
+            "explained": f"{rounds} of {config.num_rounds} rounds are over. What may be claimed is "
+            "said when the run ends; until then the ledger's charges are what is known.",
+            "facts": [],
+            "notes": [],
+            "epsilon_max": None,
+            "delta": None,
+            "figure": "ε: no statement yet",
+            "lifetime": _plain(_lifetime(None, math.inf, total, config)),
+        }
+    try:
+        statement = Statement.from_json(dict(result["statement"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"the statement of a run lacks or spoils {error}") from error
+    record = statement.as_json()
+    hidden = None if private else (result.get("ledger") or {}).get("ledger")
+    lifetime = _lifetime(result, statement.epsilon_max, total, config)
+    whole = statement.epsilon_max if lifetime is None else lifetime["epsilon"]
+    return {
+        "bounded": statement.is_bounded and math.isfinite(whole),
+        "finished": True,
+        "headline": _headline(statement, whole, lifetime),
+        "explained": _explained(statement, whole, config, shared=lifetime is not None),
+        "facts": [*_alone(statement, lifetime), *_facts(statement)],
+        "notes": [_without_place(note, hidden) for note in statement.notes],
+        "figure": f"ε ≤ {format_bound(whole)}" if math.isfinite(whole) else "ε = ∞",
+        "epsilon_max": record["epsilon_max"],
+        "delta": record["delta"],
+        "adjacency": record["adjacency"],
+        "lifetime": _plain(lifetime),
+        "text": _without_place(statement.as_text(), hidden),
+    }
+
+
+def _lifetime(
+    result: Mapping[str, Any] | None,
+    own: float,
+    total: Mapping[str, Any] | None,
+    config: RunConfig,
+) -> dict[str, Any] | None:
+    """Return what all runs of the ledger together have cost; None where this run is all.
+
+    A ledger that is gone is quoted from the run's own record.
+    """
+    if total is not None:
+        if total["runs"] < 2:
+            return None
+        return {"epsilon": float(total["epsilon"]), "runs": total["runs"]}
+    record = (result or {}).get("ledger") or {}
+    stated = float(record.get("lifetime_epsilon_max", 0.0))
+    if config.ledger is None or config.amplification or stated <= own * _LARGER:
+        return None
+    return {"epsilon": stated, "runs": None}
+
+
+def _plain(lifetime: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if lifetime is None else {**lifetime, "epsilon": upward(lifetime["epsilon"])}
+
+
+def guess_sentence(epsilon: float, delta: float, adjacency: str, *, gaussian: bool) -> str:
+    """Say what a bound means to somebody who guesses.
+
+    Of two equally likely worlds, a Gaussian mechanism of parameter μ lets the best guess be right
+    with probability Φ(μ/2) (Dong, Roth, Su); any mechanism of (ε, δ), with probability
+    (e^ε + δ)/(1 + e^ε) at most.
+
+    >>> guess_sentence(6.0, 1e-5, "zero-out", gaussian=True)
+    "Who guesses whether a client's data were used is right at most 74.4 times in 100, not 50."
+    """
+    if gaussian:
+        right = 0.5 * (1 + math.erf(gaussian_mu(epsilon, delta) / (2 * math.sqrt(2))))
+    else:
+        right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+    which = {
+        "zero-out": "whether a client's data were used",
+        "replace-one": "which of two sets of data a client holds",
+    }.get(adjacency, "which of two neighbouring worlds is the true one")
+    times = format_bound(min(100.0, 100 * right))
+    return f"Who guesses {which} is right at most {times} times in 100, not 50."
+
+
+def composed_epsilon(
+    epsilons: Sequence[float], deltas: Sequence[float | None], *, amplified: bool
+) -> tuple[float, float | None]:
+    """Return what a client that was in every one of some runs may have given away.
+
+    Squared GDP units add up over runs (`privacy.ledger.units`).  Where a run claims nothing
+    there is no bound, nor where the runs' deltas differ, nor under a secret coin, whose
+    releases are not described by one unit.
+    """
+    if not epsilons or len(set(deltas)) != 1 or deltas[0] is None or amplified:
+        return math.inf, None
+    delta = float(deltas[0])
+    try:
+        total = sum(allowance_mu2(float(epsilon), delta) for epsilon in epsilons)
+    except (InvalidValueError, OverflowError, ValueError):
+        return math.inf, delta
+    return float(epsilon_spent(np.asarray([total]), delta)[0]), delta
+
+
+def together_view(
+    runs: Sequence[Mapping[str, Any]], sweeps: Mapping[str, Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Return what runs that share clients may claim together: on one ledger, or in one sweep.
+
+    `sweeps` names the places of a sweep's runs.  Whatever is charged to one shared ledger is
+    bounded by that; of other runs of a sweep the claims are composed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        lifetime, spend = run["claim"].get("lifetime"), run.get("spend") or {}
+        if lifetime is not None and spend.get("population"):
+            where = f"the runs of the ledger's population {spend['population']}"
+            known = found.get(where)
+            if known is None or float(known["epsilon"]) < float(lifetime["epsilon"]):
+                given = (lifetime["runs"], lifetime["epsilon"], spend["delta"])
+                found[where] = _shared(where, *given, spend["adjacency"])
+    for name, members in sweeps.items():
+        own = [runs[i] for i in members if runs[i]["rounds"] or runs[i]["finished"]]
+        if len(own) < 2 or all(run["claim"].get("lifetime") for run in own):
+            continue
+        epsilon, delta = composed_epsilon(
+            [_given_away(run) for run in own],
+            [_delta(run) for run in own],
+            amplified=any(run["roster_is"] == "available" for run in own),
+        )
+        where = f"the runs of the sweep {name}"
+        adjacency = own[0]["claim"].get("adjacency") or "zero-out"
+        found[where] = _shared(where, len(own), upward(epsilon), delta, adjacency)
+    return list(found.values())
+
+
+def _given_away(run: Mapping[str, Any]) -> float:
+    """Return what a run may have cost a client: its claim or, before its end, its budget."""
+    claimed = run["claim"]["epsilon_max"]
+    if claimed is not None:
+        return float(claimed)
+    return float((run.get("spend") or {}).get("budget", math.inf))
+
+
+def _delta(run: Mapping[str, Any]) -> float | None:
+    found = run["claim"]["delta"]
+    return found if found is not None else (run.get("spend") or {}).get("delta")
+
+
+def _shared(
+    where: str, runs: int | None, epsilon: Any, delta: float | None, adjacency: str
+) -> dict[str, Any]:
+    looks = "" if runs is None else f" {runs} looks were taken at the clients' data."
+    bounded = math.isfinite(float(epsilon)) and delta is not None
+    if bounded:
+        stated = f"ε ≤ {format_bound(float(epsilon))} at δ = {format_bound(delta or 0.0, 6)}"
+        headline = f"Every client, over all of them: {stated}"
+    else:
+        headline = f"{_NOTHING} over all of them"
+    chosen = " What is chosen by looking at results is not covered by a single run's claim."
+    return {
+        "where": where,
+        "runs": runs,
+        "epsilon": epsilon,
+        "delta": delta,
+        "bounded": bounded,
+        "figure": f"ε ≤ {format_bound(float(epsilon))}" if bounded else "ε = ∞",
+        "guess": guess_sentence(float(epsilon), delta or 0.0, adjacency, gaussian=True)
+        if bounded
+        else "",
+        "headline": headline,
+        "text": f"A client that was in all of {where} has given away that much.{looks}{chosen}",
+    }
+
+
+def _without_place(text: str, path: str | None) -> str:
+    """Return a text in which a file has its name only."""
+    return text if path is None else text.replace(path, Path(path).name)
+
+
+def _headline(statement: Statement, whole: float, lifetime: Mapping[str, Any] | None) -> str:
+    if not statement.is_bounded or not math.isfinite(whole):
+        return _NOTHING
+    stated = f"ε ≤ {format_bound(whole)} at δ = {format_bound(statement.delta, 6)}"
+    if lifetime is None:
+        return f"Every {statement.unit}: {stated}"
+    return f"Every {statement.unit}, over all runs of its ledger: {stated}"
+
+
+def _explained(statement: Statement, whole: float, config: RunConfig, *, shared: bool) -> str:
+    if not statement.is_bounded:
+        return (
+            "Nothing that depends on the clients' data may be published under a privacy claim: "
+            "not the model, and not what this page shows of it."
+        )
+    if not math.isfinite(whole):
+        return "Some client was in a run of the same ledger that bounds nothing."
+    guess = guess_sentence(
+        whole, statement.delta, statement.adjacency, gaussian=not config.amplification
+    )
+    holds = "all runs of the ledger" if shared else "all rounds"
+    return f"{guess} It holds for {holds} together, and for the {statement.unit} that joined most."
+
+
+def _alone(statement: Statement, lifetime: Mapping[str, Any] | None) -> list[list[str]]:
+    if lifetime is None:
+        return []
+    return [["This run alone", f"ε ≤ {format_bound(statement.epsilon_max)}"]]
+
+
+def _facts(statement: Statement) -> list[list[str]]:
+    median = format_bound(statement.epsilon_median)
+    compared = ADJACENCIES.get(statement.adjacency, "")
+    bounded = [
+        [f"Median {statement.unit}", f"ε ≤ {median}"],
+        ["Adjacency", f"{statement.adjacency}: {compared}"],
+    ]
+    return [
+        *(bounded if statement.is_bounded else []),
+        ["Covered", ", ".join(statement.covered) or "nothing"],
+        ["Not covered", ", ".join(statement.uncovered) or "nothing"],
+        ["Noise from", statement.noise_source],
+    ]
