@@ -100,11 +100,7 @@ def start_run(
 
 
 def _refuse_precision(config: RunConfig, problem: FederatedTask) -> None:
-    """Refuse a precision where clients train on a CPU of this machine, whose steps have one only.
-
-    A run that is resumed elsewhere goes on; nodes have devices of their own, and a condensation
-    matches in it anywhere.
-    """
+    """Refuse a precision that is for GPUs where clients train on a CPU of this machine."""
     usual = config.precision == RunConfig.precision or isinstance(config, CondenseConfig)
     own = problem.own.engine or problem.own.method or problem.own.remote or problem.task.is_remote
     if usual or own or config.engine in FLOWER_ENGINES or "cuda" in (config.devices or ""):

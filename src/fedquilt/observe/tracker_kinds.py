@@ -23,7 +23,6 @@ MEASURED = "test_"
 # Of a condensation: the loss of the network that the server trains.
 KEYS = {"epoch_avg_loss": "train_loss"}
 EPSILONS = {"worst": "epsilon_max", "median": "epsilon_median"}
-"""What a statement calls two of the epsilons that clients have spent."""
 
 
 class Tracker(Protocol):
@@ -55,10 +54,9 @@ def scalars_of(line: Mapping[str, Any]) -> dict[str, int | float]:
         found = {EPSILONS[name]: spent[name] for name in EPSILONS if name in spent}
         others = {name: value for name, value in spent.items() if name not in EPSILONS}
         known = {**known, "epsilon_spent": others, **found}
-    renamed = {}
-    for key, value in known.items():
-        plain = KEYS.get(key, key.removeprefix(MEASURED))
-        renamed[key if plain in known or plain == "round" else plain] = value
+    plain = {key: KEYS.get(key, key.removeprefix(MEASURED)) for key in known}
+    taken = {*known, "round"}
+    renamed = {key if plain[key] in taken else plain[key]: known[key] for key in known}
     return dict(_flatten("", renamed))
 
 
@@ -274,7 +272,6 @@ class MlflowTracker:
 
     Unless that is set, it is the folder `mlflow` beside the run's: runs of one folder of results
     are compared with `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RESULTS/mlflow`.
-    Which of its runs this is stands in the folder `mlflow` of the run.
 
     A round that withholds its seconds is stamped with the time of opening, and sent at the end
     where the store may be another machine's.  A resumed run goes on in the same MLflow run; a round
@@ -296,31 +293,23 @@ class MlflowTracker:
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
 
-            self._entities = entities
+            self._entities, self._refusal = entities, MlflowException
             try:
                 self._client = MlflowClient(tracking_uri=uri)
                 self._run_id = self._begin(place / ID_FILE, project, run_name, config)
                 self._known = self._logged()
             except MlflowException as error:
-                raise InvalidValueError(
-                    f"trackers='mlflow' cannot write to the store {uri!r}: {error}"
-                ) from error
+                raise InvalidValueError(f"mlflow cannot write to {uri!r}: {error}") from error
 
     def _begin(self, file: Path, project: str, run_name: str, config: Mapping[str, Any]) -> str:
         """Return the run of this folder, made where the store has none."""
-        from mlflow.exceptions import MlflowException
-
         written = file.read_text(encoding="utf-8").strip() if file.exists() else ""
         if re.fullmatch(r"[0-9a-f]{32}", written):
-            with suppress(MlflowException):  # of another store
+            with suppress(self._refusal):  # of another store
                 self._client.update_run(written, status="RUNNING")
                 return written
-        made = self._client.create_run(
-            self._experiment(project),
-            start_time=self._opened,
-            run_name=run_name,
-            tags={"mlflow.user": "fedquilt"},
-        )
+        experiment, tags = self._experiment(project), {"mlflow.user": "fedquilt"}
+        made = self._client.create_run(experiment, self._opened, tags, run_name)
         run_id = str(made.info.run_id)
         given = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in config.items()]
         for start in range(0, len(given), _MOST_AT_ONCE):
@@ -329,19 +318,11 @@ class MlflowTracker:
         return run_id
 
     def _experiment(self, project: str) -> str:
-        from mlflow.exceptions import MlflowException
-
-        found = self._client.get_experiment_by_name(project)
-        if found is not None:
-            return str(found.experiment_id)
-        try:
+        with suppress(self._refusal):  # it is there, maybe made by a run beside this one just now
             return str(self._client.create_experiment(project))
-        except MlflowException:
-            # Another run beside this one has made it meanwhile.
-            found = self._client.get_experiment_by_name(project)
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        found = self._client.get_experiment_by_name(project)
+        assert found is not None
+        return str(found.experiment_id)
 
     def _logged(self) -> set[tuple[str, int, float]]:
         """Return what an earlier process has logged."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 NEAR_END = 0.9
 NOT_ADDED = "epsilons do not add up to the allowance; the squares of their mu (mu²) do"
-"""Said below what is allowed, spent and left, of which a reader would make a sum."""
 # What is left of 80 columns beside the numbers.
 _ID_WIDTH = 24
 
@@ -40,8 +39,7 @@ def ledger_tables(
 ) -> str:
     """Return a table of the populations and, for each, its dearest clients.
 
-    `summaries` and `rows` are what a population's `summary` and `rows` give.  Rounds, which
-    count from 0 in the ledger, count from 1 here, as in all that people are shown.
+    `summaries` and `rows` are what a population's `summary` and `rows` give.  Rounds count from 1 here.
     """
     if not summaries:
         return "no population yet"
