@@ -39,7 +39,7 @@ def ledger_tables(
 ) -> str:
     """Return a table of the populations and, for each, its dearest clients.
 
-    `summaries` and `rows` are what a population's `summary` and `rows` give.  Rounds count from 1 here.
+    `summaries` and `rows` are what a population's `summary` and `rows` give.
     """
     if not summaries:
         return "no population yet"
