@@ -6,7 +6,6 @@ import html
 import importlib.util
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,27 +20,27 @@ SOURCE = ROOT / "src"
 DRAWING = "house_pictures.py"
 
 CEILINGS = {
-    "files": 322,
+    "files": 263,
     "lines": 64_300,
-    "modules with one importer": 90,
-    "cycles of modules": 2,
+    "modules with one importer": 47,
+    "cycles of modules": 0,
     "modules at the top": 12,
     "lines of round.py": 220,
-    "options in several lists": 69,
-    "public names in several modules": 40,
-    "one round, fedavg: functions": 100,
+    "options in several lists": 0,
+    "public names in several modules": 9,
+    "one round, fedavg: functions": 87,
     "one round, fedavg: files": 16,
-    "one round, certified: functions": 190,
+    "one round, certified: functions": 174,
     "one round, certified: files": 25,
-    "one round, certified, heterofl: functions": 293,
+    "one round, certified, heterofl: functions": 292,
     "one round, certified, heterofl: files": 41,
-    "one round, condense: functions": 125,
+    "one round, condense: functions": 118,
     "one round, condense: files": 25,
 }
 """At most this much.  Whoever raises a figure says in the commit why the house needs it."""
 
-SLACK = 0.05
-"""A ceiling further above its figure than this share holds nothing: it is to be lowered."""
+SLACK, LEAST = 0.03, 4
+"""A ceiling further above its figure than this share, and this much, holds nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def generous(figures: dict[str, int], ceilings: dict[str, int]) -> list[str]:
     return [
         f"{name}: {figures[name]:,}, the ceiling is still {ceiling:,}"
         for name, ceiling in ceilings.items()
-        if ceiling - figures[name] > max(2, SLACK * ceiling)
+        if ceiling - figures[name] > max(LEAST, SLACK * ceiling)
     ]
 
 
@@ -107,8 +106,8 @@ def test_no_figure_is_above_its_ceiling(figures: dict[str, int]) -> None:
 
 
 def test_ceilings_follow_the_house(figures: dict[str, int]) -> None:
-    for line in generous(figures, CEILINGS):
-        warnings.warn(f"{line}: lower it in tests/test_house.py", stacklevel=1)
+    found = generous(figures, CEILINGS)
+    assert not found, f"{'; '.join(found)}.  Lower them in tests/test_house.py, so that they hold."
 
 
 def test_growth_and_generosity_are_noticed() -> None:

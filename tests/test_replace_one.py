@@ -303,8 +303,8 @@ def test_an_amplified_run_calibrates_for_what_it_states() -> None:
 
 def test_a_plan_for_replace_one_needs_twice_the_noise() -> None:
     asked = {"population": 100, "rounds": 60, "epsilon": 6.0, "delta": DELTA, "joins": 60}
-    one = planning.plan(**asked, parameters=650, cohort=28)  # type: ignore[arg-type]
-    two = planning.plan(
+    one = planning.plan_privacy(**asked, parameters=650, cohort=28)  # type: ignore[arg-type]
+    two = planning.plan_privacy(
         **asked,  # type: ignore[arg-type]
         parameters=650,
         cohort=28,
@@ -317,7 +317,7 @@ def test_a_plan_for_replace_one_needs_twice_the_noise() -> None:
     # The advice is about the same relation: at its epsilon the run is just workable.
     advised = next(text for text in two.advice if "epsilon" in text)
     needed = float(advised.split("epsilon: ")[1].split(" ")[0])
-    reached = planning.plan(
+    reached = planning.plan_privacy(
         **{**asked, "epsilon": needed},  # type: ignore[arg-type]
         parameters=650,
         cohort=28,

@@ -183,3 +183,26 @@ def test_a_refused_reservation_plans_the_round_anew(
     assert refused == [4]
     monkeypatch.setattr(Run, "reserve", reserve)
     assert lines(ahead) == lines(run(tmp_path / "plain", False, **SEEDED))
+
+
+def test_a_deferred_round_counts_as_an_exposure_to_the_secret_coin(tmp_path: Path) -> None:
+    """The noise is calibrated for two exposures, and client 0 is available in every round."""
+    available = [(index, 0) for index in range(6)] + [(5, client) for client in range(1, 6)]
+    rows = "".join(f"{index},{client}\n" for index, client in available)
+    (tmp_path / "who.csv").write_text("round,client\n" + rows)
+    coin: dict[str, Any] = {
+        "mode": "certified",
+        "epsilon": 5.0,
+        "selection": "poisson",
+        "amplification": True,
+        "clients_per_round": 3,
+        "availability": str(tmp_path / "who.csv"),
+        "policy": "cap",
+        "max_joins": 2,
+        "num_rounds": 6,
+        "eval_every": 6,
+    }
+    plain, ahead = (run(tmp_path / str(early), early, **coin) for early in (False, True))
+    assert ahead.statement.epsilon_max <= 5.0
+    assert plain.result["cohorts"] == ahead.result["cohorts"]
+    assert plain.statement == ahead.statement

@@ -168,7 +168,7 @@ def test_needs_neither_scipy_nor_dp_accounting():
         "for name in ('scipy', 'dp_accounting', 'absl', 'torch', 'matplotlib'):\n"
         "    sys.modules[name] = None\n"
         "from fedquilt.privacy.accounting import Release, calibrate, epsilon\n"
-        "from fedquilt.privacy.feasibility import plan\n"
+        "from fedquilt.privacy.feasibility import plan_privacy as plan\n"
         "z = calibrate(6.0, 1e-5, rounds=200, method='gdp')\n"
         "print(epsilon([Release(z, 200)], 1e-5, method='gdp').epsilon)\n"
         "print(plan(100, 200, 6.0, 1e-5, 1_200_000, None, 100).workable)\n"

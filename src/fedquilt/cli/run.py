@@ -204,9 +204,9 @@ def closing_lines(finished: RunResult) -> list[tuple[str, str]]:
     result, folder = finished.result, finished.folder
     name, value = next(iter(finished.metrics.items()), ("measured", None))
     measured = "nothing" if value is None else f"{value:.4f}"
-    lines = [(name, f"{measured} after {result['rounds']} rounds")]
+    lines = [(name, f"{measured} after round {result['rounds']}")]
     if result.get("stopped"):
-        lines.append(("stopped", str(result["stopped"])))
+        lines.append(("ended", f"after round {result['rounds']}: {result['stopped']}"))
     lines.append(("claim", finished.statement.claim))
     lifetime = [note for note in finished.statement.notes if note.startswith("lifetime: ")]
     lines += [("lifetime", note.partition(": ")[2]) for note in lifetime]

@@ -188,8 +188,15 @@ class RunAccount:
         return np.asarray(self._mine(self.population.spent()) - self.spent())
 
     def joins(self) -> NDArray[np.int64]:
-        """Return how many releases of this run, crashed ones included, each client was in."""
-        return self._joins
+        """Return how many releases of this run, crashed ones included, each client was in.
+
+        One that waits for `settle_deferred` counts: the next cohort is selected before that.
+        """
+        if self._deferred is None or self._open is None or self._open[0] in self._settled:
+            return self._joins
+        joins = self._joins.copy()
+        joins[self._open[1]] += 1
+        return joins
 
     def rewind(self, spent: NDArray[np.float64]) -> None:
         """Note what the ledger is ahead of a checkpoint that had `spent` this much."""

@@ -32,7 +32,7 @@ def plan_figure(plan: Any, path: str | Path, config: Mapping[str, Any] | None = 
 
     One line each for the asked cohort, 10 and 100 times as many clients per
     round; the asked point is marked.  The suffix chooses png, pdf or svg.  `plan` is what
-    `fedquilt.privacy.feasibility.plan` returns.
+    `fedquilt.privacy.feasibility.plan_privacy` returns.
     """
     path = Path(path)
     checks.choice("suffix of the figure", path.suffix.lower(), [f".{kind}" for kind in FORMATS])

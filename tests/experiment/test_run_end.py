@@ -60,7 +60,7 @@ def test_a_dead_model_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_command_says_why_the_run_ended(cli: Any, no_figures: None) -> None:
     said = cli("run", *flags(mode="certified", **DIVERGES), "--quiet")
     assert said.code == 0
-    assert f"ended after round 1: {DEAD}" in said.out
+    assert f"ended     after round 1: {DEAD}" in said.out
 
 
 def test_a_run_that_refused_every_update_says_so(

@@ -22,7 +22,7 @@ from run_samples import rounds_without_clock
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
 Cli = Callable[..., Any]
-KEPT = Path(__file__).parent / "data" / "written_before"
+KEPT = Path(__file__).parents[1] / "data" / "written_before"
 FINISHED = ("fedavg_finished", "certified_finished")
 INTERRUPTED = {
     "certified_interrupted": "run",
