@@ -15,7 +15,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt import Certified, ClientUpdate, WholeModel
-from fedquilt.aggregation import RunningMean
+from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of
 from fedquilt.audit.worlds import known_entropy
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer
@@ -340,6 +340,35 @@ def test_a_subclass_of_a_sum_declares_for_itself() -> None:
 
     told = [(c.sensitivity, c.keeps_vectors, c.adds_scaled) for c in (RunningMean, Silent, Saying)]
     assert told == [(1.0, False, True), (None, True, False), (2.0, False, True)]
+
+
+class Wrapped:
+    """A sum around the package's own, which has to speak for itself."""
+
+    def __init__(self, size: int) -> None:
+        self.inner = RunningMean(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def add(self, vector: torch.Tensor, weight: float = 1.0, place: object = None) -> None:
+        self.inner.add(0.5 * vector, weight)
+
+
+class WrappedSaying(Wrapped):
+    sensitivity = 0.5
+
+
+def test_a_sum_around_another_declares_for_itself() -> None:
+    assert sensitivity_of(Wrapped(2)) is None
+    assert keeps_vectors(Wrapped(2))
+    assert not world(with_client=True, method=method_with(Wrapped)).statement.is_bounded
+
+
+def test_the_vectors_of_a_sum_around_another_go_through_its_own_add() -> None:
+    method = method_with(WrappedSaying)
+    assert world(with_client=True, method=method).statement.is_bounded
+    assert moved(method=method) == pytest.approx(gaussian_mu(1.0, 1e-5), rel=1e-3)
 
 
 def test_a_digest_tells_parts_apart_that_are_called_custom_alike() -> None:

@@ -17,6 +17,7 @@ correction, as in that paper (its Algorithm 2 asks for v >= tau^2).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -189,9 +190,10 @@ def sensitivity_of(total: Accumulator) -> float | None:
     """Return how far one vector may move a sum, by unit of its length; None: nobody knows.
 
     Of `RunningMean` under equal weights it is 1.  Whatever else adds up, a subclass of it
-    included, has to declare it.
+    included, has to declare it: what a `__getattr__` fetches is said of another sum.
     """
-    declared = getattr(total, "sensitivity", None)
+    stated = inspect.getattr_static(total, "sensitivity", None)
+    declared = None if stated is None else getattr(total, "sensitivity", None)
     if declared is None:
         return None
     return checks.number(f"sensitivity of {type(total).__name__}", declared, above=0)
@@ -199,7 +201,8 @@ def sensitivity_of(total: Accumulator) -> float | None:
 
 def keeps_vectors(total: Accumulator) -> bool:
     """Tell whether a sum may look at a vector after `add` has returned; unless it says no."""
-    return bool(getattr(total, "keeps_vectors", True))
+    stated = inspect.getattr_static(total, "keeps_vectors", None)
+    return stated is None or bool(total.keeps_vectors)
 
 
 def add(
@@ -212,7 +215,7 @@ def add(
     """Add a vector times `scale`, in float64, to a sum; one that `adds_scaled` needs no copy."""
     if scale is None:
         total.add(vector, weight, place)
-    elif place is None and getattr(total, "adds_scaled", False):
+    elif place is None and getattr(type(total), "adds_scaled", False):
         cast(RunningMean, total).add_scaled(vector, scale, weight)
     else:
         total.add(vector.to(torch.float64) * scale, weight, place)

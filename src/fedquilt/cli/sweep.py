@@ -19,7 +19,7 @@ from fedquilt.cli.progress import optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable
-from fedquilt.common.text_table import text_table
+from fedquilt.common.text_table import text_table, wrapped
 from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
 from fedquilt.observe.progress import StepsProgress
@@ -183,13 +183,13 @@ def _print(found: SweepSummary, unfinished: int, again: str) -> None:
     say(_table(found))
     for one in found.reasons[:_MOST_REASONS]:
         runs = "1 run" if one.runs == 1 else f"{one.runs} runs"
-        say(f"\n{runs} {one.state}: {printable(one.message)}")
+        say("\n" + wrapped(f"{runs} {one.state}: {printable(one.message)}"))
     more = len(found.reasons) - _MOST_REASONS
     if more > 0:
         say(f"\n{more} more reasons are in the table")
     if unfinished:
         say(f"\n{unfinished} of the runs did not end: {again}")
-    say(f"\n{found.looks.text}")
+    say(f"\n{wrapped(found.looks.text)}")
 
 
 def _plain(found: SweepSummary) -> dict[str, Any]:
