@@ -190,7 +190,7 @@ def test_words_of_the_command_line_in_its_errors(cli: Cli, certified: Path) -> N
 
 def test_an_audit_without_a_word_replays(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("fedquilt.audit.replay", lambda *a: asked.append(a) or [])
+    monkeypatch.setattr("fedquilt.audit.replay", lambda *a, **b: asked.append(a) or [])
     said = cli("audit")
     assert said.code == 0
     assert said.out.splitlines()[-1].endswith("python tests/audit/whole_runs.py.")

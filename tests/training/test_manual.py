@@ -338,8 +338,10 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     flat = FlatModel(model, task.public().inputs)
     flat.remember()
     draws: ClientDraws | None = find_draws(flat, task.public())
+    before = flat.read().clone()
     with pytest.raises(NoPlanError, match="away from autograd"):
         ManualTrainer(flat, task, how(), draws)
+    assert torch.equal(flat.read(), before), "a run by autograd starts from the model's own weights"
 
 
 class Called(nn.Sequential):

@@ -127,14 +127,18 @@ def refuse_disagreement(
     `by_hand` and `by_autograd` return the gradients, or the updates, that are compared.
     """
     start = flat.read().clone()
-    for like, count, scales in trials:
-        reason = disagreement(
-            *(by_hand, by_autograd, start, like, count, unit), vocabulary=vocabulary, scales=scales
-        )
-        if reason:
-            raise NoPlanError(f"{what} {reason}")
-    moved = moved_by_a_pass(flat, trials[0].like, draws)
-    flat.write(start)
+    try:
+        for like, count, scales in trials:
+            reason = disagreement(
+                *(by_hand, by_autograd, start, like, count, unit),
+                vocabulary=vocabulary,
+                scales=scales,
+            )
+            if reason:
+                raise NoPlanError(f"{what} {reason}")
+        moved = moved_by_a_pass(flat, trials[0].like, draws)
+    finally:
+        flat.write(start)
     if moved:
         raise NoPlanError(f"a pass changes {', '.join(moved)}, which steps by hand do not")
 
