@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from rich.progress import TimeRemainingColumn
 from torch import nn
 
 import fedquilt
+from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
+from fedquilt.experiment.api import run_config
 from fedquilt.observe import progress
 from fedquilt.observe.progress import Progress, StepsProgress, draws_bars
 
@@ -162,3 +165,32 @@ def test_steps_are_one_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not draws_bars(Terminal())
     with StepsProgress("audit: case", 67, Terminal(), shown=False) as steps:
         steps.end()
+
+
+def test_features_are_a_step_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    config = RunConfig(mode="certified", model="hog-linear", num_rounds=40)
+    with Progress("digits certified", out) as shown:
+        shown.working("features", 0.62)
+        shown._bar.refresh()
+        assert "62/100" in out.getvalue()
+        assert "features" in out.getvalue()
+        shown(config, line(0, None))
+        shown._bar.refresh()
+        assert "1/40" in out.getvalue()
+        assert "features" not in out.getvalue().splitlines()[-1]
+
+
+def test_a_run_tells_of_its_features(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+
+    class Watch(Observer):
+        def working(self, what: str, share: float) -> None:
+            told.append((what, share))
+
+    settings = {"mode": "fedavg", "dataset": "digits", "model": "hog-linear", "num_rounds": 1}
+    config = RunConfig(**settings, num_clients=5, output_dir=str(tmp_path))
+    run_config(config, Watch())
+    assert {what for what, _ in told} == {progress.FEATURES}
+    assert told[-1][1] == 1.0

@@ -14,6 +14,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.round import run_round
 from fedquilt.setup.clients import hold_back
@@ -30,7 +31,7 @@ from fedquilt.slices.static_norm import (
 from tiers import rest_is_slow
 
 STATISTICS = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-NARROW = ["heterofl", "fedrolex", "dropout", "fjord", "mfl"]
+NARROW = sorted(NARROW_METHODS)
 
 
 def batch_normed() -> nn.Module:

@@ -199,3 +199,8 @@ def test_a_factory_must_make_an_optimiser_that_steps_by_itself() -> None:
     )
     with pytest.raises(InvalidValueError, match="LBFGS must step without a closure"):
         steps.step([torch.ones(2)])
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="optimizer='no-such-rule' must be one of"):
+        ClientOptimizer("no-such-rule")

@@ -8,7 +8,7 @@ import typer
 
 from fedquilt.cli.run import say
 from fedquilt.common.formatting import printable
-from fedquilt.common.text_table import text_table
+from fedquilt.common.text_table import text_table, wrapped
 
 
 def data(
@@ -34,5 +34,6 @@ def data(
     absent = [key for key, status in found.items() if status.missing]
     if absent:
         places = ", ".join(str(folder.absolute()) for folder in found[absent[0]].searched)
-        say(f"\nlooked in {places} (the folders of --data-dir, then of FEDQUILT_DATA, else ./data)")
+        order = "the folders of --data-dir, then of FEDQUILT_DATA, else ./data"
+        say("\n" + wrapped(f"looked in {places} ({order})"))
         say(f"fetch one with  fedquilt data {absent[0]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -18,9 +19,10 @@ from fedquilt.cli.progress import optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable
-from fedquilt.common.text_table import text_table
+from fedquilt.common.text_table import text_table, wrapped
 from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
+from fedquilt.observe.progress import StepsProgress
 
 if TYPE_CHECKING:
     from fedquilt.sweep import Plan, SweepSummary
@@ -72,13 +74,15 @@ def sweep(
         )
     elif over or {*settings} - {"ledger"} or config or preset or samples is not None or folder:
         raise InvalidValueError(f"resume={resume!r} must stand alone: a sweep has its own settings")
-    progress = None if quiet or as_json else _progress
     named = [settings["ledger"]] if settings.get("ledger") else []
     word = ",".join(named if plan is None else plan.ledgers(plan.points)) or None
     again = f"fedquilt sweep --resume {shlex.quote(str(place))}"
     again += "" if word is None else f" --ledger {shlex.quote(word)}"
     try:
-        table = run_sweep(place, plan, jobs=jobs, tracker=tracker, progress=progress, ledger=word)
+        with _SweepProgress(shown=not (quiet or as_json)) as progress:
+            table = run_sweep(
+                place, plan, jobs=jobs, tracker=tracker, progress=progress, ledger=word
+            )
     except KeyboardInterrupt:
         print(f"interrupted: continue with  {printable(again)}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -118,13 +122,28 @@ def _planned(
     return plan, Path(base.output_dir) / stem if folder is None else Path(folder)
 
 
-def _progress(ended: int, total: int) -> None:
-    print(
-        f"\r{ended} of {total} runs",
-        end="\n" if ended == total else "",
-        file=sys.stderr,
-        flush=True,
-    )
+class _SweepProgress:
+    """One bar for all runs with the time left, or a line every so many seconds."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._stack = contextlib.ExitStack()
+        self._steps: StepsProgress | None = None
+
+    def __enter__(self) -> _SweepProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __call__(self, ended: int, total: int) -> None:
+        """Show that so many runs of all have ended; before the first, those of last time."""
+        if self._steps is None:
+            steps = StepsProgress("sweep: run", total, shown=self._shown)
+            self._steps = self._stack.enter_context(steps)
+            self._steps.start_at(ended)
+        else:
+            self._steps.end()
 
 
 def _report(
@@ -164,13 +183,13 @@ def _print(found: SweepSummary, unfinished: int, again: str) -> None:
     say(_table(found))
     for one in found.reasons[:_MOST_REASONS]:
         runs = "1 run" if one.runs == 1 else f"{one.runs} runs"
-        say(f"\n{runs} {one.state}: {printable(one.message)}")
+        say("\n" + wrapped(f"{runs} {one.state}: {printable(one.message)}"))
     more = len(found.reasons) - _MOST_REASONS
     if more > 0:
         say(f"\n{more} more reasons are in the table")
     if unfinished:
         say(f"\n{unfinished} of the runs did not end: {again}")
-    say(f"\n{found.looks.text}")
+    say(f"\n{wrapped(found.looks.text)}")
 
 
 def _plain(found: SweepSummary) -> dict[str, Any]:

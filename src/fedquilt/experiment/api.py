@@ -180,6 +180,12 @@ Prepare = Callable[[RunConfig, FederatedTask], FederatedTask]
 """Exchanges parts of a problem before its run: who trains its clients, and where."""
 
 
+def _built(config: RunConfig, observer: Watching | None) -> tuple[RunConfig, FederatedTask]:
+    """Return the named data set's problem; the observer is told what takes long."""
+    told = as_observer(observer).working
+    return build_task(config, progress=observer is not None, working=told)
+
+
 def run_config(
     config: RunConfig,
     observer: Watching | None = None,
@@ -188,7 +194,7 @@ def run_config(
     tracker: str = "none",
 ) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
-    config, problem = build_task(config, progress=observer is not None)
+    config, problem = _built(config, observer)
     problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
         return start_run(config, problem, None, config.output_dir, watching)
@@ -222,7 +228,7 @@ def resume_run(
             f"run folder {str(path)!r} was made from your own model or data: "
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
-    config, problem = build_task(config, progress=observer is not None)
+    config, problem = _built(config, observer)
     problem = problem if prepare is None else prepare(config, problem)
     with _tracked(tracker, observer) as watching:
         return start_run(config, problem, folder, None, watching)

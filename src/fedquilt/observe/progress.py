@@ -21,6 +21,8 @@ from fedquilt.common.observer import Observer
 SECONDS = 20.0
 """Between two plain lines."""
 _LINES = 10
+FEATURES = "features"
+"""What a frozen feature extractor makes of all samples, before the first round."""
 
 
 class Progress(Observer):
@@ -58,6 +60,7 @@ class Progress(Observer):
         self._every_round = every_round
         self._sink = sink
         self._limited = False
+        self._preparing = False
 
     def __enter__(self) -> Progress:
         if self._sink is None and draws_bars(self._stream):
@@ -74,6 +77,7 @@ class Progress(Observer):
     def expects(self, config: Any, lines: Sequence[str]) -> None:
         """Say what the run may expect."""
         self._timed = not config.is_bounded(covered=True)
+        self._prepared(config.num_rounds)
         for line in lines:
             self._say(line)
 
@@ -83,6 +87,7 @@ class Progress(Observer):
         self._timed = line.get("seconds") is not None
         self._accuracy = headline_of(line) or self._accuracy
         self._say_of_limit(line)
+        self._prepared(total)
         if self._bar is not None:
             if not self._timed:
                 self._hide_time()
@@ -95,11 +100,21 @@ class Progress(Observer):
             self._say(f"round {self._done} of {total}{joined}{found}")
 
     def working(self, what: str, share: float) -> None:
-        """Show what happens within a round."""
-        if self._bar is not None:
+        """Show what happens within a round, or what is made ready before the first."""
+        if self._bar is not None and what == FEATURES:
+            self._preparing = True
+            self._bar.update(self._task, completed=int(100 * share), total=100, doing=what)
+        elif self._bar is not None:
             self._bar.update(self._task, doing=f"{what} {share:4.0%}")
         elif self._timed and time.monotonic() - self._said_at >= SECONDS:
             self._say(f"round {self._done + 1}, {what} {share:.0%}")
+
+    def _prepared(self, rounds: int) -> None:
+        """Begin the bar anew where it showed what came before the rounds."""
+        if self._bar is not None and self._preparing:
+            self._preparing = False
+            fields = {"accuracy": self._accuracy, "doing": ""}
+            self._bar.reset(self._task, completed=self._done, total=rounds, **fields)
 
     def _say_of_limit(self, line: dict[str, Any]) -> None:
         """Say once that max_agg_norm shortens what is applied."""

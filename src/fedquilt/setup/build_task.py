@@ -35,15 +35,17 @@ from fedquilt.setup.clients import (
     roster_of_own,
     roster_of_split,
 )
-from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, make_task
+from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, Working, make_task
 from fedquilt.training.hardware import warm_up_gpu
 
 
-def build_task(config: RunConfig, progress: bool = False) -> tuple[RunConfig, FederatedTask]:
+def build_task(
+    config: RunConfig, progress: bool = False, working: Working | None = None
+) -> tuple[RunConfig, FederatedTask]:
     """Load the data set a configuration names, deal it out, and build the model.
 
     Returns the configuration with what was left open (number of clients,
-    target accuracy) filled in.
+    target accuracy) filled in.  `working` is told how far a long step is.
     """
     check_data_dir(config.data_dir)
     warm_up_gpu(config.device)
@@ -82,7 +84,7 @@ def build_task(config: RunConfig, progress: bool = False) -> tuple[RunConfig, Fe
     config = _with_data_defaults(config, len(clients))
     data = (as_samples(train, "train"), as_samples(test, "test"))
     given = GivenData(*data, clients, roster, held_out)
-    return config, make_task(config, model, given, UserComponents())
+    return config, make_task(config, model, given, UserComponents(), working)
 
 
 def task_from(

@@ -71,6 +71,10 @@ BuildEngine = Callable[[MethodParts], Engine]
 """Makes an engine from the parts of a run; a user may bring one."""
 
 
+Working = Callable[[str, float], None]
+"""Is told the step that is running and the share of it that is done."""
+
+
 @dataclass(frozen=True, eq=False)
 class UserComponents:
     """Parts that a user brings instead of naming them in the configuration."""
@@ -245,12 +249,19 @@ class _Placed:
 
 
 def make_task(
-    config: RunConfig, model: nn.Module, given: GivenData, own: UserComponents
+    config: RunConfig,
+    model: nn.Module,
+    given: GivenData,
+    own: UserComponents,
+    working: Working | None = None,
 ) -> FederatedTask:
-    """Put data and model on the device, and find out whether they fit."""
+    """Put data and model on the device, and find out whether they fit.
+
+    `working` is told how far the features of a frozen extractor are.
+    """
     _refuse_unknown(config, own)
     clients, client_tests = _held_back(config, given.clients, given.client_tests)
-    placed = _place(config, model, given)
+    placed = _place(config, model, given, working)
     inputs, targets = placed.train
     flat, model_width = _flat_model(config, placed.model, inputs, len(clients))
     check_mode(config, flat)
@@ -292,7 +303,9 @@ def make_task(
     )
 
 
-def _place(config: RunConfig, model: nn.Module, given: GivenData) -> _Placed:
+def _place(
+    config: RunConfig, model: nn.Module, given: GivenData, working: Working | None
+) -> _Placed:
     """Put samples and a copy of the model on the device, without a frozen feature extractor."""
     device = pick_device(config.device)
     test, validation = (
@@ -303,9 +316,9 @@ def _place(config: RunConfig, model: nn.Module, given: GivenData) -> _Placed:
     if isinstance(placed.model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = placed.front = placed.model.front.to(device)
-        placed.train = precompute(front, placed.train[0]), placed.train[1]
+        placed.train = precompute(front, placed.train[0], working=working), placed.train[1]
         if test is not None:
-            placed.test = precompute(front, test[0]), test[1]
+            placed.test = precompute(front, test[0], working=working), test[1]
         if validation is not None:
             placed.validation = precompute(front, validation[0]), validation[1]
         placed.model = placed.model.on_features()

@@ -53,7 +53,7 @@ def run_sweep(
     tracker
         Trackers that every run also logs to, joined by commas.
     progress
-        Called with the number of points that have ended and of all.
+        Called with the number of points that have ended and of all, first before any runs.
     only
         Numbers of the points that run now; the others go on waiting.
     ledger
@@ -133,6 +133,8 @@ def _run_all(
         waiting.put(point)
     total, lock, ended = len(plan.points), threading.Lock(), [len(plan.points) - len(left)]
     workers = workers[: len(left)]
+    if progress is not None:
+        progress(ended[0], total)
     stopped = threading.Event()
 
     def work(worker: _Worker) -> None:

@@ -29,7 +29,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import CLIENT_OPTIMIZERS
 from fedquilt.training.state import ModuleState
 
 _ADAMS = ("adam", "adamw")
@@ -75,6 +77,7 @@ class ClientOptimizer:
     _states: dict[object, ModuleState] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
+        checks.choice("optimizer", self.name, (*CLIENT_OPTIMIZERS, "custom"))
         if self.factory is not None:
             self._states[None] = ModuleState(self.factory)
 

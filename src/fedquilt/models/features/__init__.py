@@ -200,12 +200,18 @@ def _zero_head(num_features: int, num_classes: int, bias: bool) -> nn.Linear:
 
 
 @torch.no_grad()
-def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 256) -> torch.Tensor:
+def precompute(
+    front: nn.Module,
+    images: torch.Tensor,
+    batch_size: int = 256,
+    working: Callable[[str, float], None] | None = None,
+) -> torch.Tensor:
     """Return the features of all images, [N, num_features], on their common device.
 
     A frozen feature extractor says the same of an image in every round, so a run may say it
     once and train `model.on_features()` on the result.  All batches have one size, the last one
     filled up, so that an image's features do not depend on how many images there are.
+    `working` is told the share that is done after every batch.
     """
     checks.integer("batch_size", batch_size, at_least=1)
     out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
@@ -214,6 +220,8 @@ def precompute(front: nn.Module, images: torch.Tensor, batch_size: int = 256) ->
         missing = batch_size - len(batch)
         filled = torch.cat([batch, batch[:1].expand(missing, *batch.shape[1:])])
         out[start : start + batch_size] = front(filled).flatten(1)[: len(batch)]
+        if working is not None:
+            working("features", min(1.0, (start + batch_size) / len(images)))
     return out
 
 
