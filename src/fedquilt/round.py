@@ -180,7 +180,6 @@ def _reserve(
         left, joins = pending.remaining[who], tracker.participation_count[who]
         plan = mechanism.plan_round(index, who, left, joins, tracker.total_rounds)
         if account is None:
-            # What costs something has to say that it can do without a grant.
             return pending, plan if plan.charges is None else mechanism.shrink_to(plan, None)
         try:
             granted = account.reserve(index, who, plan.charges)
