@@ -286,7 +286,7 @@ def test_tensorboard_gets_the_measurements(cli: Cli, here: Path) -> None:
     assert said.code == 0, said.err
     folder = only_folder(here / "results")
     (events,) = folder.rglob("events.out.tfevents.*")
-    for name in (b"evaluate_acc", b"epoch_avg_loss", b"matching_loss", b"bytes_up"):
+    for name in (b"accuracy", b"train_loss", b"matching_loss", b"bytes_up"):
         assert name in events.read_bytes()
 
 
@@ -295,7 +295,7 @@ def test_run_tracks_too(cli: Cli, here: Path) -> None:
     said = cli("run", *trained, "--quiet", "--tracker", "tensorboard")
     assert said.code == 0, said.err
     (events,) = only_folder(here / "results").rglob("events.out.tfevents.*")
-    assert b"evaluate_acc" in events.read_bytes()
+    assert b"accuracy" in events.read_bytes()
     refused = cli("run", *trained, "--output-dir", "other", "--tracker", "foo")
     assert refused.code == 2
     assert not (here / "other").exists()

@@ -88,6 +88,13 @@ def test_the_documents_names_are_not_those_of_a_run() -> None:
         build_config({"join_ratio": 1.0})
 
 
+@pytest.mark.parametrize("key", ["ipc", "join_ratio", "model_epochs"])
+def test_an_option_of_condensations_in_another_run_is_named_as_such(key: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"{key}.*an option of method='condense'") as error:
+        build_config({key: 3})
+    assert "did you mean" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [

@@ -20,6 +20,8 @@ from fedquilt.config.option import CLIENTS, SPLIT, Flag
 from fedquilt.config.run import old_names, option_names
 from fedquilt.config.uses import USES, is_effective, modes_of, uses_in_words, uses_table
 from fedquilt.errors import InvalidValueError
+from fedquilt.experiment.api import run_config
+from run_samples import tiny
 
 ROOT = Path(__file__).parents[2]
 IDLE: list[dict[str, Any]] = [
@@ -239,3 +241,15 @@ def test_the_signature_and_the_help_name_every_keyword() -> None:
     documented = inspect.getdoc(fedquilt.run) or ""
     for name in (*typing.get_type_hints(RunSettings), "preset", "progress", "quiet"):
         assert f"\n{name} : " in documented
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_precision_for_gpus_is_refused_on_a_cpu(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a folder is made; a condensation matches in it on any device."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = tiny(mode="fedavg", precision="bf16", device=device, output_dir=str(tmp_path))
+    with pytest.raises(InvalidValueError, match=r"precision='bf16' must be left out.*do nothing"):
+        run_config(config)
+    assert not list(tmp_path.iterdir())

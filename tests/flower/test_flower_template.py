@@ -56,7 +56,7 @@ def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.final_accuracy > 0.85
     assert result.folder is not None
     (events,) = result.folder.rglob("events.out.tfevents.*")
-    assert b"evaluate_acc" in events.read_bytes()
+    assert b"accuracy" in events.read_bytes()
     assert result.folder.parent == tmp_path / "results"
 
 

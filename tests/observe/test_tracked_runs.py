@@ -37,11 +37,11 @@ def test_every_tracker_is_told_spend_and_noise_and_nothing_private(
     assert done.folder is not None
     assert (done.folder / tracker).is_dir()
     assert len(told) == 4
-    spent = [line["epsilon_spent/worst"] for line in told]
+    spent = [line["epsilon_max"] for line in told]
     assert spent == sorted(spent)
     assert spent[-1] == pytest.approx(done.statement.epsilon_max, rel=1e-6)
     assert all(line["noise_to_signal"] > 0 and "without_allowance" in line for line in told)
-    private = {"time", "epoch_avg_loss", "noise_norm", "signal_norm", "clipped_fraction"}
+    private = {"seconds", "train_loss", "noise_norm", "signal_norm", "clipped_fraction"}
     assert not private & set().union(*told)
     lines = (done.folder / "private.jsonl").read_text().splitlines()
     values = {v for line in lines for v in json.loads(line).values() if isinstance(v, float)}
@@ -55,8 +55,8 @@ COMMANDS: dict[str, list[str]] = {
     "compare": ["compare", "--modes", "certified", "--seeds", "0"],
     "sweep": ["sweep", "--over", "epsilon=2", "--seeds", "0", "--folder", "s"],
 }
-PUBLIC_TAGS = {"epsilon_spent/worst", "without_allowance", "noise_to_signal", "evaluate_acc"}
-PRIVATE_TAGS = (b"noise_norm", b"signal_norm", b"clipped_fraction", b"epoch_avg_loss", b"seconds")
+PUBLIC_TAGS = {"epsilon_max", "without_allowance", "noise_to_signal", "accuracy"}
+PRIVATE_TAGS = (b"noise_norm", b"signal_norm", b"clipped_fraction", b"train_loss", b"seconds")
 
 
 @pytest.mark.parametrize(

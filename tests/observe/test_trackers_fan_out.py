@@ -58,12 +58,35 @@ def test_a_round_becomes_scalars_under_the_fixed_names() -> None:
     }
     assert step_of(line) == 4
     assert scalars_of(line) == {
-        "epoch_avg_loss": 0.5,
-        "evaluate_acc": 0.25,
-        "time": 2,
+        "train_loss": 0.5,
+        "accuracy": 0.25,
+        "seconds": 2,
         "done": 1,
         "participation_stats/mean": 1.5,
         "participation_stats/by_tier/0": 2,
+    }
+
+
+def test_metrics_and_epsilons_have_plain_names() -> None:
+    line = {
+        "round": 0,
+        "train_loss": None,
+        "epoch_avg_loss": 0.75,
+        "epsilon": 2.0,
+        "test_loss": 0.5,
+        "test_auroc": 0.875,
+        "test_epsilon": 7.0,  # somebody's own metric
+        "epsilon_spent": {"lowest": 1.0, "median": 2.0, "worst": 3.0},
+    }
+    assert scalars_of(line) == {
+        "train_loss": 0.75,
+        "epsilon": 2.0,
+        "loss": 0.5,
+        "auroc": 0.875,
+        "test_epsilon": 7.0,
+        "epsilon_spent/lowest": 1.0,
+        "epsilon_median": 2.0,
+        "epsilon_max": 3.0,
     }
 
 
@@ -74,7 +97,7 @@ def test_only_the_top_of_a_line_is_renamed() -> None:
 def test_values_that_are_not_finite_are_scalars() -> None:
     scalars = scalars_of({"round": 0, "epsilon": math.inf, "test_loss": math.nan})
     assert scalars["epsilon"] == math.inf
-    assert math.isnan(scalars["test_loss"])
+    assert math.isnan(scalars["loss"])
 
 
 def test_a_round_without_seconds_withholds_its_time() -> None:

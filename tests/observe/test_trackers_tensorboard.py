@@ -35,9 +35,9 @@ def test_steps_and_values_are_those_of_the_rounds(
             {"round": 1, "train_loss": 1.25, "test_accuracy": 0.75, "participation_stats": stats}
         )
     assert tensorboard_points(tmp_path) == {
-        "epoch_avg_loss": [(1, 2.5), (2, 1.25)],
-        "time": [(1, 0.5)],
-        "evaluate_acc": [(2, 0.75)],
+        "train_loss": [(1, 2.5), (2, 1.25)],
+        "seconds": [(1, 0.5)],
+        "accuracy": [(2, 0.75)],
         "participation_stats/mean": [(2, 1.5)],
     }
     assert capfd.readouterr().out == ""
@@ -46,14 +46,14 @@ def test_steps_and_values_are_those_of_the_rounds(
 def test_rounds_are_on_disk_before_the_end(tmp_path: Path) -> None:
     with open_trackers("tensorboard", tmp_path, **NAMING) as trackers:
         trackers.log({"round": 0, "train_loss": 2.5})
-        assert tensorboard_points(tmp_path) == {"epoch_avg_loss": [(1, 2.5)]}
+        assert tensorboard_points(tmp_path) == {"train_loss": [(1, 2.5)]}
 
 
 def test_a_resumed_run_replaces_the_rounds_it_repeats(tmp_path: Path) -> None:
     log_rounds(tmp_path, range(5), loss=0.0)
     log_rounds(tmp_path, range(3, 7), loss=100.0)
     assert tensorboard_points(tmp_path) == {
-        "epoch_avg_loss": [(1, 0), (2, 1), (3, 2), (4, 103), (5, 104), (6, 105), (7, 106)]
+        "train_loss": [(1, 0), (2, 1), (3, 2), (4, 103), (5, 104), (6, 105), (7, 106)]
     }
 
 
@@ -64,7 +64,7 @@ def test_clock_times_do_not_give_away_withheld_seconds(tmp_path: Path) -> None:
                 time.sleep(0.02)
                 trackers.log({"round": index, "test_loss": 1.0, "seconds": seconds})
     clocks = {
-        name: [clock for *_, clock in tensorboard_events(tmp_path / name)["test_loss"]]
+        name: [clock for *_, clock in tensorboard_events(tmp_path / name)["loss"]]
         for name in ("withheld", "public")
     }
     assert len(set(clocks["withheld"])) == 1
@@ -98,4 +98,4 @@ def test_a_full_disk_ends_the_tracker_and_not_the_run(
     assert set(threading.enumerate()) <= threads
     assert [record.name for record in caplog.records] == ["fedquilt.trackers"]
     assert "tensorboard" in caplog.text
-    assert tensorboard_points(tmp_path)["epoch_avg_loss"][0] == (1, 2.5)
+    assert tensorboard_points(tmp_path)["train_loss"][0] == (1, 2.5)

@@ -29,9 +29,9 @@ LINES: list[dict[str, Any]] = [
     {"round": 2, "participation_stats": {"mean": 1.5, "gini": None}, "seconds": 0.125},
 ]
 ROWS = {
-    1: {"epoch_avg_loss": 2.5, "epsilon": math.inf, "time": 0.5},
-    2: {"epoch_avg_loss": 1.25, "evaluate_acc": 0.75, "time": 0.25},
-    3: {"participation_stats/mean": 1.5, "time": 0.125},
+    1: {"train_loss": 2.5, "epsilon": math.inf, "seconds": 0.5},
+    2: {"train_loss": 1.25, "accuracy": 0.75, "seconds": 0.25},
+    3: {"participation_stats/mean": 1.5, "seconds": 0.125},
 }
 CONFIG = {"seed": 7, "layers": [1, 2], "model": {"name": "mlp"}, "target": None}
 
@@ -109,15 +109,15 @@ def test_a_resumed_run_goes_on_under_the_same_id(tracked: Tracked) -> None:
     assert [run.run_id for run in runs] == [written, written]
     assert [run.resume for run in runs] == [False, True]
     assert wandb_rows(second) == {
-        3: {"epoch_avg_loss": 8.0, "time": 1.0},
-        4: {"epoch_avg_loss": 9.0, "time": 1.0},
+        3: {"train_loss": 8.0, "seconds": 1.0},
+        4: {"train_loss": 9.0, "seconds": 1.0},
     }
 
 
 def test_withheld_rounds_are_written_at_the_end(tracked: Tracked) -> None:
     (file,) = wandb_files(tracked.withheld)
     rows = wandb_stamped_rows(file)
-    assert [(step, row["epoch_avg_loss"]) for step, row in rows.items()] == [(1, 1), (2, 1), (3, 1)]
+    assert [(step, row["train_loss"]) for step, row in rows.items()] == [(1, 1), (2, 1), (3, 1)]
     # The rounds themselves were 0.3 s apart.
     assert rows[3]["_runtime"] - rows[1]["_runtime"] < 0.1
     assert rows[3]["_timestamp"] - rows[1]["_timestamp"] < 0.1
@@ -261,5 +261,5 @@ def test_forks_threads_ctrl_c_and_the_death_of_its_process(
     assert said["left"] == []
     (warning,) = said["warnings"]
     assert "tracker wandb stopped" in warning
-    row = {"epoch_avg_loss": 1.0, "time": 0.5}
+    row = {"train_loss": 1.0, "seconds": 0.5}
     assert wandb_rows(wandb_files(tmp_path / "whole")[0]) == {1: row, 3: row, 4: row}

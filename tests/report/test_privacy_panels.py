@@ -14,7 +14,7 @@ from report_samples import FAST, make_history, make_run, words
 from fedquilt.common import text_table
 from fedquilt.report import comparison_table, generate_summary_table, plot_training_history
 from fedquilt.report.comparison import render_comparison
-from fedquilt.report.ledger import ledger_tables, plot_ledger
+from fedquilt.report.ledger import client_facts, ledger_tables, plot_ledger
 
 ROUNDS = 12
 
@@ -183,6 +183,17 @@ def test_the_tables_of_a_ledger_fit_the_screen(monkeypatch: pytest.MonkeyPatch) 
     assert "allowance          6 at 1e-05, replace-one" in text
     assert "[1] digits_certified_seed0_20261115_112028-d74b50a0" in text
     assert "[2] digits_certified_seed0_20261115_112028-d74b50a1" in text
+    assert "[1] 8" in text, "the ledger's round 7 is the eighth"
+    after = text.splitlines()[text.splitlines().index("all can still pay  0") + 1]
+    assert "do not add up" in after
+
+
+def test_what_one_client_gave_away_counts_rounds_from_1() -> None:
+    (row, *_) = population(6)[1]
+    text = client_facts("clinics", SimpleNamespace(**vars(row), delta=1e-5, epsilon_allowance=6.0))
+    assert "round 8 of digits_certified" in text
+    assert "do not add up" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_no_label_runs_through_the_points_of_a_ledger(

@@ -227,13 +227,7 @@ def _compare_finished(
 
 
 def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
-    """Read finished runs; one that is not finished is left out with a warning.
-
-    Raises
-    ------
-    InvalidValueError
-        If none of them is finished.
-    """
+    """Read finished runs; others are left out with a warning, and refused if there are no more."""
     from fedquilt.record.folder import RunFolder
     from fedquilt.report.views.page import find_runs
 

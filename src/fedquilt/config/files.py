@@ -271,7 +271,7 @@ def check_keys(
     kind: type[RunConfig] = RunConfig,
     extra: tuple[str, ...] = (),
 ) -> None:
-    """Raise for a key that no option has, naming the nearest one."""
+    """Raise for a key that no option has, naming the nearest one, or the method that has it."""
     words = [*option_fields(kind), *extra]
     known = {*words, *old_names(kind)}
     if issubclass(kind, CondenseConfig):
@@ -279,6 +279,8 @@ def check_keys(
     for key in settings:
         if key not in known:
             hint = checks.did_you_mean(key, words)
+            if key in option_fields(CondenseConfig) or key in ALIASES:
+                hint = f": it is an option of method={CondenseConfig.method!r}"
             raise InvalidValueError(f"unknown key {key!r} in {where}{hint}")
 
 

@@ -124,7 +124,7 @@ def run(
         Show nothing, neither progress nor what the run may expect.
     tracker : str
         Also log the rounds, what anybody may see of them, to "tensorboard", "wandb" (offline)
-        or "mlflow" (files), in the run's folder; several joined by commas.
+        or "mlflow" (one store beside the runs); several joined by commas.
     **settings
         Options, for example `epsilon=3.0, num_rounds=50`.  One that would do nothing in the
         run's mode is refused.

@@ -20,6 +20,8 @@ from fedquilt.common.errors import (
 )
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
+from fedquilt.config.choices import FLOWER_ENGINES
+from fedquilt.config.condense import CondenseConfig
 from fedquilt.experiment.client_evaluation import make_client_evaluation
 from fedquilt.experiment.loop import Experiment, Watching
 from fedquilt.experiment.preflight import preflight_lines, tell_owner_of_missing_values
@@ -70,6 +72,7 @@ def start_run(
         if resumed:
             config = engine_for_resume(config, problem)
         else:
+            _refuse_precision(config, problem)
             config, problem = resolve_auto_engine(config, problem)
         identity = _identity_soon(problem) if folder is None and output_dir is not None else None
         method = build_method(config, problem)
@@ -94,6 +97,19 @@ def start_run(
         except (WorkerError, StorageError, LedgerFileError, LedgerBusyError) as error:
             error.folder = None if folder is None else str(folder.path)
             raise
+
+
+def _refuse_precision(config: RunConfig, problem: FederatedTask) -> None:
+    """Refuse a precision that is for GPUs where clients train on a CPU of this machine."""
+    usual = config.precision == RunConfig.precision or isinstance(config, CondenseConfig)
+    own = problem.own.engine or problem.own.method or problem.own.remote or problem.task.is_remote
+    if usual or own or config.engine in FLOWER_ENGINES or "cuda" in (config.devices or ""):
+        return
+    if problem.task.device.type == "cpu":
+        raise InvalidValueError(
+            f"precision={config.precision!r} must be left out of this run, where it would do "
+            "nothing: it is for training on a GPU, and clients train on the CPU here"
+        )
 
 
 def _open(

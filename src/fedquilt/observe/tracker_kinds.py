@@ -8,19 +8,21 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.storage import write_file
+from fedquilt.common.storage import check_own_folder, write_file
 
 ID_FILE = "run-id.txt"
 """In the folder of a tracker: which of its runs this is, for a resumed run to go on with."""
-# The names a published system gives to what we measure under our own.
-KEYS = {"test_accuracy": "evaluate_acc", "train_loss": "epoch_avg_loss", "seconds": "time"}
+MEASURED = "test_"
+# Of a condensation: the loss of the network that the server trains.
+KEYS = {"epoch_avg_loss": "train_loss"}
+EPSILONS = {"worst": "epsilon_max", "median": "epsilon_median"}
 
 
 class Tracker(Protocol):
@@ -39,12 +41,22 @@ def step_of(line: Mapping[str, Any]) -> int:
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of a round under the trackers' names.
+    """Return the numbers of a round under plain names.
 
-    Dictionaries are flattened with "/"; lists, texts and None are left out, and so is
-    the round itself, which is the step.  Truth values are 0 and 1.
+    What is measured on test data has the metric's own name (`accuracy`, `loss`, `auroc`), unless
+    something else of the line has it; `epsilon_max` and `epsilon_median` are those of the clients
+    so far.  Other dictionaries are flattened with "/"; lists, texts and None are left out, and so
+    is the round itself, which is the step.  Truth values are 0 and 1.
     """
-    renamed = {KEYS.get(key, key): value for key, value in line.items() if key != "round"}
+    known = {key: value for key, value in line.items() if key != "round" and value is not None}
+    spent = known.get("epsilon_spent")
+    if isinstance(spent, Mapping):
+        found = {EPSILONS[name]: spent[name] for name in EPSILONS if name in spent}
+        others = {name: value for name, value in spent.items() if name not in EPSILONS}
+        known = {**known, "epsilon_spent": others, **found}
+    plain = {key: KEYS.get(key, key.removeprefix(MEASURED)) for key in known}
+    taken = {*known, "round"}
+    renamed = {key if plain[key] in taken else plain[key]: known[key] for key in known}
     return dict(_flatten("", renamed))
 
 
@@ -256,12 +268,14 @@ _ENVIRONMENT = {
 
 
 class MlflowTracker:
-    """Logs to a run of its own in a file store, the folder `mlflow` of the run.
+    """Logs to a run of its own in the store that MLFLOW_TRACKING_URI names.
 
-    `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow` shows it.
+    Unless that is set, it is the folder `mlflow` beside the run's: runs of one folder of results
+    are compared with `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RESULTS/mlflow`.
 
-    A round that withholds its seconds is stamped with the time of opening.  A resumed run
-    goes on in the same MLflow run; a round that comes out as before is not logged twice.
+    A round that withholds its seconds is stamped with the time of opening, and sent at the end
+    where the store may be another machine's.  A resumed run goes on in the same MLflow run; a round
+    that comes out as before is not logged twice.
     """
 
     def __init__(
@@ -270,33 +284,45 @@ class MlflowTracker:
         place = folder / MLFLOW_FOLDER
         place.mkdir(parents=True, exist_ok=True)
         self._opened = int(1000 * time.time())
+        self._elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
+        self._kept: list[Mapping[str, Any]] = []
+        uri = self._elsewhere or _store(place).resolve().as_uri()
         with _environment(_ENVIRONMENT):
             load_mlflow()
             import mlflow.entities as entities
+            from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
 
-            self._entities = entities
-            self._client = MlflowClient(tracking_uri=place.resolve().as_uri())
-            self._run_id = self._begin(place / ID_FILE, project, run_name, config)
-            self._known = self._logged()
+            self._entities, self._refusal = entities, MlflowException
+            try:
+                self._client = MlflowClient(tracking_uri=uri)
+                self._run_id = self._begin(place / ID_FILE, project, run_name, config)
+                self._known = self._logged()
+            except MlflowException as error:
+                raise InvalidValueError(f"mlflow cannot write to {uri!r}: {error}") from error
 
     def _begin(self, file: Path, project: str, run_name: str, config: Mapping[str, Any]) -> str:
-        """Return the run of this folder, made where there is none."""
+        """Return the run of this folder, made where the store has none."""
         written = file.read_text(encoding="utf-8").strip() if file.exists() else ""
         if re.fullmatch(r"[0-9a-f]{32}", written):
-            self._client.update_run(written, status="RUNNING")
-            return written
-        found = self._client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self._client.create_experiment(project)
-        made = self._client.create_run(
-            experiment, start_time=self._opened, run_name=run_name, tags={"mlflow.user": "fedquilt"}
-        )
+            with suppress(self._refusal):  # of another store
+                self._client.update_run(written, status="RUNNING")
+                return written
+        experiment, tags = self._experiment(project), {"mlflow.user": "fedquilt"}
+        made = self._client.create_run(experiment, self._opened, tags, run_name)
         run_id = str(made.info.run_id)
         given = [self._entities.Param(key, str(value)[:_LONGEST]) for key, value in config.items()]
         for start in range(0, len(given), _MOST_AT_ONCE):
             self._client.log_batch(run_id, params=given[start : start + _MOST_AT_ONCE])
         write_file(file, f"{run_id}\n".encode())
         return run_id
+
+    def _experiment(self, project: str) -> str:
+        with suppress(self._refusal):  # it is there, maybe made by a run beside this one just now
+            return str(self._client.create_experiment(project))
+        found = self._client.get_experiment_by_name(project)
+        assert found is not None
+        return str(found.experiment_id)
 
     def _logged(self) -> set[tuple[str, int, float]]:
         """Return what an earlier process has logged."""
@@ -309,6 +335,12 @@ class MlflowTracker:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Write one round."""
+        if self._kept or (self._elsewhere and withholds_time(line)):
+            self._kept.append(dict(line))
+        else:
+            self._send(line)
+
+    def _send(self, line: Mapping[str, Any]) -> None:
         step, stamp = step_of(line), self._stamp(line)
         metrics = [
             self._entities.Metric(name, float(value), stamp, step)
@@ -322,10 +354,26 @@ class MlflowTracker:
         return self._opened if withholds_time(line) else int(1000 * time.time())
 
     def close(self, *, failed: bool = False) -> None:
-        """Say how the run ended; its end is stamped like its start where time is withheld."""
+        """Send what was kept and say how the run ended; its end is stamped like its start."""
         status = "FAILED" if failed else "FINISHED"
+        kept, self._kept = self._kept, []
+        for line in kept:
+            self._send(line)
         with _environment(_ENVIRONMENT):
             self._client.set_terminated(self._run_id, status=status, end_time=self._opened)
+
+
+def _store(place: Path) -> Path:
+    """Return the folder of the store: beside the run, or in it where an older version made one."""
+    if any(one.is_dir() for one in place.iterdir()):
+        return place
+    store = place.parents[1] / MLFLOW_FOLDER
+    check_own_folder(store)
+    store.mkdir(mode=0o700, exist_ok=True)
+    for experiment in store.iterdir():
+        if not experiment.name.startswith("."):
+            check_own_folder(experiment)
+    return store
 
 
 def load_mlflow() -> Any:

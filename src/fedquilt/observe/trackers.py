@@ -13,7 +13,8 @@ record of a run is its own folder.  By default nothing leaves the machine.
 Weights & Biases works offline, in the folder `wandb` of the run, unless the environment
 variable WANDB_MODE says otherwise; `wandb sync` uploads the folder later.  Machine
 statistics, the command line, installed packages, source code and console output are not
-collected: a tracker tells of a run what it was given, and no more.
+collected: a tracker tells of a run what it was given, and no more.  MLflow has one store for
+the runs of a folder, or the one that MLFLOW_TRACKING_URI names.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def open_trackers(
     names
         "none", or one or more of "wandb", "tensorboard" and "mlflow", parted by commas.
     folder
-        The run's folder; trackers write to folders of their names inside it.  In the
-        folder of an earlier run they go on with that run.
+        The run's folder; trackers write to folders of their names inside it, MLflow to one store
+        beside it.  In the folder of an earlier run they go on with that run.
     project, run_name, config
         What wandb calls the run, and the settings it shows.
 

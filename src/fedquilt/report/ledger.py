@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NEAR_END = 0.9
+NOT_ADDED = "epsilons do not add up to the allowance; the squares of their mu (mu²) do"
 # What is left of 80 columns beside the numbers.
 _ID_WIDTH = 24
 
@@ -63,7 +64,7 @@ def _summary(s: Any) -> str:
         "used up": s.exhausted,
         "all can still pay": format_left(s.largest_run_epsilon),
     }
-    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+    return "\n".join([*(f"{name:<18} {value}" for name, value in facts.items()), NOT_ADDED])
 
 
 def client_facts(population: str, row: Any) -> str:
@@ -78,7 +79,7 @@ def client_facts(population: str, row: Any) -> str:
         "can still pay": f"epsilon {format_left(row.epsilon_left)} of a lifetime {allowance}",
         "last release": printable(last),
     }
-    return "\n".join(f"{name:<18} {value}" for name, value in facts.items())
+    return "\n".join([*(f"{name:<18} {value}" for name, value in facts.items()), NOT_ADDED])
 
 
 def _clients(rows: Sequence[Any], most: int) -> str:
