@@ -194,10 +194,7 @@ class Mechanism(Protocol):
         """
 
     def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
-        """Return the plan with clips so low that it costs at most what the ledger granted.
-
-        None: nothing grants what it costs; a mechanism that cannot do without raises.
-        """
+        """Return the plan with clips so low that it costs at most what the ledger granted."""
 
     def open_round(self, plan: RoundPlan) -> None:
         """Begin a round whose charges are reserved: note what later rounds depend on."""
