@@ -267,8 +267,8 @@ class Watching:
         self.seen.append(f"plan {clients.tolist()}")
         return RoundPlan(round_index, clients, np.full(len(clients), 0.25))
 
-    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64]) -> RoundPlan:
-        self.seen.append(f"granted {granted.tolist()}")
+    def shrink_to(self, plan: RoundPlan, granted: NDArray[np.float64] | None) -> RoundPlan:
+        self.seen.append(f"granted {None if granted is None else granted.tolist()}")
         return replace(plan, noise_std=3.0)
 
     def open_round(self, plan: RoundPlan) -> None:
@@ -370,7 +370,7 @@ def watched(
 def test_the_nine_steps_come_in_their_order() -> None:
     """Participation counts before the budget looks at it; the bound is known before a clip."""
     assert watched(whole=True) == [
-        *("select", "plan [0, 2]", "count", "open 0 [1.0, 1.0]"),
+        *("select", "plan [0, 2]", "granted None", "count", "open 0 [1.0, 1.0]"),
         *("train 0", "receive 0", "train 2", "receive 2", "bound"),
         *("clip 0", "noise 0", "clip 2", "noise 2", "release 2", "step"),
     ]
@@ -378,7 +378,7 @@ def test_the_nine_steps_come_in_their_order() -> None:
 
 def test_a_public_bound_needs_one_update_at_a_time() -> None:
     assert watched(whole=False) == [
-        *("select", "plan [0, 2]", "count", "open 0 [1.0, 1.0]", "bound"),
+        *("select", "plan [0, 2]", "granted None", "count", "open 0 [1.0, 1.0]", "bound"),
         *("train 0", "receive 0", "clip 0", "noise 0"),
         *("train 2", "receive 2", "clip 2", "noise 2", "release 2", "step"),
     ]

@@ -180,7 +180,7 @@ def _reserve(
         left, joins = pending.remaining[who], tracker.participation_count[who]
         plan = mechanism.plan_round(index, who, left, joins, tracker.total_rounds)
         if account is None:
-            return pending, plan
+            return pending, plan if plan.charges is None else mechanism.shrink_to(plan, None)
         try:
             granted = account.reserve(index, who, plan.charges)
         except BudgetExceededError:

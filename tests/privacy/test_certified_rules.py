@@ -312,3 +312,12 @@ def test_what_is_frozen_is_said_and_does_not_travel(folder: Path) -> None:
 def test_the_round_by_hand_in_the_docstring_runs() -> None:
     ran = doctest.testmod(fedquilt.privacy.certified)
     assert (ran.failed, ran.attempted > 10) == (0, True)
+
+
+def test_a_round_without_an_account_releases_nothing(folder: Path) -> None:
+    config, problem = make_problem()
+    federation = make_federation(config, problem, folder / "l")
+    federation.account, before = None, federation.weights.clone()
+    with pytest.raises(RuntimeError, match="needs a ledger that bounds it"):
+        run_round(federation, 0)
+    assert torch.equal(federation.weights, before)

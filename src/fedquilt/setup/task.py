@@ -204,7 +204,8 @@ def _code_text(part: Any, seen: tuple[Any, ...] = ()) -> str:
     closures = [getattr(one, "__closure__", None) or () for one in inside]
     held = [_code_text(_content(cell), seen) for cells in closures for cell in cells]
     name = getattr(part, "__qualname__", repr(type(part)))
-    return f"{name} {source} {held} {getattr(part, '__defaults__', None)}"
+    # Of a tensor or an array only the type: it may hold samples, and the digest is public.
+    return f"{name} {source} {held} {_code_text(getattr(part, '__defaults__', None), seen)}"
 
 
 def _content(cell: types.CellType) -> Any:
