@@ -21,7 +21,7 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 263,
-    "lines": 64_300,
+    "lines": 64_310,
     "modules with one importer": 47,
     "cycles of modules": 0,
     "modules at the top": 12,
