@@ -13,6 +13,7 @@ import sys
 import tempfile
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,10 +58,12 @@ for name, line in json.loads(sys.argv[1]).items():
 """
 
 
-def printed(folder: Path, width: int | None) -> dict[str, list[str]]:
+def printed(
+    folder: Path, width: int | None, commands: dict[str, Any] = COMMANDS
+) -> dict[str, list[str]]:
     """Return the lines that each command prints, in a pseudo-terminal or into a pipe."""
     folder.mkdir()
-    script = [sys.executable, "-c", CHILD, json.dumps(COMMANDS)]
+    script = [sys.executable, "-c", CHILD, json.dumps(commands)]
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     for name in ("COLUMNS", "LINES", "FEDQUILT_DATA"):
         environment.pop(name, None)
@@ -100,6 +103,15 @@ def words(lines: list[str]) -> set[str]:
         re.sub(r"(-?[0-9a-f]*\d[0-9a-f]*)+", "0", word) for line in lines for word in line.split()
     )
     return {word for word in every if not re.fullmatch(r"[-─═]+", word)}
+
+
+def test_a_plan_fits_a_narrow_terminal() -> None:
+    asked = {"plan": COMMANDS["plan"]}
+    with tempfile.TemporaryDirectory() as place:
+        (whole,) = printed(Path(place, "0"), None, asked).values()
+        (shown,) = printed(Path(place, "80"), 80, asked).values()
+    assert max(map(len, whole)) > 80 >= max(map(len, shown))
+    assert words(shown) == words(whole)
 
 
 @pytest.mark.slow
