@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.observer import Observer
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.record.result import RunResult
+from fedquilt.setup.task import UserComponents, parts_digest
 
 CLIENTS, SIZE = 9, 3
 QUIET: dict[str, Any] = {"output_dir": None, "quiet": True}
@@ -424,3 +426,33 @@ def test_a_digest_holds_nothing_of_samples_in_defaults() -> None:
         return str(done.result["metadata"]["parts"])
 
     assert digest(torch.zeros(3)) == digest(torch.ones(3))
+
+
+def test_a_digest_sees_the_code_that_a_method_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As docs/extending.md brings a rule: a method whose `new_sum` makes a class beside it."""
+    source = """
+import torch
+from fedquilt.aggregation import RunningMean
+from fedquilt.method import WholeModel
+
+class Rule(RunningMean):
+    @property
+    def factor(self):
+        return helper()
+
+def helper():
+    return FACTOR
+
+class Own(WholeModel):
+    def new_sum(self):
+        return Rule(self._size)
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    found = set()
+    for number, text in enumerate(("1.0", "2.0", "1.0")):
+        name = f"own_rule_{number}"
+        (tmp_path / f"{name}.py").write_text(source.replace("FACTOR", text))
+        found.add(parts_digest(nn.Linear(2, 2), UserComponents(method=import_module(name).Own)))
+    assert len(found) == 2, "two rules, one of them twice"

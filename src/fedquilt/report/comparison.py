@@ -301,9 +301,6 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-_SCREEN = 80
-
-
 def plot_comparison(
     runs: Sequence[Run],
     save_path: str | os.PathLike[str] | None = None,

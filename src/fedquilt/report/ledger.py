@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 NEAR_END = 0.9
 NOT_ADDED = "epsilons do not add up to the allowance; the squares of their mu (mu²) do"
-# What is left of 80 columns beside the numbers.
-_ID_WIDTH = 24
 
 
 def ledger_tables(

@@ -203,9 +203,19 @@ def _code_text(part: Any, seen: tuple[Any, ...] = ()) -> str:
     inside = vars(part).values() if isinstance(part, type) else (part,)
     closures = [getattr(one, "__closure__", None) or () for one in inside]
     held = [_code_text(_content(cell), seen) for cells in closures for cell in cells]
+    held += [_code_text(used, seen) for one in inside for used in _used_code(one)]
     name = getattr(part, "__qualname__", repr(type(part)))
     # Of a tensor or an array only the type: it may hold samples, and the digest is public.
     return f"{name} {source} {held} {_code_text(getattr(part, '__defaults__', None), seen)}"
+
+
+def _used_code(given: Any) -> list[Any]:
+    """Return the functions and classes of its own module that a method or a function names."""
+    function = getattr(given, "fget", None) or getattr(given, "__func__", given)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    named = [function.__globals__.get(name) for name in names]
+    code = [one for one in named if isinstance(one, type | types.FunctionType)]
+    return [one for one in code if one.__module__ == function.__module__]
 
 
 def _content(cell: types.CellType) -> Any:
