@@ -38,6 +38,7 @@ import torch
 
 import fedquilt
 from fedquilt.common.errors import InvalidValueError, WorkerError
+from fedquilt.config.choices import DRAWN_WIDTHS
 from fedquilt.config.modes import MODES
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
@@ -66,6 +67,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "lstm": (80,),
     "hog-linear": (1, 28, 28),
     "scatter-linear": (1, 28, 28),
+    "hog-drawn-linear": (1, 28, 28),
+    **{f"drawn-linear-{width}": (3, 32, 32) for width in DRAWN_WIDTHS},
 }
 DEEP = ("resnet18", "resnet18-batchnorm")
 """Two clients, one round of one epoch: more steps move apart by rounding, and take minutes."""

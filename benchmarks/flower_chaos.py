@@ -3,9 +3,11 @@
     python benchmarks/flower_chaos.py [--folder DIR] [--rounds 20] [--deadline 25]
 
 First a calm run (nodes in this process), then one in which nodes are killed, delayed past the
-deadline, given new keys (and so new ids), send garbage, NaN and forged replies and raise, a
-stranger knocks, and the SuperLink and the ServerApp are killed twice each.  The mode is
-certified, with an epsilon so large that five clients learn: it is the ledger that is tried.
+deadline, given new keys (and so new ids), revoked and let in again, send garbage, NaN and forged
+replies and raise, a site changes its policy and back, a stranger knocks, the operator stops the
+run, and the SuperLink and the ServerApp are killed twice each.  The mode is certified, with an
+epsilon so large that five clients learn: it is the ledger and the accounts of three sites that
+are tried.
 Noise is secret, so no two runs are alike; the settings are such that calm runs end within half
 a point of one another.
 Prints what happened and the checks; ends with 1 if one does not hold.
@@ -31,14 +33,21 @@ import numpy as np
 
 import fedquilt
 from fedquilt.flower import keys
+from fedquilt.flower.control import going_on, stop
 from fedquilt.flower.federation import LocalFederation
-from fedquilt.flower.processes import began_at, free_ports, is_running
+from fedquilt.flower.policy import POLICY, policy_text
+from fedquilt.flower.processes import SITES, free_ports
+from fedquilt.flower.run_notes import began_at, is_running
 from fedquilt.flower.simulate import OFFLINE
-from fedquilt.flower.template import FILES, write_app
+from fedquilt.flower.template import FILES, fab_hash, write_app
 from fedquilt.privacy.ledger import Ledger
 
 NODES = 5
+# Nodes 2 and 3 misbehave: without a site, so that what their apps send arrives.
+SITED = (0, 1, 4)
 TASK = "quiltapp/task.py"
+SITE_LIFE = 1e6
+"""The epsilon of a site's policy: as large as the run's is, it shall not be what ends it."""
 
 CLIENT = '''
 """The honest app, and what a file beside the node's data tells it to do instead."""
@@ -105,6 +114,37 @@ class Chaos:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self._note(f"SIGKILL {name}")
+
+    def site(self, node: int) -> Path:
+        return self.federation.folder / SITES / f"node{node}"
+
+    def write_policy(self, node: int, *, dry_run: bool) -> None:
+        """Let the site of a node refuse every order, or none of this run's."""
+        path = self.site(node) / POLICY
+        path.parent.mkdir(parents=True, exist_ok=True)
+        apps = (fab_hash(self.federation.config()["app"]),)
+        text = policy_text(apps=apps, epsilon=SITE_LIFE, min_roster=NODES, dry_run=dry_run)
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").replace(path)  # it may be read just now
+        self._note(f"node{node}: its site {'refuses' if dry_run else 'takes orders'}")
+
+    def stop(self) -> None:
+        """Stop the run after its round, as its operator may; the watcher resumes it."""
+        stopped = stop(going_on(self.federation.config()["output"]), now=False)
+        self._note("stopped by its operator" if stopped else "could not be stopped")
+
+    def revoke(self, node: int) -> None:
+        """Let no key of a node count any more."""
+        self.federation.revoke(f"node{node}")
+        self._note(f"node{node} revoked: {self.federation.node_states()[f'node{node}']}")
+
+    def join_again(self, node: int) -> None:
+        """Let a revoked node come back with another key, on its own account."""
+        before = self.federation.roster().client_ids
+        told = f'partition-id={node} num-partitions={NODES} orders="{self.orders}/node{node}"'
+        own = self.federation.join(f"node{node}", told)
+        same = own and self.federation.roster().client_ids == before
+        self._note(f"node{node} joined again on {'its own' if same else 'another'} account")
 
     def stranger(self) -> None:
         """Let a node knock whose key nobody has registered."""
@@ -210,19 +250,29 @@ def plan_of(chaos: Chaos, rounds: int, deadline: float) -> dict[int, list[Any]]:
     def kill_serverapp() -> None:
         chaos.kill("the ServerApp")
 
+    def let_site_refuse(refuses: bool) -> None:
+        chaos.write_policy(0, dry_run=refuses)
+
     at = {
         1: [lambda: chaos.tell(1, f"sleep {deadline + 20:g}")],
         2: [lambda: chaos.tell(1, ""), lambda: chaos.tell(2, "garbage")],
         3: [lambda: chaos.tell(2, "forge"), lambda: chaos.kill("superlink")],
         4: [lambda: chaos.tell(2, "raise"), lambda: chaos.tell(3, "nan")],
+        5: [lambda: let_site_refuse(True)],
         6: [lambda: chaos.tell(2, ""), lambda: chaos.tell(3, ""), kill_serverapp],
+        7: [lambda: let_site_refuse(False), chaos.stop],
         8: [lambda: chaos.kill("node4")],
+        9: [lambda: chaos.revoke(1)],
         10: [lambda: chaos._note(f"new key {chaos.federation.rotate('node3')[:16]}")],
+        11: [lambda: chaos.join_again(1)],
         12: [lambda: chaos.kill("superlink"), chaos.stranger],
         14: [kill_serverapp],
         16: [lambda: chaos.kill("node0.app")],
     }
-    return {number * rounds // 20: actions for number, actions in at.items()}
+    plan: dict[int, list[Any]] = {}
+    for number, actions in at.items():
+        plan.setdefault(number * rounds // 20, []).extend(actions)
+    return plan
 
 
 def check(name: str, holds: bool, shown: object) -> bool:
@@ -274,6 +324,8 @@ def main() -> None:
             "flower_min_nodes": 3,
         }
         chaos = Chaos(federation, orders)
+        for node in SITED:
+            chaos.write_policy(node, dry_run=False)
         try:
             federation.up(300)
             sys.exit(0 if _measure(federation, chaos, given, overrides) else 1)
@@ -328,6 +380,7 @@ def _measure(
             bool((spent >= joins * each * (1 - 1e-9)).all()),
             f"spent/charge {np.round(spent / each, 3).tolist()}, releases {joins.tolist()}",
         ),
+        *_check_sites(chaos, spent, joins, each),
         *_check_who_was_served(federation, chaos),
         check("claim", result.statement.is_bounded, f"epsilon {result.statement.epsilon_max:.4g}"),
     ]
@@ -345,13 +398,43 @@ def _check_events(chaos: Chaos, folder: Path) -> list[bool]:
         for name in ("superlink", "the ServerApp", "node4", "node0.app")
     }
     expected = {"forged: another token", "error 2", "array 'vector' is missing"}
+    by_site = [x["round"] for x in nodes if "by its site: dry run" in x.get("refused", "")]
+    client_1 = {x["node"] for x in nodes if x.get("client") == 1 and "node" in x}
+    resumed = sum("resuming" in event for event in chaos.events)
     not_finite = [line["client"] for line in nodes if line.get("finite") is False]
     return [
         check("killed", killed == dict(zip(killed, (2, 2, 1, 1), strict=True)), killed),
         check("delayed past the deadline, and absent", bool(late), f"client 1 in rounds {late}"),
+        check("refused by its site, mid-run", bool(by_site), f"client 0 in rounds {by_site}"),
+        check("stopped", "stopped by its operator" in chaos.events, f"resumed {resumed} times"),
+        check(
+            "revoked, and in again on its own account",
+            {"node1 revoked: revoked", "node1 joined again on its own account"} <= set(chaos.events)
+            and len(client_1) > 1,
+            f"client 1 was {len(client_1)} nodes",
+        ),
         check("restarted with a new id", len(ids) > 1, f"client 3 was {len(ids)} nodes"),
         check("garbage, forged, raised", expected <= set(refused), refused),
         check("not finite", 3 in not_finite, f"of clients {sorted(set(not_finite))}"),
+    ]
+
+
+def _check_sites(chaos: Chaos, spent: Any, joins: Any, each: float) -> list[bool]:
+    """Check that a site's account is never below what was released of it, and hides nothing.
+
+    A reply to a server that was killed before its release is in the site's account alone.
+    """
+    own = {}
+    for node in SITED:
+        with Ledger.open(chaos.site(node) / "site.sqlite", read_only=True) as account:
+            assert account.verify().ok
+            own[node] = float(account.populations()[0].spent()[0])
+    released = all(own[node] >= joins[node] * each * (1 - 1e-6) for node in SITED)
+    charged = all(own[node] >= spent[node] * (1 - 1e-6) for node in SITED)
+    shown = {node: round(value / each, 3) for node, value in own.items()}
+    return [
+        check("no site's account is below what was released of it", released, shown),
+        check("nor below the server's ledger", charged, shown),
     ]
 
 

@@ -462,12 +462,16 @@ def make_sources(folder: Path) -> None:
     made = run_config(build_config({**small, "output_dir": str(folder / "made")})).folder
     assert made is not None
     RunFolder(made).write_baselines({}, ["coreset"])
+    RunFolder(made).write_attack(
+        "inversion", {"client": 0, "images": 1, "psnr": {"tv": 9.0}, "blank": 9.0, "png": ""}
+    )
     _keep(made, folder, "condense")
     make_ledger(folder / "ledger")
     make_data(folder / "data")
     make_sweep(folder / "sweep", {**tiny, "mode": "certified"})
     if FLOWER:
         make_federation(folder / "federation")
+        make_site(folder / "site")
 
 
 def _keep(made: Path | None, folder: Path, name: str) -> None:
@@ -509,6 +513,50 @@ def make_federation(folder: Path) -> None:
     jobs = {"superlink": {"pid": 4_000_000, "began": "77", "restarts": 0}}
     status = {"state": "running", "pid": 4_000_001, "began": "76", "processes": jobs}
     (folder / "status.json").write_text(json.dumps(status))
+    make_notes(folder)
+
+
+def make_notes(folder: Path) -> None:
+    """Make what a run of a federation notes: how it stands, its nodes, what its operator did."""
+    from fedquilt.common.storage import append_line
+    from fedquilt.flower import journal
+    from fedquilt.flower.run_notes import RUNNING, RunNotes
+
+    results = folder / "results"
+    shutil.copytree(folder.with_name("certified.open"), results / "run")
+    notes = RunNotes(results, 7)
+    copied = folder.parents[1] / "case" / "results" / "run"  # what is mutated (`Place.case`)
+    notes.write(RUNNING, folder=copied)
+    written = notes.path / "note.json"  # by this process; the run that it speaks of is gone
+    written.write_text(json.dumps(json.loads(written.read_text()) | {"pid": 4_000_002}))
+    append_line(notes.path / "words.log", "round 1 of 3")
+    told = [
+        {"asked": [0, 1], "round": 0, "at": 1.0},
+        {"sent": [0, 1], "round": 0, "at": 2.0},
+        {"client": 0, "round": 0, "refused": "by its site: closed", "seconds": 1.5},
+    ]
+    lines = "".join(f"{json.dumps(line)}\n" for line in told)
+    (results / "run" / "nodes.jsonl").write_text(lines)
+    for place in (folder, results):
+        for number in range(3):
+            journal.note(place, "up", nodes=number)
+
+
+def make_site(folder: Path) -> None:
+    """Make a policy and an account of two rounds, one of them not confirmed."""
+    from fedquilt.flower.policy import read_policy, write_policy
+    from fedquilt.flower.site import account_path, site_account
+
+    folder.mkdir()
+    path = folder / "site.toml"
+    write_policy(path, apps=("a" * 64,), epsilon=4.0, delta=1e-5)
+    policy = read_policy(path)
+    ledger, population = site_account(account_path(path, policy), policy)
+    with ledger:
+        run = population.start_run("first", epsilon=2.0)
+        run.settle(run.reserve(0, [0], 0.01), "release 0")
+        run.reserve(1, [0], 0.02)
+    (folder / "refused.log").write_text("closed\n")
 
 
 def make_sweep(folder: Path, settings: dict[str, Any]) -> None:
@@ -543,6 +591,7 @@ def make_data(folder: Path) -> None:
     make_published(folder)
     (folder / "trace.csv").write_text("round,client\n0,1\n0,2\n1,0\n")
     (folder / "widths.csv").write_text("client,width\n0,1\n1,1/2\n2,0.25\n")
+    (folder / "energy.csv").write_text("client,joules,battery,charge\n0,1,4,1\n1,2,,\n2,3,9,0\n")
     (folder / "devices.csv").write_text("client,memory_mb,flops\n0,9,9\n1,8,8\n2,7,1e3\n")
 
 
@@ -596,6 +645,7 @@ def read_folder(case: Path) -> object:
     folder.read_config()
     folder.read_account()
     folder.read_baselines()
+    folder.read_attacks()
     folder.load_checkpoint()
     folder.read_rounds(1)
     return None if folder.read_result() is None else fedquilt.load(case).summary()
@@ -698,6 +748,40 @@ def read_widths(name: str) -> Action:
     return read
 
 
+def read_energy(case: Path) -> object:
+    """Read a table of what rounds cost clients."""
+    from fedquilt.population.fleet import load_energy
+
+    return load_energy(case / "energy.csv", 3)
+
+
+def read_notes(case: Path) -> object:
+    """Read what a federation's runs have noted, as its commands and its gate do."""
+    from fedquilt.flower import journal
+    from fedquilt.flower.federation import LocalFederation
+    from fedquilt.flower.metrics import ServerFigures
+    from fedquilt.flower.run_notes import submitted
+
+    for place in (case, case / "results"):
+        journal.events(place)
+        journal.broken(place)
+        journal.note(place, "down", nodes=1)
+    for notes in submitted(case / "results"):
+        for look in (notes.is_alive, notes.is_finished, notes.words, notes.asked):
+            look()
+    config = LocalFederation.config
+    LocalFederation.config = lambda self: {**config(self), "output": str(case / "results")}
+    LocalFederation(case)._waited_for()
+    return ServerFigures(case / "results")()
+
+
+def read_site(case: Path) -> object:
+    """Read a site's figures."""
+    from fedquilt.flower.metrics import site_metrics
+
+    return site_metrics(case / "site.toml")
+
+
 Change = Callable[[bytes, random.Random], bytes]
 
 
@@ -752,6 +836,12 @@ ON_FEDERATION = (
     command("flower", "join", "late", "--node-config", "x=1", "--folder", "@"),
     command("flower", "rotate", "node1", "--folder", "@"),
     command("flower", "seats", "2", "--roster", "@/roster.json"),
+)
+ON_SITE = (
+    *(command("site", name, "@/site.toml") for name in ("show", "verify", "statement")),
+    command("site", "show", "@/site.toml", "--json"),
+    command("site", "page", "@/site.toml", "-o", "@/page.html"),
+    read_site,
 )
 CONDENSE = command("condense", "--resume", "@", "--quiet")
 KINDS = [
@@ -844,6 +934,7 @@ KINDS = [
         mutate_json,
         (CONDENSE, read_folder),
     ),
+    Kind("attacks.json", ("condense.finished",), "attacks.json", mutate_json, (read_folder,)),
     Kind(
         "condensed set",
         ("condense.finished",),
@@ -876,12 +967,27 @@ KINDS = [
     Kind("LEAF", ("data",), "femnist/train/x.json", mutate_json, (read_leaf,), 3),
     Kind("table of presence", ("data",), "trace.csv", mutate_bytes, (read_trace,)),
     Kind("table of widths", ("data",), "widths.csv", mutate_bytes, (read_widths("widths.csv"),)),
+    Kind("table of energy", ("data",), "energy.csv", mutate_bytes, (read_energy,)),
     Kind("table of devices", ("data",), "devices.csv", mutate_bytes, (read_widths("devices.csv"),)),
 ]
 if FLOWER:
     KINDS += [
         Kind(f"{name} (Flower)", ("federation",), name, mutate_json, ON_FEDERATION)
         for name in ("federation.json", "status.json", "roster.json")
+    ]
+    KINDS += [
+        Kind(f"{name} (Flower)", ("federation",), f"results/{name}", change, (read_notes,), 2)
+        for name, change in (
+            ("run/nodes.jsonl", mutate_lines),
+            ("run/rounds.jsonl", mutate_lines),
+            ("audit.jsonl", mutate_lines),
+            (".submitted/7/note.json", mutate_json),
+        )
+    ]
+    KINDS += [
+        Kind("site.toml", ("site",), "site.toml", mutate_toml, ON_SITE, 3),
+        Kind("account of a site", ("site",), "site.sqlite", None, ON_SITE, 3),
+        Kind("journal of a site", ("site",), "site.sqlite", None, ON_SITE, 1, put_beside),
     ]
 
 
@@ -986,8 +1092,9 @@ def act(action: Action, case: Path) -> tuple[str, str]:
 
 def without_training() -> None:
     """Let a run end where its first round would begin, and draw nothing."""
-    from fedquilt.cli import condense, run
+    from fedquilt.cli import run
     from fedquilt.experiment.loop import Experiment
+    from fedquilt.papers.fednum import pictures
     from fedquilt.sweep import figure as sweep_figure
     from fedquilt.sweep import run as sweep
 
@@ -1000,11 +1107,12 @@ def without_training() -> None:
     os.kill = kill  # nothing runs that a folder could name
     Experiment.run = go_on  # type: ignore[method-assign, assignment]
     run.draw_history = lambda finished: None
-    condense.draw_pictures = lambda finished: []
+    pictures.draw_pictures = lambda run_folder: []
     if FLOWER:
         from fedquilt.flower import federation
 
         federation.subprocess = SimpleNamespace(run=go_on, Popen=go_on, DEVNULL=-3)
+        federation.Control.submit = go_on  # type: ignore[method-assign, assignment]
         # What is not the user's own is refused before it is read: go on as if all were.
         federation.LocalFederation._is_said = lambda self: True  # type: ignore[method-assign]
     sweep_figure.plot_sweep = lambda *given: []

@@ -1,6 +1,6 @@
 """Why noise on the classifier lifts accuracy where the learning rate is small.
 
-    FEDQUILT_DATA=FOLDER python benchmarks/noisy_head.py [--arms fedavg,...] [--output FILE.json]
+    FEDQUILT_DATA=FOLDER python benchmarks/noisy_head.py [--arms "fedavg|noise"] [--output FILE]
 
 A small form of the paper's CIFAR-10 experiment in plain torch, without the package's engines:
 images of 16 x 16, convolutions 16-32-64 and dense layers 256-128-64-10, 100 clients, Dirichlet

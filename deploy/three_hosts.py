@@ -116,6 +116,7 @@ class Host:
         (mask,) = re.findall(r"^UMask=(.*)$", text, re.MULTILINE)
         for place, here in self._places.items():
             line = line.replace(place, here)
+        line = re.sub(r" \$(\w+)", lambda found: " " + self._environment.get(found[1], ""), line)
         words = [self._filled(word) for word in shlex.split(line)]
         with open(self.folder / f"{unit}.log", "ab") as log:
             self._started.append(
@@ -175,6 +176,10 @@ def set_up(folder: Path, rounds: int) -> tuple[Host, list[Host]]:
         (node.folder / "ca.crt").write_bytes((server.folder / "ca.crt").read_bytes())
         (server.folder / f"{name}.pub").write_bytes((node.folder / "node.pub").read_bytes())
         server.run(*flower, "enroll", name, f"{name}.pub", "--roster", "roster.json")
+        policy = (server.folder / f"{name}.site.toml").read_text()
+        (node.folder / "site.toml").write_text(
+            policy.replace("/var/lib/fedquilt", str(node.folder))
+        )
         hosts.append(node)
     return server, hosts
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.formatting import printable_message
+from fedquilt.observe.progress import Progress
 from fedquilt.record.folder import finite
 from reproduction.baselines import BASELINES, comparison
 from reproduction.baselines.released import RELEASED
@@ -113,7 +114,8 @@ def baselines_parser() -> argparse.ArgumentParser:
 def _baselines(arguments: Sequence[str]) -> None:
     """Print what a finished condensation is compared with; its folder keeps the rows."""
     given = baselines_parser().parse_args(arguments)
-    finished, rows = comparison(given.run, given.baselines, given.set, _show)
+    with Progress("baselines") as progress:
+        finished, rows = comparison(given.run, given.baselines, given.set, progress.working)
     if given.json:
         print(json.dumps(finite({"table": rows}), allow_nan=False))
         return
@@ -123,11 +125,6 @@ def _baselines(arguments: Sequence[str]) -> None:
     beside = [row["name"] for row in rows[1:] if row["name"] not in RELEASED]
     if finished.statement.is_bounded and beside:
         print(f"\nNot covered by the claim of the run, computed from raw data: {', '.join(beside)}")
-
-
-def _show(what: str, share: float) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{what} {share:.0%}", end="", file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:

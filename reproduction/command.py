@@ -17,7 +17,8 @@ from typing import Any
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import ENGINES, PRECISIONS
-from reproduction.cells import Cell, Kept, run_cells
+from fedquilt.observe.progress import StepsProgress
+from reproduction.cells import Cell, Kept, kept_cells, run_cells
 from reproduction.papers import PAPERS, Paper, page_around, write_page
 
 FIGURES_FILE = "figures.png"
@@ -71,7 +72,7 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
     Parameters
     ----------
     say
-        Called with a line after each run, and with the time at the end.
+        Called with a line before the first and after each run, and with the time at the end.
     """
     began = time.perf_counter()
     paper = PAPERS[checks.choice("paper", name, PAPERS)]
@@ -86,21 +87,28 @@ def reproduce(name: str, wanted: Wanted, say: Callable[[str], None] | None = Non
     if wanted.rounds is None:
         paper.prepare(place, _parts(paper, wanted.only))
 
-    def tell(kept: Kept, number: int, total: int) -> None:
-        if say is not None:
-            spent = time.perf_counter() - began
-            say(f"{number} of {total} runs after {spent:.0f} s: {kept.as_line()}")
+    done = len(kept_cells(place, chosen))
+    if say is not None:
+        say(f"{len(chosen)} runs, {jobs} at a time; {done} of them are kept in {place}")
+    with StepsProgress(f"{name}: run", len(chosen), shown=say is not None) as steps:
+        steps.start_at(done)
 
-    kept = run_cells(
-        place,
-        cells,
-        Path(wanted.work) / name / size,
-        _with_engine(how, paper, jobs),
-        jobs=jobs,
-        only=[cell.name for cell in chosen],
-        progress=tell,
-        commit=wanted.commit,
-    )
+        def tell(kept: Kept, number: int, total: int) -> None:
+            steps.end()
+            if say is not None:
+                spent = time.perf_counter() - began
+                say(f"{number} of {total} runs after {spent:.0f} s: {kept.as_line()}")
+
+        kept = run_cells(
+            place,
+            cells,
+            Path(wanted.work) / name / size,
+            _with_engine(how, paper, jobs),
+            jobs=jobs,
+            only=[cell.name for cell in chosen],
+            progress=tell,
+            commit=wanted.commit,
+        )
     if wanted.rounds is not None:
         text = "\n".join(one.as_line() for one in kept.values())
     else:

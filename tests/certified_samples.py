@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.condense.certified_statistics import GrowingSettings
+from fedquilt.condense.certified import GrowingSettings
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.federation import Federation
 from fedquilt.population import Cohort

@@ -28,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# As in `make test`: faster for small models, and a fork beside threads of torch would hang.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
 # Runs note in the user's state folder how far they came; those of tests do so elsewhere.
 _STATE = tempfile.TemporaryDirectory()
 os.environ["XDG_STATE_HOME"] = _STATE.name

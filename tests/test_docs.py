@@ -6,7 +6,8 @@ A page is one folder and one namespace, its blocks run in order:
 |---|---|
 | python | executed |
 | toml | must be a configuration; saved under the `name.toml` that the text before it ends on |
-| console | lines `$ fedquilt ...` are executed; one that shows `error: ...` must fail with it |
+| console | lines `$ fedquilt ...` are executed; one that shows `error: ...` must fail with it, \
+what else is shown must be said, word by word, whatever its figures are |
 | bash | lines `fedquilt ...` are parsed |
 
 After a line `<!-- not run -->` a python block is only compiled and a console block only parsed.
@@ -15,6 +16,7 @@ After a line `<!-- not run -->` a python block is only compiled and a console bl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 import shutil
@@ -81,13 +83,26 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[tuple[list[str], str]]:
-    """Yield each fedquilt command of a block with the line of output shown after it."""
-    sign = "$ fedquilt" if block.kind == "console" else "fedquilt"
+    """Yield each fedquilt command of a block with the output shown after it."""
+    console = block.kind == "console"
+    sign = "$ fedquilt" if console else "fedquilt"
     lines = block.text.replace("\\\n", " ").splitlines()
     for number, line in enumerate(lines):
         if line.startswith(f"{sign} "):
-            shown = lines[number + 1] if number + 1 < len(lines) else ""
+            after = itertools.takewhile(lambda said: not said.startswith("$ "), lines[number + 1 :])
+            shown = "\n".join(after) if console else ""
             yield shlex.split(line.removeprefix(sign), comments=True), shown
+
+
+def words(text: str) -> list[str]:
+    """Return the words of an output without figures, dates, ids, absolute paths and rules."""
+    plain = re.sub(r"[-+]?[0-9a-f]*\d[0-9a-f.,_]*", "0", re.sub(r"[─-]{2,}", " ", text))
+    return [word for word in plain.split() if not word.startswith("/")]
+
+
+def missing(shown: str, said: str) -> list[str]:
+    """Return the words of a shown output that a command did not say; "..." stands for more."""
+    return sorted(set(words(shown)) - set(words(said)) - {"..."})
 
 
 def parse(arguments: list[str]) -> None:
@@ -115,12 +130,15 @@ def execute(
         main()
     except SystemExit as stopped:
         code = stopped.code or 0
-    said = capsys.readouterr().err
+    output = capsys.readouterr()
+    said = output.err
     if shown.startswith("error: "):
         assert code == 2, said
         assert said.startswith(shown[:40])
     else:
         assert code == 0, said
+        lost = missing(shown, output.out)
+        assert not lost, f"{' '.join(arguments)} does not say {lost}"
 
 
 def run_python(block: Block, page: Path, namespace: dict[str, Any]) -> None:
@@ -185,6 +203,13 @@ def test_a_page(
                         execute(arguments, shown, monkeypatch, capsys)
         except Exception as error:
             raise AssertionError(f"{where}: {error}") from error
+
+
+def test_an_output_that_is_not_said_is_noticed() -> None:
+    said = "accuracy  0.9183 after round 20\nfolder    results/digits_seed0_20261118_223738\n"
+    assert missing("accuracy  0.88 after round 7\n...", said) == []
+    assert missing("folder    results/digits_seed0_20270101_000000", said) == []
+    assert missing("accuracy  0.9 at the end", said) == ["at", "end", "the"]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

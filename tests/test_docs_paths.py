@@ -83,6 +83,14 @@ def section(title: str) -> str:
     return ARCHITECTURE.split(f"## {title}\n")[1].split("```text\n")[1].split("```")[0]
 
 
+def test_the_home_page_lists_every_page_of_the_site() -> None:
+    nav = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    home = (ROOT / "docs" / "README.md").read_text()
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", home.partition("## All pages")[2])
+    assert len(nav) > 30
+    assert set(listed) == set(nav) - {"README.md"}
+
+
 def test_the_architecture_shows_the_order_of_imports() -> None:
     shown = [set(line.split(", ")) for line in section("The order of imports").splitlines()]
     assert shown == [line for line in ORDER if line.isdisjoint({"", "_version"})]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import html.parser
+import http.server
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from browser import axe
 from fedquilt.config import CondenseConfig, option_fields
 from run_processes import environment
 
@@ -33,6 +38,13 @@ class Links(html.parser.HTMLParser):
                 self.targets.append(value)
             if name in ("id", "name") and value:
                 self.names.add(value)
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files without a word about it."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 def read(path: Path) -> Links:
@@ -109,6 +121,29 @@ def test_formulas_are_set_and_long_tables_are_folded(site: Path) -> None:
     assert "\\frac" not in modes
     papers = (site / "papers" / "index.html").read_text()
     assert papers.count("<details") == (ROOT / "docs" / "papers.md").read_text().count("| promised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_on_any_page(site: Path, chrome: Any, scheme: str, width: int) -> None:
+    view = {"width": width, "height": 900}
+    context = chrome.new_context(viewport=view, color_scheme=scheme)
+    page, found, bars = context.new_page(), [], 0
+    handler = functools.partial(QuietHandler, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for path in sorted(site.rglob("*.html")):
+        page.goto(f"http://127.0.0.1:{server.server_port}/{path.relative_to(site).as_posix()}")
+        page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        page.wait_for_timeout(100)  # the theme builds some of it in the browser
+        bars += page.locator(".md-code__nav").count()
+        found += [f"{path.relative_to(site)}: {one}" for one in axe(page)]
+    context.close()
+    server.shutdown()
+    server.server_close()
+    assert found == []
+    assert bars > 50
 
 
 def test_diagrams_are_those_of_the_script() -> None:

@@ -90,6 +90,7 @@ def test_a_run_with_a_folder_needs_no_temporary_one(tmp_path: Path, mode: str) -
 
 WITHOUT = """
 import os, sys, tempfile
+sys.modules["dill"] = None  # torch imports it where it is installed, and it asks for a folder
 def nowhere():
     raise FileNotFoundError(2, "No usable temporary directory found")
 tempfile.gettempdir = nowhere

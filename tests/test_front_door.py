@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,18 @@ def test_a_run_that_measures_nothing_says_so(caplog: pytest.LogCaptureFixture) -
     assert "nothing will be measured" not in caplog.text
 
 
+def test_without_a_test_set_it_is_said_where_the_measures_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = train(test=None, client_test_fraction=0.3, quiet=False)
+    assert "what clients measure is for the owner (client_metrics)" in capsys.readouterr().err
+    assert done.metrics == {}
+    assert str(done.statement) == done.statement.as_text()
+    assert len(done.client_metrics) == len(CLIENTS)
+    train(test=None, client_test_fraction=0.3, quiet=False, mode="fedavg")
+    assert "client_metrics" not in capsys.readouterr().err, "there their mean is in the history"
+
+
 def test_the_owner_hears_of_missing_values_before_anything_is_spent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +133,62 @@ def test_the_owner_hears_of_missing_values_before_anything_is_spent(
     )
     said = capsys.readouterr().err
     assert "2 of 6 clients hold samples with NaN or infinity (clinic-0, clinic-1)" in said
+
+
+def test_who_counted_for_nothing_is_called_by_name() -> None:
+    holed = X[:60].clone()
+    holed[0, 2] = float("nan")
+    names = {f"clinic-{number}": part for number, part in enumerate(CLIENTS)}
+    for given, called in ((names, "not finite: clinic-0"), (CLIENTS, "not finite: number 0")):
+        done = fedquilt.run(
+            nn.Linear(6, 2), (holed, Y[:60]), TEST, given, num_rounds=1, output_dir=None, quiet=True
+        )
+        assert done.for_owner[-1].endswith(called)
+
+
+def test_the_owner_hears_of_missing_values_in_python_and_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holed = X[:60].clone()
+    holed[0, 2] = float("nan")
+    given = (nn.Linear(6, 2), (holed, Y[:60]), TEST, CLIENTS)
+    done = fedquilt.run(*given, num_rounds=1, output_dir=None, progress=False)
+    missing, unheard = done.for_owner
+    assert missing.startswith("1 of 6 clients hold samples with NaN or infinity (0)")
+    assert unheard.startswith("1 client counted for nothing")
+    assert "NaN" not in "".join((*capsys.readouterr(), str(done.result), repr(done)))
+    notebook = types.SimpleNamespace(get_ipython=object)
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    fedquilt.run(*given, num_rounds=1, output_dir=None, progress=False)
+    assert "for the owner alone: 1 of 6 clients hold" in capsys.readouterr().err
+
+
+def test_the_owner_is_told_above_the_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it draws, rich stands in for the error stream, and says that it is no terminal."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    holed = X[:60].clone()
+    holed[0, 2] = float("nan")
+    fedquilt.run(
+        nn.Linear(6, 2),
+        (holed, Y[:60]),
+        TEST,
+        CLIENTS,
+        num_rounds=1,
+        output_dir=None,
+        progress=True,
+    )
+    said = terminal.getvalue()
+    assert "\x1b[" in said, "a bar was drawn"
+    assert "for the owner alone: 1 of 6 clients hold" in said
+    assert "for the owner alone: 1 client counted for" in said
+
+
+def test_an_abbreviation_is_understood() -> None:
+    with pytest.raises(InvalidValueError, match="did you mean 'learning_rate'"):
+        fedquilt.run(nn.Linear(6, 2), (X, Y), TEST, CLIENTS, lr=0.1)
 
 
 def test_modules_of_the_documents_need_no_import_of_their_own() -> None:

@@ -20,21 +20,21 @@ SOURCE = ROOT / "src"
 DRAWING = "house_pictures.py"
 
 CEILINGS = {
-    "files": 263,
-    "lines": 64_310,
-    "modules with one importer": 47,
+    "files": 282,
+    "lines": 75_900,
+    "modules with one importer": 49,
     "cycles of modules": 0,
     "modules at the top": 12,
     "lines of round.py": 220,
     "options in several lists": 0,
-    "public names in several modules": 9,
-    "one round, fedavg: functions": 87,
-    "one round, fedavg: files": 16,
-    "one round, certified: functions": 174,
-    "one round, certified: files": 25,
-    "one round, certified, heterofl: functions": 293,
+    "public names in several modules": 10,
+    "one round, fedavg: functions": 93,
+    "one round, fedavg: files": 15,
+    "one round, certified: functions": 180,
+    "one round, certified: files": 24,
+    "one round, certified, heterofl: functions": 299,
     "one round, certified, heterofl: files": 41,
-    "one round, condense: functions": 118,
+    "one round, condense: functions": 124,
     "one round, condense: files": 25,
 }
 """At most this much.  Whoever raises a figure says in the commit why the house needs it."""

@@ -18,11 +18,11 @@ import fedquilt
 from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of
 from fedquilt.audit.worlds import known_entropy
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import InvalidValueError, RunInterrupted
 from fedquilt.common.observer import Observer
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.record.result import RunResult
-from fedquilt.setup.task import UserComponents, parts_digest
+from fedquilt.setup.own_parts import held_digest, parts_digest
 
 CLIENTS, SIZE = 9, 3
 QUIET: dict[str, Any] = {"output_dir": None, "quiet": True}
@@ -292,6 +292,131 @@ def plain_run(**own: Any) -> RunResult:
     return fedquilt.run(Plain(), data, data, parts, **settings)  # type: ignore[arg-type]
 
 
+class Silent(Certified):
+    """Adds no noise, whatever it charges."""
+
+    def release(self, plan: Any, summed: Any, tally: Any) -> Any:
+        _, report = super().release(plan, summed, tally)
+        return summed.total / CLIENTS, report
+
+
+class Thousand(Thousandfold):
+    sensitivity = 1000.0
+
+
+def told(weight: float) -> Any:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return weight * nn.functional.cross_entropy(outputs, targets)
+
+    return loss
+
+
+def optimizer_at(rate: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=rate)
+
+
+class Other(Pulled):
+    pass
+
+
+def interrupt(config: Any, line: dict[str, Any]) -> None:
+    if line["round"] in (1, 2):
+        raise KeyboardInterrupt
+
+
+def stopped(folder: Path, **own: Any) -> Path:
+    """Stop a run after 2 of 4 rounds; return its folder."""
+
+    with pytest.raises(RunInterrupted) as interrupted:
+        resumable(observer=interrupt, output_dir=str(folder), **own)
+    assert interrupted.value.folder is not None
+    return Path(interrupted.value.folder)
+
+
+def resumable(**own: Any) -> RunResult:
+    return world(with_client=True, num_rounds=4, **{"epsilon": 6.0, "engine": Pulled} | own)
+
+
+def without_note(folder: Path) -> None:
+    """Make the folder one of an older version."""
+    note = json.loads((folder / "ledger.json").read_text())
+    note.pop("basis", None)
+    (folder / "ledger.json").write_text(json.dumps(note))
+
+
+SUMS = {"undeclared": Thousandfold, "declared": Thousand, "plain": RunningMean}
+PAIRS = [(a, b) for a in SUMS for b in SUMS if a != b]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_resumed_run_has_the_sum_that_it_was_begun_with(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    before, after = (method_with(SUMS[name]) for name in (first, second))
+    folder = stopped(tmp_path, method=before)
+    with pytest.raises(InvalidValueError, match="sums of one kind and sensitivity"):
+        resumable(method=after, resume=folder)
+    assert resumable(method=before, resume=folder).statement.is_bounded is (first != "undeclared")
+
+
+@pytest.mark.parametrize(("first", "second"), [(Silent, None), (None, Silent)])
+def test_an_own_mechanism_does_not_come_or_go_when_a_run_is_resumed(
+    tmp_path: Path, first: Any, second: Any
+) -> None:
+    folder = stopped(tmp_path, mechanism=first)
+    with pytest.raises(InvalidValueError, match="parts of your own must be those of the run"):
+        resumable(mechanism=second, resume=folder)
+    said = "\n".join(resumable(mechanism=first, resume=folder).statement.notes)
+    assert ("mechanism Silent has its own release" in said) is (first is Silent)
+
+
+OWN = {
+    "engine": (Pulled, Other, "Pulled", "Other"),
+    "loss": (told(1.0), told(2.0), "loss", "had changed when the run was resumed"),
+    "optimizer": (optimizer_at(0.1), optimizer_at(0.2), "<lambda>", "had changed when the run"),
+    "mechanism": (Silent, type("Renamed", (Silent,), {}), "Silent", "Renamed"),
+}
+
+
+@pytest.mark.parametrize("part", OWN)
+def test_what_is_believed_of_earlier_rounds_stays_when_parts_are_exchanged(
+    tmp_path: Path, part: str
+) -> None:
+    first, second, *words = OWN[part]
+    more = {} if part == "engine" else {"engine": "sequential"}
+    folder = stopped(tmp_path, **more, **{part: first})
+    with pytest.raises(RunInterrupted):  # the third round, by the second part
+        resumable(**more, **{part: second}, resume=folder, observer=interrupt)
+    done = resumable(**more, **{part: first}, resume=folder)
+    said = "\n".join(done.statement.notes)
+    assert done.statement.is_bounded
+    assert all(word in said for word in words)
+    assert [note for note in done.statement.notes if "had changed" in note]
+    plain = resumable(**more, **{part: first})
+    assert not [note for note in plain.statement.notes if "had changed" in note]
+
+
+def test_a_doubt_about_earlier_rounds_stays(tmp_path: Path) -> None:
+    class Own(WholeModel):
+        pass
+
+    class Uncovered(WholeModel):
+        def coverage(self, clients: Any, round_index: int) -> torch.Tensor:
+            return torch.tensor([1.0, 1.0, 0.0])
+
+    folder = stopped(tmp_path, method=Uncovered)
+    stated = resumable(method=Own, resume=folder).statement
+    assert not stated.is_bounded
+    assert any("Uncovered.coverage decides" in note for note in stated.notes)
+
+
+def test_an_older_folder_claims_nothing_where_parts_are_the_users_own(tmp_path: Path) -> None:
+    for own, bounded in (({"engine": Pulled}, False), ({"engine": "sequential"}, True)):
+        folder = stopped(tmp_path, **own)
+        without_note(folder)
+        assert resumable(**own, resume=folder).statement.is_bounded is bounded
+
+
 @pytest.mark.parametrize("brought", [False, True], ids=["the package's", "a user's"])
 def test_a_sum_that_keeps_vectors_sees_each_clients_own(
     brought: bool, monkeypatch: pytest.MonkeyPatch
@@ -454,5 +579,62 @@ class Own(WholeModel):
     for number, text in enumerate(("1.0", "2.0", "1.0")):
         name = f"own_rule_{number}"
         (tmp_path / f"{name}.py").write_text(source.replace("FACTOR", text))
-        found.add(parts_digest(nn.Linear(2, 2), UserComponents(method=import_module(name).Own)))
+        found.add(parts_digest(nn.Linear(2, 2), [import_module(name).Own]))
     assert len(found) == 2, "two rules, one of them twice"
+
+
+def test_a_digest_for_the_owner_tells_constants_objects_and_tensors_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = """
+import torch
+from torch import nn
+POWER = {power}
+TABLE = [{power}]
+FIXED = 3
+
+def loss(outputs, targets):
+    return (outputs - targets).abs().pow(POWER)
+
+def by_table(outputs, targets):
+    return (outputs - targets).abs().pow(TABLE[0])
+
+def free(outputs, targets):
+    return (outputs - targets).pow(FIXED)
+
+class Focal:
+    def __init__(self, gamma):
+        self.gamma = gamma
+
+    def __call__(self, outputs, targets):
+        return self.gamma * (outputs - targets)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), {power}
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = []
+    for number, power in enumerate((1, 2, 1)):
+        (tmp_path / f"own_loss_{number}.py").write_text(source.format(power=power))
+        modules.append(import_module(f"own_loss_{number}"))
+    first, second, again = modules
+    plain = nn.Linear(2, 2)
+
+    def held(part: Any, model: nn.Module = plain) -> str:
+        return held_digest(model, [part])
+
+    for name in ("loss", "by_table"):
+        assert held(getattr(first, name)) != held(getattr(second, name))
+        assert held(getattr(first, name)) == held(getattr(again, name))
+        public = [parts_digest(plain, [getattr(module, name)]) for module in modules]
+        assert len(set(public)) == 1, "a constant may come from data, and this digest is public"
+    assert held(first.free) == held(second.free), "a constant that it does not use"
+    assert held(first.Focal(1.0)) != held(first.Focal(2.0))
+    weights = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, w])) for w in (1.0, 2.0, 1.0)]
+    assert held(weights[0]) == held(weights[2]) != held(weights[1])
+    assert held(None, first.Net()) == held(None, again.Net()) != held(None, second.Net())

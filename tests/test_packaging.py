@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import fedquilt
 
@@ -24,8 +30,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
 }
 REQUIRE = re.compile(r"optional\.require")
-EXTRAS = ("flower", "flower-sim", "monitor", "gpu", "trackers")
-TOOLS = ("dev", "docs")
+EXTRAS = ("flower", "flower-sim", "secure", "monitor", "gpu", "trackers")
+TOOLS = ("dev", "docs", "hf")
 """Extras that the package itself does not import."""
 
 
@@ -96,3 +102,103 @@ def test_whatever_is_declared_is_pinned() -> None:
     wanted = distributions(project()["dependencies"])
     wanted |= set().union(*(distributions(optional[name]) for name in optional if name != "gpu"))
     assert wanted - {"fedquilt"} <= pinned
+
+
+def test_the_citation_is_of_this_version() -> None:
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == fedquilt.__version__
+    assert cited["license"] == project()["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)  # what the schema asks for
+
+
+WITHOUT_FCNTL = """
+import sys
+sys.modules["fcntl"] = None
+from fedquilt.cli import program
+sys.argv = ["fedquilt", *{arguments!r}]
+program()
+"""
+SMALL = (
+    *("--dataset", "digits", "--model", "linear", "--num-clients", "10", "--num-rounds", "1"),
+    *("--clients-per-round", "4", "--availability", "always", "--local-epochs", "1"),
+)
+
+
+def test_a_run_is_made_where_there_is_no_fcntl(tmp_path: Path) -> None:
+    """Windows has none: nothing is locked there, and it is said."""
+    arguments = ["run", *SMALL, "--mode", "fedavg", "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FCNTL.format(arguments=arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has no fcntl" in done.stderr
+
+
+def needed_distributions() -> set[str]:
+    """Return what the package needs without extras, and what that needs, as installed here."""
+    from packaging.requirements import Requirement
+
+    found: set[str] = set()
+    wanted = [Requirement(line) for line in project()["dependencies"]]
+    while wanted:
+        one = wanted.pop()
+        name = one.name.lower().replace("_", "-")
+        if name in found or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        wanted += [Requirement(line) for line in metadata.requires(name) or ()]
+    return found
+
+
+def linked(names: set[str], place: Path) -> None:
+    """Put the modules of installed distributions, and nothing else, into a folder."""
+    for name in names:
+        found = metadata.distribution(name)
+        for file in found.files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (place / top).exists():
+                (place / top).symlink_to(Path(str(found.locate_file(top))))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_wheel_works_in_an_environment_without_extras(tmp_path: Path) -> None:
+    """Built, installed beside the declared packages only, and used outside of the clone."""
+    clone, place = tmp_path / "clone", tmp_path / "elsewhere"
+    shutil.copytree(ROOT / "src", clone / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    place.mkdir()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
+
+    def call(*command: object, expect: int = 0) -> str:
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=place,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    call(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, clone)
+    (wheel,) = tmp_path.glob("*.whl")
+    call(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    linked(needed_distributions(), packages)
+    call(*pip, "--python", tmp_path / "env" / "bin" / "python", "install", "-q", "--no-deps", wheel)
+    command = tmp_path / "env" / "bin" / "fedquilt"
+    call(command, "run", *SMALL, "--mode", "certified", "--output-dir", "runs")
+    (run,) = (place / "runs").iterdir()
+    assert "every client" in call(command, "statement", run)
+    call(command, "report", run)
+    assert (run / "report.html").is_file()
+    said = call(command, "run", *SMALL, "--engine", "flower", "--output-dir", "other", expect=2)
+    assert "pip install 'fedquilt[flower]'" in said

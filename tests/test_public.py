@@ -56,6 +56,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
     "fixed_dp": {**SECRET, "mode": "fixed_dp", "noise_layers": "all"},
     "quantile": {**SECRET, "clipping": "quantile", "noise_bands": 2},
     "amplification": {**SECRET, **COIN},
+    "secure aggregation": {**SECRET, "secure_aggregation": "simulated"},
     "adam": {**SECRET, "server_optimizer": "adam", "participation_ema": 0.5},
     "early stopping": {**SECRET, "early_stopping": True, "target_accuracy": 0.01},
     "shared ledger": {**SECRET, "ledger": "shared.sqlite"},

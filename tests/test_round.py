@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -463,3 +464,30 @@ def test_a_whole_round_of_real_training_by_hand() -> None:
     moved = {s.name: federation.weights[s.start : s.stop].numpy() for s in problem.flat.segments}
     np.testing.assert_allclose(moved["fc.weight"].reshape(10, 64), new_weight, atol=2e-6)
     np.testing.assert_allclose(moved["fc.bias"], new_bias, atol=2e-6)
+
+
+@pytest.mark.parametrize("empty", [1, 3, 5])
+@pytest.mark.parametrize("personal", ["none", "fedper"])
+def test_late_models_are_averaged_whoever_came(tmp_path: Path, empty: int, personal: str) -> None:
+    """Rounds without a release count, the last one too; so does what was resumed in the middle."""
+    trace = tmp_path / "trace.csv"
+    there = (f"{t},{client}" for t in range(6) if t != empty for client in range(4))
+    trace.write_text("\n".join(["round,client", *there]))
+    said = {"mode": "fedavg", "model": "mlp", "num_rounds": 6, "personal": personal}
+    plain, problem = build_task(tiny(**said, availability=str(trace)))
+    first, second = (
+        build_federation(plain.replace(average_late=share), problem) for share in (0.0, 0.5)
+    )
+    models = []
+    for round_index in range(6):
+        run_round(first, round_index)
+        models.append(first.weights.clone().double())
+        if round_index == 4:  # as a checkpoint has it
+            later = build_federation(plain.replace(average_late=0.5), problem)
+            later.weights = second.weights.clone()
+            later.load_state({key: array.copy() for key, array in second.state().items()})
+            later.load_client_state(second.client_state())
+            second = later
+        run_round(second, round_index)
+    assert torch.equal(second.weights, torch.stack(models[3:]).mean(0).float())
+    assert not torch.equal(first.weights, second.weights)

@@ -15,7 +15,7 @@ from certified_samples import memory_folder
 from fedquilt import population
 from fedquilt.common.observer import Observer
 from fedquilt.condense import method
-from fedquilt.condense.certified_statistics import GrowingSettings
+from fedquilt.condense.certified import GrowingSettings
 from fedquilt.config import RunConfig, build_config
 from fedquilt.data import load_condensed
 from fedquilt.experiment.api import run_config

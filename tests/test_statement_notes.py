@@ -68,7 +68,9 @@ def test_a_large_epsilon_is_called_hardly_a_protection() -> None:
 
 
 def test_every_front_says_what_it_was_chosen_on() -> None:
-    assert set(CHOSEN_ON) == {*FEATURE_MODELS, "condensation"}
+    assert set(CHOSEN_ON) == {*FEATURE_MODELS, "drawn-linear", "hog-drawn-linear", "condensation"}
+    drawn = make_feature_model("drawn-linear-16", (3, 32, 32), 10)
+    assert drawn.chosen_on == drawn.on_features().chosen_on == CHOSEN_ON["drawn-linear"]
     for name in FEATURE_MODELS:
         model = make_feature_model(name, (1, 8, 8), 10)
         assert model.chosen_on == model.on_features().chosen_on == CHOSEN_ON[name]

@@ -39,7 +39,14 @@ def only_slow(source: str) -> bool:
     return whole or all(is_slow(node) for node in body if is_test(node))
 
 
-WHOLLY_SLOW = {"tests/flower/test_flower_deploy.py"}
+WHOLLY_SLOW = {
+    "tests/flower/test_flower_attacks_deploy.py",
+    "tests/flower/test_flower_control_deploy.py",
+    "tests/flower/test_flower_deploy.py",
+    "tests/flower/test_flower_masks_deploy.py",
+    "tests/flower/test_flower_masks_server_deploy.py",
+    "tests/flower/test_flower_site_deploy.py",
+}
 """Files of tests that the first tier does without."""
 
 

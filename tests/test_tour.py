@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedquilt.common.colors import LIGHT
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.result import result_as_html
@@ -85,6 +86,9 @@ def test_a_result_shows_itself_escaped() -> None:
     tags.feed(done._repr_html_())
     assert tags.open == []
     assert {"svg", "polyline", "table"} <= tags.seen
+    assert f"stroke='{LIGHT['grey']}'" in done._repr_html_(), "the colour of fedavg everywhere"
+    other = result_as_html({**done.result, "mode": "fixed_dp"}, done.statement)
+    assert f"stroke='{LIGHT['orange']}' stroke-width='2' stroke-dasharray='7 3'" in other
     evil = "<script>alert(1)</script>"
     statement = Statement.without_bound(
         delta=1e-5, covered=(), uncovered=(evil,), noise_source=evil, notes=(evil,)

@@ -14,6 +14,7 @@ import fedquilt
 from fedquilt.common.errors import InvalidValueError, StorageError
 from fedquilt.experiment.api import resume_run, run_config
 from fedquilt.observe.trackers import open_trackers
+from fedquilt.report.views.run import run_view
 from run_samples import flags, tiny
 from tiers import rest_is_slow
 
@@ -40,7 +41,10 @@ def test_every_tracker_is_told_spend_and_noise_and_nothing_private(
     spent = [line["epsilon_max"] for line in told]
     assert spent == sorted(spent)
     assert spent[-1] == pytest.approx(done.statement.epsilon_max, rel=1e-6)
-    assert all(line["noise_to_signal"] > 0 and "without_allowance" in line for line in told)
+    assert all("without_allowance" in line for line in told)
+    ratios = [line["noise_to_signal"] for line in told]
+    assert ratios == pytest.approx(run_view(done.folder)["noise_ratio"], rel=1e-3)
+    assert ratios[-1] == pytest.approx(ratios[0] / 2, rel=1e-3), "of all four rounds, not of one"
     private = {"seconds", "train_loss", "noise_norm", "signal_norm", "clipped_fraction"}
     assert not private & set().union(*told)
     lines = (done.folder / "private.jsonl").read_text().splitlines()

@@ -204,11 +204,40 @@ def deployment() -> Drawing:
     return it
 
 
+def secure_sum() -> Drawing:
+    """Draw who sees what under secure aggregation."""
+    it = Drawing(960, 300, "Secure aggregation: what a client, the server and anybody sees")
+    zones = ((10, 340, "client i"), (400, 330, "server"), (780, 170, "anybody"))
+    for x, wide, name in zones:
+        it.box(x, 10, wide, 280, "zone")
+        it.text(x + wide / 2, 36, name, "title")
+    steps = (
+        (("update", "clipped to c_i"), "on"),
+        (("rounded to integers", "a vector of length D_i at most"), "on"),
+        (("+ its share of the noise", "Skellam, variance V / M"), "warm"),
+        (("+ masks", "its own, and one with every peer"), "warm"),
+    )
+    for number, (lines, kind) in enumerate(steps):
+        it.label(25, 46 + 62 * number, 310, 50, lines, kind)
+        if number:
+            it.arrow(180, 34 + 62 * number, 180, 46 + 62 * number)
+    it.arrow(335, 257, 415, 257)
+    it.label(415, 232, 300, 50, ("uniform numbers modulo 2^b", "one vector of each client"), "off")
+    it.label(415, 138, 300, 60, ("shares of the survivors' masks", "open the sum, no single one"))
+    it.label(415, 50, 300, 60, ("noised sum of all clients", "the one thing it learns"), "good")
+    it.arrow(565, 232, 565, 198)
+    it.arrow(565, 138, 565, 110)
+    it.arrow(715, 80, 795, 80)
+    it.label(795, 50, 140, 60, ("model", "and its charges"), "good")
+    return it
+
+
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "one_round": one_round,
     "epsilons": epsilons,
     "network_slices": network_slices,
     "deployment": deployment,
+    "secure_sum": secure_sum,
 }
 
 

@@ -4,6 +4,7 @@
 Blocks of `math` (LaTeX, as GitHub shows it) become MathML, which browsers draw by themselves.
 The long tables of the papers are folded, one fold a section.
 Links to files that are no pages (`../src/...`) become plain text: a site does not hold the source.
+An empty head of a table is a cell, and the theme's search has a name, for those who hear the page.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 FORMULA = re.compile(r"^```math\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PROMISES = re.compile(r"\n\| promised \|.*?(?=\n\n)", re.DOTALL)
+EMPTY_HEAD = re.compile(r"<th([^>]*)></th>")
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?!\w+\.md)[^)]*\)")
 
 
@@ -31,6 +33,19 @@ def on_page_markdown(markdown: str, **given: Any) -> str:
     if given["page"].file.src_uri == "papers.md":
         markdown = folded(markdown)
     return FORMULA.sub(_mathml, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make heads of tables without a word plain cells."""
+    return EMPTY_HEAD.sub(r"<td\1></td>", html)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the search, a dialog of the theme."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+
+
+on_post_template = on_post_page  # the page of what is not found
 
 
 def folded(markdown: str) -> str:

@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FedquiltError as error:
         print(f"error: {printable_message(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: works that are finished stand above, and in --out", file=sys.stderr)
+        return 130
     return 0
 
 

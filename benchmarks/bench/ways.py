@@ -26,7 +26,7 @@ from torch.nn import functional
 from benchmarks.bench.work import ROUNDS_OF_A_RUN, Work
 from fedquilt.common.errors import WorkerError
 from fedquilt.training import FlatModel, choose_engine, evaluate, make_engine
-from fedquilt.training.hardware import one_thread
+from fedquilt.training.task import one_thread
 
 
 class Way(Protocol):

@@ -6,15 +6,17 @@ layer.reset_parameters_from_father_layer(whole_layer)
 
 from typing import TypeAlias
 
-from fedquilt.slices.layers import SSEmbedding, SSLinear, SSMultiheadAttention
-from fedquilt.slices.layers.convolution import (
+from fedquilt.slices.layers import (
     SSBatchNorm1d,
     SSBatchNorm2d,
     SSConv1d,
     SSConv2d,
     SSConvTranspose2d,
+    SSEmbedding,
     SSGroupNorm,
     SSLayerNorm,
+    SSLinear,
+    SSMultiheadAttention,
 )
 from fedquilt.slices.ranges import Interval, Intervals, Layer_Range
 from fedquilt.slices.slicer import Scaler

@@ -92,10 +92,10 @@ def finish_round(federation: Federation, pending: PendingRound) -> RoundRecord:
     # 2 participation: the history counts the cohort before any noise depends on it
     federation.tracker.update(cohort.exposed)
     if plan is None:
-        return record  # nobody was there: nothing is released, the model stays as it is
+        return federation.ended(record)  # nobody was there: the model stays as it is
 
     mechanism, method = federation.mechanism, federation.method
-    plan = replace(
+    plan = method.plan = replace(
         plan,
         learning_rate=federation.learning_rate_at(round_index),
         rates=federation.tracker.rates(cohort.exposed),
@@ -118,7 +118,7 @@ def finish_round(federation: Federation, pending: PendingRound) -> RoundRecord:
     plan = replace(plan, clip_value=record.clip_value)
 
     # 5 clip, 6 noise (where a mode noises each client), 7 sum
-    total, tally = federation.new_sum(), RoundTally()
+    total, tally = federation.new_sum(plan), RoundTally()
     came: list[int] = []
     for contribution in received:
         came.append(contribution.client)
@@ -131,19 +131,19 @@ def finish_round(federation: Federation, pending: PendingRound) -> RoundRecord:
         del contribution, noised
 
     if not _charge_who_came(federation, record, cohort, came, plan):
-        return record  # nobody sent anything: nothing is released
-
+        return federation.ended(record)  # nobody sent anything: nothing is released
     # 6, 7 noise on the sum, division by the number of clients, or of those who hold a coordinate
+    settle = federation.open_sum(plan, total)
+    if settle is None:
+        return federation.ended(record)  # a sum under masks that too few have opened
     update, record.noise = mechanism.release(plan, total, tally)
-
     # 8 update: the charge is settled before anything that follows from the release is seen
-    if federation.account is not None:
-        federation.account.settle(update)
+    settle(update)
     federation.weights = method.server.step(federation.weights, update)
-    record.server = method.server.report()
+    record.server = method.server.report() | method.traffic()
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     record.train_loss = float(np.mean(finite_losses)) if finite_losses else None
-    return record
+    return federation.ended(record)
 
 
 def _select(federation: Federation, round_index: int) -> PendingRound:
@@ -197,18 +197,18 @@ def _charge_who_came(
 ) -> bool:
     """Take back the charge of those of whom nothing arrived; tell whether to release.
 
-    Their part of the sum is zero whatever they hold.  That they did not answer is
-    participation, which is public; of a secret coin nothing may tell whom it asked, so
-    there everybody exposed pays, and the round is released whoever came.
+    Their part of the sum is zero whatever they hold.  That they did not answer is participation,
+    which is public; of a secret coin nothing may tell whom it asked, so there everybody exposed
+    pays, and the round is released whoever came.  Fewer than `plan.least` are never summed.
     """
-    if cohort.is_secret or len(came) == len(cohort.clients):
+    whole = len(came) == len(cohort.clients) >= plan.least
+    if cohort.is_secret or (whole and plan.settled_share is None):
         return True
-    here = np.isin(cohort.clients, came)
-    record.absent = [int(client) for client in cohort.clients[~here]]
-    account = federation.account
-    if account is not None:
-        charges = None if plan.charges is None else plan.charges[here]
-        account.reserve_again(record.round, cohort.clients[here], charges)
+    record.absent = cohort.clients[~np.isin(cohort.clients, came)].tolist()
+    here = np.isin(cohort.clients, came if len(came) >= plan.least else [])
+    if federation.account is not None:
+        charges = plan.charges_of(here)
+        federation.account.reserve_again(record.round, cohort.clients[here], charges)
     return bool(here.any())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.aggregation import ServerOptimizer, make_server_optimizer
+from fedquilt.aggregation import LateAverage, ServerOptimizer, make_server_optimizer
 from fedquilt.errors import InvalidValueError
 
 UPDATES = np.random.default_rng(3).standard_normal((6, 4)) * [
@@ -101,3 +101,26 @@ def test_the_usual_learning_rates() -> None:
 def test_bad_arguments_are_refused(arguments: tuple[str, float, float]) -> None:
     with pytest.raises(InvalidValueError, match="server_"):
         make_server_optimizer(*arguments)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_the_last_step_moves_to_the_mean_of_late_models_also_after_a_resume(
+    name: str, cut: int
+) -> None:
+    plain, models = ServerOptimizer(name, 0.7), []
+    weights = torch.from_numpy(START.copy())
+    for update in UPDATES:
+        models.append(plain.step(weights, torch.from_numpy(update)).numpy().copy())
+    weights, server = torch.from_numpy(START.copy()), ServerOptimizer(name, 0.7)
+    late = LateAverage((3, 6))
+    for number, update in enumerate(UPDATES):
+        weights = server.step(weights, torch.from_numpy(update))
+        late.end_round(weights, number)
+        if number < 5:
+            assert np.array_equal(weights.numpy(), models[number])
+        if number == cut:
+            kept = {key: value.copy() for key, value in late.state().items()}
+            late = LateAverage((3, 6))
+            late.load_state(kept, torch.device("cpu"))
+    assert np.allclose(weights.numpy(), np.mean(models[3:], axis=0), rtol=1e-12)

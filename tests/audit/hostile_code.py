@@ -240,3 +240,4 @@ OWN_METHODS = {
     "median": _method(Median),
 }
 """Methods whose sum moves further than one client's contribution."""
+PLAIN_METHOD = _method(RunningMean)

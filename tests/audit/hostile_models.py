@@ -20,7 +20,7 @@ from torch.nn import functional
 from fedquilt.audit.canary import CLASSES, HIDDEN, SIDE, Net, audit_samples, drawn_model
 from fedquilt.common.randomness import generator
 from fedquilt.data import ImageDataset
-from fedquilt.models import FeatureModel, lora
+from fedquilt.models import FeatureModel, lora, with_cores
 from fedquilt.models.networks import ExitNet
 
 CLIENTS = 6
@@ -153,6 +153,13 @@ def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
     )
 
 
+def _ranks() -> nn.Module:
+    import peft
+
+    layers = peft.LoraConfig(r=4, lora_alpha=4, target_modules=["1"], modules_to_save=["4"])
+    return peft.get_peft_model(_normed(nn.LayerNorm), layers)
+
+
 def _on_condensed() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(CONDENSED_SIDE**2, CLASSES))
 
@@ -171,6 +178,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "log-softmax": _log_softmax,
     "frozen front": lambda: FeatureModel(PixelMeans(), CLASSES),
     "adapters": lambda: lora(_normed(nn.LayerNorm), rank=2, train="2.*"),
+    "ranks": _ranks,
+    "cores": lambda: with_cores(_ranks()),
     "layer norm": lambda: _normed(nn.LayerNorm),
     "exits": lambda: ExitNet(CLASSES, 1, (4, 4)),
     "condensed": _on_condensed,

@@ -29,7 +29,7 @@ from fedquilt.data import ImageDataset
 from fedquilt.experiment import api as experiment
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.setup import build_task as assemble_problem
-from fedquilt.training.hardware import one_thread
+from fedquilt.training.task import one_thread
 
 PREFIX = "people: "
 """What the names of these cases begin with in a table."""

@@ -14,13 +14,13 @@ import pytest
 import torch
 from audit_command import run
 
-from fedquilt import audit
+from fedquilt import audit, federation
 from fedquilt.aggregation import RunningMean
 from fedquilt.audit.cases import CASES, FAMILIES
 from fedquilt.common.vectors import norm
 from fedquilt.errors import InvalidValueError
 from fedquilt.observe import progress
-from fedquilt.privacy import certified
+from fedquilt.privacy import certified, secure
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.clip import PrivateQuantile
 from fedquilt.privacy.mechanism import (
@@ -32,7 +32,12 @@ from fedquilt.privacy.mechanism import (
 )
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
+from fedquilt.privacy.secure import SecureCertified
+from fedquilt.privacy.skellam import skellam
 from fedquilt.record import result as record
+from fedquilt.slices.slicing import Slicing
+from fedquilt.training.compression import compress
+from fedquilt.training.task import ClientVectors
 
 TENSORS = (16, 4, 12, 3)  # the sizes of the model's tensors
 receive, clip, release = Certified.receive, Certified.clip, Certified.release
@@ -136,10 +141,79 @@ def test_a_wrong_clip_or_weight_is_found(
     assert "sum" in failed(case)
 
 
+def round_away_from_zero(vector: Any, limit: float, coins: Any) -> Any:
+    return (np.sign(vector) * np.ceil(np.abs(vector))).astype(np.int64)
+
+
+def shares_for_all_clients(variance: Any, *rest: Any) -> Any:
+    return skellam(variance * 7 / 10, *rest)
+
+
+def charge_half(self: SecureCertified, *args: Any) -> RoundPlan:
+    plan = plan_round(self, *args)
+    assert plan.charges is not None
+    return replace(plan, charges=plan.charges / 2)
+
+
+plan_round = SecureCertified.plan_round
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "broken", "check"),
+    [
+        (Certified, "clip", no_clip, "sum"),
+        (secure, "round_within", round_away_from_zero, "sum"),
+        (secure, "skellam", shares_for_all_clients, "noise"),
+        (SecureCertified, "plan_round", charge_half, "sum"),
+    ],
+)
+def test_wrong_noise_of_clients_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, broken: Any, check: str
+) -> None:
+    monkeypatch.setattr(place, name, broken)
+    if broken is charge_half:  # and nobody lowers the clips with the charges
+        monkeypatch.setattr(SecureCertified, "shrink_to", lambda self, plan, granted: plan)
+    assert failed("noise of the clients") == {check}
+
+
+def test_slices_that_differ_with_a_client_s_data_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds: list[Slicing] = []
+    importance = Slicing._importance
+
+    def of_its_own(self: Slicing, round_index: int) -> Any:
+        if self not in worlds:
+            worlds.append(self)
+        scores = importance(self, round_index)
+        return [np.roll(own, worlds.index(self)) for own in scores]
+
+    monkeypatch.setattr(Slicing, "_importance", of_its_own)
+    assert "sum" in failed("slices of important units")
+
+
 def test_one_clip_after_the_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Certified, "clip", no_clip)
     monkeypatch.setattr(Certified, "release", clip_the_mean_instead)
     assert "sum" in failed("even clips")
+
+
+def test_a_clip_before_the_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clip_then_compress(
+        self: Certified, plan: RoundPlan, given: Contribution, tally: RoundTally
+    ) -> Contribution:
+        clipped = clip(self, plan, given, tally)
+        read = compress("qsgd", clipped.vector, 3)[1]  # its rounding lengthens what it rounds
+        return replace(clipped, sent=read, scale=None)
+
+    monkeypatch.setattr(Certified, "clip", clip_then_compress)
+    assert "sum" in failed("compressed updates")
+
+
+@pytest.mark.parametrize("case", ["compressed updates", "local heads", "heads in turns"])
+def test_one_vector_for_all_clients_is_found(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    get, put = ClientVectors.get, ClientVectors.put
+    monkeypatch.setattr(ClientVectors, "get", lambda self, client: get(self, 0))
+    monkeypatch.setattr(ClientVectors, "put", lambda self, client, vector: put(self, 0, vector))
+    assert "sum" in failed(case)
 
 
 def test_updates_that_are_not_finite_must_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +281,19 @@ def test_joins_too_close_for_the_bands_are_found(monkeypatch: pytest.MonkeyPatch
         Certified, "eligible", lambda self, index, remaining: self.has_allowance(remaining)
     )
     assert "separation" in failed("correlated noise")
+
+
+def test_a_client_that_counts_twice_in_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = federation._once_each
+
+    def twice(updates: Any, cohort: Any) -> Any:
+        for update in once(updates, cohort):
+            again = replace(update, delta=update.delta.clone())
+            yield update
+            yield again
+
+    monkeypatch.setattr(federation, "_once_each", twice)
+    assert "sum" in failed("windows")
 
 
 def test_a_charge_below_the_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 from scipy import integrate, stats
 
 from fedquilt.audit import bounds
-from fedquilt.audit.canary import distance, held_out_bound
-from fedquilt.audit.one_run import fitted_epsilon, guessed
+from fedquilt.audit.canary import distance, fitted_epsilon, guessed, held_out_bound
 from fedquilt.errors import InvalidValueError
 from fedquilt.privacy.accounting import gaussian_epsilon
 

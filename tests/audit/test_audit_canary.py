@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from fedquilt import audit
+from fedquilt import audit, federation
 from fedquilt.audit.__main__ import main
 from fedquilt.audit.canary import CanaryFinding
 from fedquilt.cli.audit import audit as command
@@ -24,6 +27,27 @@ def test_one_round_keeps_its_claim_and_uses_it_up() -> None:
     assert abs(found.measured_mu - found.theory_mu) < 5 * found.standard_error
     assert found.lower_bound < 6.0
     assert found.trials == 240
+
+
+def test_who_comes_in_every_round_of_a_window_pays_and_shows_once() -> None:
+    (found,) = audit.canary([6.0], trials=60, window=3)
+    assert found.test == "windows of 3 rounds"
+    assert abs(found.measured_mu - found.theory_mu) < 5 * found.standard_error
+
+
+def test_who_counts_twice_in_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = federation._once_each
+
+    def twice(updates: Any, cohort: Any) -> Iterator[Any]:
+        for update in once(updates, cohort):
+            again = replace(update, delta=update.delta.clone())
+            yield update
+            yield again
+
+    monkeypatch.setattr(federation, "_once_each", twice)
+    (found,) = audit.canary([6.0], trials=60, window=3)
+    assert not found.ok
+    assert found.measured_mu == pytest.approx(2 * found.theory_mu, rel=0.3)
 
 
 def test_a_missing_clip_breaks_the_claim() -> None:

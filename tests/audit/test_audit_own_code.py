@@ -26,14 +26,16 @@ from whole_cases import WholeCase
 from fedquilt import federation
 from fedquilt.audit.canary import Net
 from fedquilt.audit.worlds import known_entropy
-from fedquilt.condense.certified_engine import CertifiedEngine
+from fedquilt.condense.certified import CertifiedEngine
 from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.experiment.api import run_config
 from fedquilt.privacy import noise
 from fedquilt.privacy.noise import DeviceNoise
+from fedquilt.report.views import page_view
+from fedquilt.setup import basis as assemble
 from fedquilt.setup import build_task as assemble_problem
-from fedquilt.setup import federation as assemble
+from fedquilt.setup.basis import Basis
 from fedquilt.training import ClientUpdate
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState
@@ -69,6 +71,8 @@ HOLDS = {
     "loud sum, sequential": ("nothing",),
     "declared sum, sequential": ("nothing",),
     "median, sequential": ("nothing",),
+    "loud sum, declared when resumed, sequential": ("nothing",),
+    "loud sum, plain when resumed, sequential": ("nothing",),
     "width seen, batched": ("nothing", "many NaN"),
     "client pairs, sequential": ("nothing", "bytes"),
     "client sets, sequential": ("nothing", "bytes", "more classes"),
@@ -79,6 +83,7 @@ HOLDS = {
 REFUSABLE = {
     *("late, class generator, sequential", "late, metaclass, sequential"),
     *("late, property default, sequential", "loud sum, sequential", "median, sequential"),
+    *(f"loud sum, {then} when resumed, sequential" for then in ("declared", "plain")),
 }
 """State that cannot be put back, and sums of one's own, may be refused; the rest must run."""
 
@@ -176,10 +181,19 @@ def test_a_sum_that_is_believed_to_be_a_sum_is_found(
 ) -> None:
     for module in (assemble, federation):
         monkeypatch.setattr(module, "sensitivity_of", lambda total: 1.0)
-    monkeypatch.setattr(assemble, "is_plain_sum", lambda method: True)
+    monkeypatch.setattr(assemble, "try_sensitivity", lambda *given: 1)
     (finding,) = whole_runs.replay_worlds([f"{case}, sequential"], kinds=("nothing",))
     assert all("moved" in problem for problem in finding.problems)
     assert finding.ratio > least
+
+
+@pytest.mark.parametrize("then", ["declared", "plain"])
+def test_rounds_that_a_resumed_run_forgets_are_found(
+    monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr(Basis, "after", lambda self, earlier: self)
+    found = problems(f"loud sum, {then} when resumed, sequential", ("nothing",))
+    assert any("moved" in problem and problem.endswith("of 1") for problem in found)
 
 
 def test_a_declared_sensitivity_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +373,7 @@ def write_leaf(place: Path, shifted: int) -> None:
 
 
 def worlds_of_leaf(tmp_path: Path) -> list[Seen]:
-    """Run twice, on other test labels of one client, with the same noise."""
+    """Run twice, on other test labels of one client, with the same noise; and look at the page."""
     people = {"dataset": "femnist", "partition": "writer", "clients_per_round": 6}
     short = {"num_rounds": 1, "local_epochs": 1, "availability": "always", "model": "linear"}
     here = {"data_dir": str(tmp_path), "output_dir": str(tmp_path / "runs"), "device": "cpu"}
@@ -369,8 +383,15 @@ def worlds_of_leaf(tmp_path: Path) -> list[Seen]:
     for shifted in (0, 9):
         write_leaf(tmp_path, shifted)
         worlds.append(watched_run(functools.partial(run_config, config), 0, *worlds))
+        worlds[-1].public |= {"look of the page": looked(tmp_path, private=False)}
     assert [seen.error for seen in worlds] == [None, None]
     return worlds
+
+
+def looked(place: Path, *, private: bool) -> Any:
+    """Return what the page of the newest run says of its model on test samples."""
+    newest = max((place / "runs").iterdir())
+    return page_view([newest], private=private)["runs"][0]["look"]
 
 
 def test_what_is_measured_on_clients_own_test_samples_is_withheld_and_stated(
@@ -379,6 +400,7 @@ def test_what_is_measured_on_clients_own_test_samples_is_withheld_and_stated(
     one, other = worlds_of_leaf(tmp_path)
     assert differing(one.public, other.public) == []
     assert "test samples" in one.public["statement"]
+    assert looked(tmp_path, private=True)["classes"]
 
 
 def test_what_is_measured_on_clients_own_test_samples_is_found(

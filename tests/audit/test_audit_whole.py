@@ -27,12 +27,14 @@ from hostile_models import (
 )
 from same_people import replay_people
 from task_forms import TASK_MODELS
-from whole_cases import QUICK, whole_cases
+from whole_cases import QUICK, ROADMAP, SHARED, whole_cases
 from whole_runs import main, replay_worlds
 
 import fedquilt
 from fedquilt.audit.worlds import known_entropy
-from fedquilt.condense.certified_engine import CertifiedEngine
+from fedquilt.condense.certified import CertifiedEngine
+from fedquilt.config import RunConfig
+from fedquilt.config.run import option_fields
 from fedquilt.errors import InvalidValueError
 from fedquilt.population import secret_coins
 from fedquilt.privacy import certified
@@ -42,7 +44,10 @@ from fedquilt.record import result as history
 from fedquilt.setup import account as assemble_account
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
+from fedquilt.slices.ranks import Products
+from fedquilt.slices.slicing import Slicing
 from fedquilt.training import ClassMask, ClientUpdate, Task
+from fedquilt.training.stale import AgedEngine
 from fedquilt.training.trainers.batches import BatchTable
 from tiers import rest_is_slow
 
@@ -60,7 +65,7 @@ ONE_EACH = {
 """A case for each engine and form of data; slices are replayed by `test_audit`, too."""
 
 
-@pytest.mark.parametrize("case", rest_is_slow(QUICK, ONE_EACH))
+@pytest.mark.parametrize("case", [*rest_is_slow(QUICK, ONE_EACH), *ROADMAP])
 def test_every_case_holds(case: str) -> None:
     (finding,) = replay_worlds([case], kinds=(*SHORT, "replaced"))
     assert finding.problems == ()
@@ -127,6 +132,51 @@ def test_every_engine_method_and_option_is_in_a_case() -> None:
     assert {case.model for case in cases} == models
 
 
+NOT_REPLAYED = {
+    **dict.fromkeys(
+        ("dataset", "model", "data_dir", "no_download", "num_clients", "validation_fraction"),
+        "data and models of a user's own are replayed: what is loaded by name is no other way",
+    ),
+    **dict.fromkeys(
+        ("partition", "dirichlet_alpha", "classes_per_client"),
+        "who holds which samples of a named data set: pairs of such runs are in `same_people`",
+    ),
+    "allow_overlap": "neighbours differ in one client's samples, which would be another's",
+    **dict.fromkeys(("correction", "aggregation"), "refused in certified but for their default"),
+    **dict.fromkeys(("mode", "output_dir", "seed", "device"), "every case has them"),
+    "whole": "the models have one axis to cut; `tests/slices` has those with more",
+    "precision": "of a GPU: `--device cuda`",
+    "norm_statistics": "refused without batch norm, which noise refuses",
+    **dict.fromkeys(
+        ("new_population", "allow_unbounded"), "what a ledger permits before anybody trains"
+    ),
+    **dict.fromkeys(
+        ("early_stopping", "target_accuracy"), "a run ends by an accuracy on nobody's samples"
+    ),
+    "ignore_index": "neighbours have ignored labels at its default: `hostile_models.IGNORED`",
+}
+"""Options of certified runs that no case sets, and why."""
+
+
+def test_every_option_of_certified_runs_is_in_a_case_or_said_why_not() -> None:
+    known = option_fields(RunConfig)
+    certified = {
+        name
+        for name, item in known.items()
+        if not item.metadata["uses"]
+        or any(
+            "certified" in (case.get("mode") or ("certified",)) for case in item.metadata["uses"]
+        )
+    }
+    whole = [{**SHARED, **case.settings} for case in whole_cases().values()]
+    runs = [run for run in whole if run["mode"] == "certified" and run.get("method") != "condense"]
+    set_ = {
+        name for run in runs for name in run if run[name] != getattr(known.get(name), "default", 0)
+    }
+    assert certified - set_ == set(NOT_REPLAYED) & certified
+    assert not set(NOT_REPLAYED) - certified
+
+
 # The holes.
 
 
@@ -173,6 +223,22 @@ def test_state_from_client_to_client_is_found(monkeypatch: pytest.MonkeyPatch, c
     assert any("moved" in problem for problem in problems(case))
 
 
+def test_models_that_go_from_client_to_client_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of an asynchronous round begins at a release, not at what another one has made."""
+    real = AgedEngine.train
+
+    def passing_on(
+        self: AgedEngine, start: torch.Tensor, cohort: Any, *given: Any
+    ) -> Iterator[ClientUpdate]:
+        for client in cohort:
+            for update in real(self, start, [client], *given):
+                start = start + update.delta.nan_to_num()
+                yield update
+
+    monkeypatch.setattr(AgedEngine, "train", passing_on)
+    assert any("moved" in problem for problem in problems("buffers, sequential"))
+
+
 def test_a_secret_cohort_that_progress_tells_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = CertifiedEngine.train
 
@@ -207,6 +273,44 @@ def test_a_refusal_that_tells_of_the_data_is_found(monkeypatch: pytest.MonkeyPat
     assert "NaN: InvalidValueError" in found[0]
 
 
+@pytest.mark.slow
+def test_products_that_remember_the_last_client_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied, last = Products.of, [torch.zeros(1)]
+
+    def remembering(self: Products, vector: torch.Tensor) -> torch.Tensor:
+        found = multiplied(self, vector)
+        found, last[0] = found + 0.1 * last[0], found
+        return found
+
+    monkeypatch.setattr(Products, "of", remembering)
+    assert any("moved" in problem for problem in problems("flexlora, sequential", SHORT))
+
+
+@pytest.mark.slow
+def test_ranks_that_are_not_noised_because_nobody_sent_them_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who holds what is public; who has sent anything is not."""
+    HELD: dict[int, int] = {}
+
+    def who_has_data(self: Slicing, clients: Any, index: int) -> torch.Tensor:
+        count = torch.zeros(self.place(0, index).whole_size, dtype=torch.float64)
+        for client in map(int, clients):
+            if HELD[client]:
+                self.place(client, index).cover_(count)
+        return count / len(clients)
+
+    train = sliced.SlicedEngine.__init__
+
+    def watched(self: Any, slicing: Slicing, task: Task, *given: Any) -> None:
+        HELD.update((k, len(held)) for k, held in enumerate(task.clients))
+        train(self, slicing, task, *given)
+
+    monkeypatch.setattr(sliced.SlicedEngine, "__init__", watched)
+    monkeypatch.setattr(Slicing, "coverage", who_has_data)
+    assert problems("fedsb, sequential", ("nothing",))
+
+
 # Other mutants.
 
 
@@ -228,7 +332,8 @@ def test_a_raw_measurement_in_the_folder_is_found(
 ) -> None:
     monkeypatch.setitem(history.ROUND_PUBLIC, name, "a slip")
     kinds = ("nothing", "NaN", "3e38", "replaced")
-    found = problems("wide clip, batched", kinds)
+    (case,) = [name for name in whole_cases() if name.startswith("wide clip,")]
+    found = problems(case, kinds)
     assert any(name in problem for problem in found), found
 
 

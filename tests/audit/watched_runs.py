@@ -40,9 +40,8 @@ from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig
 from fedquilt.experiment import client_evaluation
 from fedquilt.experiment import loop as training_loop
+from fedquilt.experiment.client_evaluation import SENSITIVITY, NoisedMean, release_mean
 from fedquilt.federation import Federation
-from fedquilt.privacy import evaluation
-from fedquilt.privacy.evaluation import NoisedMean
 from fedquilt.privacy.noise import NoiseSource
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.result import RunResult
@@ -84,6 +83,18 @@ class Recorder(Observer):
     def on_artifact(self, path: Path) -> None:
         """Note where images were written."""
         self.events.append(["kept", str(path)])
+
+
+class Stopping(Recorder):
+    """Hands on what it records, and ends the run after its first round."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.events = recorder.events
+
+    def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
+        """Note a finished round, and stop."""
+        super().__call__(config, line)
+        raise KeyboardInterrupt
 
 
 def folder_values(folder: Path, ledger: Path | None = None) -> tuple[Values, Values]:
@@ -231,6 +242,7 @@ class WatchedRound:
     weights: torch.Tensor
     mechanism: dict[str, NDArray[Any]]
     server: dict[str, NDArray[Any]]
+    late: dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +335,7 @@ class _Watch:
         round_index: int,
     ) -> RoundRecord:
         """Run a round, note it, and take over what the base world has released."""
-        if self._world is None:
+        if self._world is None or self._world.federation is not federation:
             if federation.account is None:
                 raise FedquiltError("a run without an account declares nothing to audit")
             server = WatchedServer(federation.method.server)
@@ -336,6 +348,8 @@ class _Watch:
             federation.weights = before.weights.clone()
             federation.mechanism.load_state(before.mechanism)
             federation.method.server.load_state(before.server, federation.weights.device)
+            if federation.late is not None:
+                federation.late.load_state(before.late, federation.weights.device)
         return self._world.record
 
     def finish_round(self, federation: Federation, round_index: int) -> RoundRecord:
@@ -364,9 +378,9 @@ class _Watch:
             settle(release)
 
         with patch.object(account, "settle", noting):
-            mean = evaluation.release_mean(account, source, round_index, present, measures)
+            mean = release_mean(account, source, round_index, present, measures)
         charges = account.population.spent() - before
-        std = evaluation.SENSITIVITY / math.sqrt(account.evaluation_cost)
+        std = SENSITIVITY / math.sqrt(account.evaluation_cost)
         released = noised[0] if noised else None
         place = len(self._seen.means)
         self._seen.means.append(WatchedMean(released, std * np.sqrt(charges), mean))
@@ -389,6 +403,7 @@ def _note(world: World) -> WatchedRound:
         weights=federation.weights.clone(),
         mechanism=_copied(federation.mechanism.state()),
         server=_copied(federation.method.server.state()),
+        late={} if federation.late is None else _copied(federation.late.state()),
     )
 
 

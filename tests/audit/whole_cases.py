@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hostile_code import OWN_METHODS, OWN_OPTIMIZERS
+from hostile_code import OWN_METHODS, OWN_OPTIMIZERS, PLAIN_METHOD
 from hostile_models import CLIENTS, FORMS_OF_ONE, KINDS, NOTHING, OTHERS, SHORT
 from task_forms import CLIENT_FORMS, own_loss, own_loss_by_sample
 
 from fedquilt.config import RunConfig
-from fedquilt.config.choices import METHODS, OWN_LOSS_METHODS
+from fedquilt.config.choices import EXIT_METHODS, METHODS, OWN_LOSS_METHODS, RANK_METHODS
+from fedquilt.config.recipe import rules_for, strength
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class WholeCase:
         Fields whose values keep state, and what makes one for each world.
     may_waive : bool
         Whether the run may claim nothing; what it does not claim need not hold.
+    then : dict
+        What is otherwise when the run is resumed, after its first round; empty: it is not stopped.
     """
 
     settings: dict[str, Any]
@@ -52,6 +55,7 @@ class WholeCase:
     needs: tuple[str, ...] = ()
     fresh: dict[str, Callable[[], Any]] = field(default_factory=dict)
     may_waive: bool = False
+    then: dict[str, Any] = field(default_factory=dict)
 
 
 SHARED: dict[str, Any] = {
@@ -89,10 +93,14 @@ _COIN: dict[str, Any] = {
     "num_rounds": 4,
 }
 _TIERS = "1,1/2,1/4"
-_SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS))
+_SLICED = tuple(name for name in METHODS if name not in ("full", *OWN_LOSS_METHODS, *RANK_METHODS))
 _STATELESS = ("dropout layer", "dropout call", "smooth dropout", "log-softmax", "frozen front")
 _STATEFUL = ("frozen parameter", "attribute", "late buffer", "gradient buffer")
 _STACKED = ("layer norm", "adapters")
+_OF_LOSSES: dict[str, dict[str, Any]] = {
+    "fjord": {"fjord_alpha": 0.3, "fjord_temperature": 2.0},
+    "depthfl": {"depthfl_rampup": 2},
+}
 _FEW = (*SHORT, "replaced")  # a process engine takes a second to start
 
 _HALVES = {
@@ -102,12 +110,24 @@ _HALVES = {
 """Where both engines train the same, each meets every other kind of data."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "even clips": {"policy": "worst_case"},
+    "even clips": {"policy": "worst_case", "delta": 1e-4},
     "cap on joins": {"policy": "cap", "max_joins": 1},
-    "paper's schedule": {"policy": "paper", "availability": "beta", "num_rounds": 4},
+    "paper's schedule": {
+        "policy": "paper",
+        "budget_alpha": 0.8,
+        "budget_beta": 1.0,
+        "warmup_rounds": 1,
+        "availability": "beta",
+        "num_rounds": 4,
+    },
     "adaptive, uneven": {"policy": "adaptive", "availability": "uniform", "num_rounds": 4},
     "clip cap": {"clip_cap": 1.2, "availability": "beta", "num_rounds": 4},
-    "quantile": {"clipping": "quantile", "num_rounds": 3},
+    "quantile": {
+        "clipping": "quantile",
+        "num_rounds": 3,
+        "private_quantile": 0.7,
+        "private_quantile_lr": 0.4,
+    },
     "bands": {"noise_bands": 2, "clients_per_round": 3, "num_rounds": 4},
     "normalised": {"normalise_updates": True, "clip_norm": 1.0},
     "everything": {
@@ -117,13 +137,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_rounds": 3,
     },
     "wide clip": {"clip_norm": 10.0},
-    "adam": {"server_optimizer": "adam", "num_rounds": 3},
+    "adam": {"server_optimizer": "adam", "server_lr": 0.05, "num_rounds": 3},
     "fedprox": {"fedprox_mu": 0.5},
     "poisson": {"selection": "poisson", "clients_per_round": 4, "num_rounds": 4},
     "noise seed": {"noise_seed": 5},
     "fixed_dp": {"mode": "fixed_dp", "noise_layers": "all", "clip_norm": 0.1},
     "some layers": {"trainable": "last*"},
     "replace one": {"adjacency": "replace_one"},
+    "flipped signs": {"attack": "sign_flip", "attackers": 0.5, "attack_strength": 3.0},
+    "noise of the clients": {
+        "secure_aggregation": "simulated",
+        "least_survivors": 0.6,
+        "colluding_clients": 1,
+        "num_rounds": 3,
+    },
+    "top-k": {"compression": "topk", "compression_share": 0.1, "num_rounds": 3},
+    "random-k": {"compression": "randomk", "compression_share": 0.3, "num_rounds": 3},
+    "4 bits": {"compression": "qsgd"},
+    "signs": {"compression": "sign", "num_rounds": 3},
+    "ternary": {"compression": "ternary", "compression_share": 0.2, "num_rounds": 3},
+    "buffers": {"buffer_size": 3, "in_flight": 5, "device_spread": 1.5, "num_rounds": 4},
+    "windows": {"rounds_per_release": 2, "availability": "beta", "num_rounds": 5},
+    "warm-up": {
+        "lr_warmup_rounds": 2,
+        "lr_schedule": "step",
+        "lr_step_rounds": 1,
+        "lr_decay": 0.5,
+        "num_rounds": 4,
+    },
+    "energy": {"selection": "energy", "energy": "ENERGY", "clients_per_round": 3, "num_rounds": 4},
+    "late models averaged": {
+        "average_late": 1.0,
+        "normalise_updates": True,
+        "server_optimizer": "momentum",
+        "server_momentum": 0.5,
+        "num_rounds": 3,
+    },
+    "the recipe": {
+        **rules_for(strength(6.0, 1e-5, CLIENTS), 6),
+        "normalise_updates": True,
+        "availability": "beta",
+        "num_rounds": 6,
+    },
+    "8 bits": {"compression": "int8"},
+    "upper halves": {"compression": "bf16"},
+    "scaled updates": {"attack": "scaling", "attackers": 0.5},
 }
 
 _LATE: dict[str, Any] = {"engine": "sequential", "local_epochs": 8}
@@ -141,9 +199,20 @@ def whole_cases() -> dict[str, WholeCase]:
             engine = ("sequential", "batched")[number % 2]
             cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine})
     cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
-    cases |= _task_cases() | _own_cases() | _flower_cases()
+    cases |= _task_cases() | _own_cases() | _flower_cases() | _personal_cases()
+    cases["secure aggregation, sequential"] = WholeCase(
+        {"engine": "sequential", "secure_aggregation": "protocol"},
+        kinds=_FEW,
+        needs=("cryptography",),
+    )
     cases["ledger file, sequential"] = WholeCase(
-        {"engine": "sequential", "ledger": "LEDGER", "population": "people", "allowance": 9.0}
+        {
+            "engine": "sequential",
+            "ledger": "LEDGER",
+            "population": "people",
+            "allowance": 9.0,
+            "if_exhausted": "sit_out",
+        }
     )
     for engine, model in (("sequential", "plain"), ("batched", "dropout layer")):
         cases[f"secret coin, {model}, {engine}"] = WholeCase(
@@ -169,6 +238,9 @@ def _model_cases() -> dict[str, WholeCase]:
         "adapters",
         kinds=("nothing", "many NaN", "replaced"),
     )
+    cases["buffers, attribute, sequential"] = WholeCase(
+        {**OPTIONS["buffers"], "engine": "sequential"}, "attribute", kinds=_FEW
+    )
     cases["plain, local"] = WholeCase({"engine": "local"}, "plain", kinds=_FEW)
     cases["adapters, sequential"] = WholeCase({"engine": "sequential"}, "adapters", kinds=_FEW)
     cases["dropout layer, fixed_dp, batched"] = WholeCase(
@@ -189,11 +261,16 @@ def _method_cases() -> dict[str, WholeCase]:
         {"method": "fedrolex", "tiers": "1", "engine": "sequential"}, "frozen parameter"
     )
     for method in OWN_LOSS_METHODS:
-        model = "exits" if method == "depthfl" else "dropout layer"
+        model = "exits" if method in EXIT_METHODS else "dropout layer"
         settings = {"method": method, "tiers": "1,1/2", "engine": "sequential"}
+        settings |= _OF_LOSSES.get(method, {})
         cases[f"{method}, {model}, sequential"] = WholeCase(
             settings, model, kinds=_HALVES["sequential"]
         )
+    for method in RANK_METHODS:
+        settings = {"method": method, "tiers": _TIERS, "engine": "sequential"}
+        model = "cores" if method == "fedsb" else "ranks"
+        cases[f"{method}, sequential"] = WholeCase(settings, model, kinds=_FEW, needs=("peft",))
     cases["fedrolex, secret coin, batched"] = WholeCase(
         {"method": "fedrolex", "tiers": _TIERS, "engine": "batched", **_COIN},
         kinds=_HALVES["batched"],
@@ -251,10 +328,36 @@ def _task_cases() -> dict[str, WholeCase]:
     }
 
 
+def _personal_cases() -> dict[str, WholeCase]:
+    """Return runs in which clients keep a part or a model, and measure it."""
+    kept: dict[str, dict[str, Any]] = {
+        "fedper": {"personal_layers": "last*"},
+        "fedrep": {"personal_layers": "last*", "personal_epochs": 2},
+        "ditto": {"ditto_lambda": 0.5, "evaluation_share": 0.3, "num_rounds": 3},
+        "finetune": {},
+    }
+    shared = {"engine": "sequential", "client_test_fraction": 0.5}
+    cases = {
+        f"{name}, sequential": WholeCase(
+            {**shared, "personal": name, **more},
+            kinds=_MEASURED if "evaluation_share" in more else tuple(KINDS),
+        )
+        for name, more in kept.items()
+    }
+    # What a model hides, where clients train two models or are tuned before they measure one.
+    for name, model in (("fedrep", "hook"), ("finetune", "attribute")):
+        settings = {**shared, "personal": name, **kept[name]}
+        cases[f"{name}, {model}, sequential"] = WholeCase(settings, model, kinds=_FEW)
+    return cases
+
+
 def _condense_cases() -> dict[str, WholeCase]:
     coin = {**CONDENSE, **_COIN, "eval_every": 4, "normalise_updates": True}
     return {
         "condense": WholeCase(CONDENSE, "condensed"),
+        "condense, noise of the clients": WholeCase(
+            {**CONDENSE, "secure_aggregation": "simulated"}, "condensed", kinds=_FEW
+        ),
         "condense, secret coin": WholeCase(coin, "condensed", needs=("dp_accounting",)),
     }
 
@@ -287,6 +390,13 @@ def _own_cases() -> dict[str, WholeCase]:
             kinds=_FEW,
             may_waive=name != "declared sum",
         )
+    for name, method in (("declared", OWN_METHODS["declared sum"]), ("plain", PLAIN_METHOD)):
+        cases[f"loud sum, {name} when resumed, sequential"] = WholeCase(
+            {"engine": "sequential", "method": OWN_METHODS["loud sum"]},
+            kinds=_FEW,
+            may_waive=True,
+            then={"method": method},
+        )
     for task in CLIENT_FORMS:
         cases[f"{task}, sequential"] = WholeCase(
             {"engine": "sequential"}, "spare scores", task, kinds=(*_FEW, *FORMS_OF_ONE)
@@ -300,6 +410,8 @@ def _flower_cases() -> dict[str, WholeCase]:
         f"{model}, flower": WholeCase({"engine": "flower"}, model, kinds=kinds, needs=("flwr",))
         for model, kinds in (("plain", (*_FEW, "ignored")), ("frozen parameter", _FEW))
     }
+    buffers = {"engine": "flower", "buffer_size": 3, "in_flight": 5, "num_rounds": 4}
+    cases["buffers, flower"] = WholeCase(buffers, kinds=(*_FEW, "ignored"), needs=("flwr",))
     cases["condense, flower"] = WholeCase(
         {**CONDENSE, "engine": "flower"},
         "condensed",
@@ -327,5 +439,27 @@ QUICK = (
     "tokens, own loss, sequential",
     "regression, nesterov and clip, batched",
     "dictionary, adam, batched",
+    "hetlora, sequential",
+    "flexlora, sequential",
+    "fedsb, sequential",
+    "fedper, sequential",
+    "fedrep, sequential",
+    "finetune, sequential",
+    "warm-up, sequential",
+    "energy, batched",
 )
 """The cases of a quick audit."""
+
+ROADMAP = (
+    *(
+        "buffers, sequential",
+        "buffers, flower",
+        "flipped signs, batched",
+        "top-k, batched",
+        "random-k, sequential",
+    ),
+    *("4 bits, batched", "signs, sequential", "ternary, batched", "8 bits, sequential"),
+    *("upper halves, batched", "scaled updates, sequential"),
+    *("fiarse, log-softmax, sequential", "scalefl, exits, sequential"),
+)
+"""Cases that `docs/methods.md` names: its test requires that they are replayed."""

@@ -55,6 +55,7 @@ from torch import nn
 from watched_runs import (
     Recorder,
     Seen,
+    Stopping,
     WatchedMean,
     WatchedRound,
     differing,
@@ -67,14 +68,14 @@ from fedquilt import population
 from fedquilt.audit.canary import SIDE
 from fedquilt.audit.findings import replay_table, rounding, scratch_folder
 from fedquilt.common import checks
-from fedquilt.common.errors import FedquiltError
-from fedquilt.common.text_table import text_table
+from fedquilt.common.errors import FedquiltError, RunInterrupted
+from fedquilt.common.formatting import text_table
 from fedquilt.common.vectors import norm
 from fedquilt.condense import method
-from fedquilt.condense.certified_statistics import GrowingSettings
+from fedquilt.condense.certified import GrowingSettings
 from fedquilt.experiment import api as experiment
 from fedquilt.record.result import RunResult
-from fedquilt.training.hardware import one_thread
+from fedquilt.training.task import one_thread
 
 _DATA, _COINS = "data", "other coins"
 _CPU_ONLY = ("processes", "flower")
@@ -229,16 +230,23 @@ def _world(
     if "ledger" in settings:
         ledger = scratch / "ledger.sqlite"
         settings["ledger"] = str(ledger)
+    if "energy" in settings:
+        settings["energy"] = str(scratch / "energy.csv")
+        rows = (f"{who},{1 + who},{2.5 * (1 + who)},{0.2 * who}" for who in range(CLIENTS))
+        Path(settings["energy"]).write_text("\n".join(("client,joules,battery,charge", *rows)))
     if "devices" in settings:
         settings["devices"] = settings["devices"].replace("cpu", device)
     settings |= {name: make() for name, make in case.fresh.items()}
     place = scratch / "runs"
     settings["output_dir"] = str(place) if _can_write() else None
     model = partial(audit_model, case.model, seed, {**TASK_MODELS, **OWN_MODELS})
-    how = _here
+    how: Callable[..., RunResult] = _here
     if settings.get("engine") == "flower":
         from flower_nodes import on_nodes as how  # here: what loading prints is no world's
     run = partial(how, case.task, model, data, public_data, settings)
+    if case.then:
+        again = {**settings, **case.then}
+        run = partial(_in_two, run, partial(_here, case.task, model, data, public_data, again))
     try:
         return watched_run(run, seed, base, ledger)
     finally:
@@ -254,16 +262,28 @@ def _here(
     public_data: Data,
     settings: dict[str, Any],
     observer: Recorder,
+    resume: Path | None = None,
 ) -> RunResult:
     """Run with data that are all here."""
+    settings = {**settings, "observer": observer, "resume": resume}
     if task in CLIENT_FORMS:
         test = (public_data.inputs, public_data.labels)
         train = client_sets(data, task)
-        return experiment.run(model(), train, test, observer=observer, **settings)
+        return experiment.run(model(), train, test, **settings)
     form = FORMS[task]
-    return experiment.run(
-        model(), form(data), form(public_data), data.clients, observer=observer, **settings
-    )
+    return experiment.run(model(), form(data), form(public_data), data.clients, **settings)
+
+
+def _in_two(
+    begin: Callable[[Recorder], RunResult],
+    go_on: Callable[[Recorder, Path], RunResult],
+    recorder: Recorder,
+) -> RunResult:
+    """Run the first round and stop; resume with what is otherwise then."""
+    try:
+        return begin(Stopping(recorder))
+    except RunInterrupted as interrupted:
+        return go_on(recorder, Path(str(interrupted.folder)))
 
 
 def _other_coins(size: int) -> NDArray[np.float64]:

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 import fedquilt
+from fedquilt.common.colors import identities
 from fedquilt.config import MODES, RunConfig
+from fedquilt.config.modes import mode_colors
 from fedquilt.experiment.api import run_config
+from fedquilt.report.html_page import with_comparison
 from fedquilt.report.runs import series_of
 from fedquilt.report.style import looks_of
+from fedquilt.report.views import page_view
 from run_samples import assert_same_run, flags, tiny
 
 Cli = Callable[..., Any]
@@ -73,6 +77,7 @@ def test_every_run_has_its_own_folder(cli: Cli, here: Path) -> None:
     assert_same_run(done, run_config(alone.replace(clip_norm=0.2, normalise_updates=True)))
     assert "quap_fl" in said.out
     assert "comparison.png" in said.out
+    assert said.out.endswith(f"next: fedquilt report results/{together.name}\n")
 
 
 def test_a_comparison_of_runs_that_diverged(cli: Cli) -> None:
@@ -129,6 +134,22 @@ def test_policies_of_certified_stand_side_by_side(cli: Cli, here: Path) -> None:
     )
     runs = [{**result.result, "mode": name} for name in names]
     assert len({look.color for look in looks_of(series_of(runs))}) == len(names)
+
+
+def test_a_page_shows_each_setting_as_the_figure_does(cli: Cli, here: Path) -> None:
+    """comparison.png and the page of the same runs: one look a series, whichever ran first."""
+    arms = "certified:worst_case,certified,fedavg"
+    options = compare_flags(num_rounds=2, epsilon=2.0)
+    record = cli("compare", *options, "--modes", arms, "--seeds", "0", "--json").json()
+    paths = [here / run["output"] for run in record["runs"]]
+    named = zip(arms.split(","), paths, strict=True)
+    drawn = series_of([{**fedquilt.load(path).result, "mode": arm} for arm, path in named])
+    data = with_comparison(page_view(paths, look=False))
+    looks = identities([one.looks_as for one in drawn], mode_colors())
+    figure = {one.label: look.color for one, look in zip(drawn, looks, strict=True)}
+    shown = {one["label"].replace(", policy=", ":"): one["color"] for one in data["series"]}
+    assert shown == figure
+    assert shown["certified"] == mode_colors()["certified"]
 
 
 def test_an_arm_may_have_an_epsilon_of_its_own(cli: Cli, here: Path) -> None:

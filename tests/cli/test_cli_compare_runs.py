@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from fedquilt.common.formatting import format_bound
 from fedquilt.experiment.api import run_config
+from fedquilt.privacy.ledger import Ledger
 from fedquilt.report.comparison import as_csv, as_latex, as_markdown
 from run_samples import tiny
 
@@ -66,6 +68,22 @@ def test_every_figure_takes_several_runs(folder: Path, cli: Cli, ending: str, fi
             assert b"/Type3" not in content
         else:
             assert b"<text" not in content  # letters are paths: no font is needed
+
+
+def test_runs_of_one_ledger_end_with_what_they_cost_together(cli: Cli, tmp_path: Path) -> None:
+    ledger = tmp_path / "people.sqlite"
+    shared = {"mode": "certified", "noise_seed": None, "ledger": str(ledger), "allowance": 8.0}
+    for epsilon in (2.0, 3.0):
+        run_config(tiny(**shared, epsilon=epsilon, output_dir=str(tmp_path / "runs")))
+    with Ledger.open(ledger, read_only=True) as opened:
+        most = format_bound(float(opened.populations()[0].epsilons().max()))
+    said = cli("compare", tmp_path / "runs", "-o", "out", "--figures", "none")
+    together = " ".join(said.out.split())
+    assert "Every client, over the runs of the ledger's population" in together
+    assert f": ε ≤ {most} at δ = 1e-05" in together
+    record = cli("compare", tmp_path / "runs", "-o", "out", "--figures", "none", "--json").json()
+    assert [(one["runs"], one["bounded"]) for one in record["together"]] == [(2, True)]
+    assert f"fedquilt ledger show {ledger}" in cli("compare", ledger).words
 
 
 def test_what_cannot_be_compared_is_said(folder: Path, cli: Cli, tmp_path: Path) -> None:

@@ -361,3 +361,15 @@ def test_output_that_nobody_reads_ends_without_a_word() -> None:
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_slips_are_answered_once_and_plainly(cli: Cli, tmp_path: Path) -> None:
+    assert cli("rnu").words.count("Did you mean") == 1
+    assert "'nothere' must be a folder; it does not exist" in cli("report", "nothere").words
+    (tmp_path / "run.toml").write_text("[train]\nlearning_rate = 1\n")
+    said = cli("run", "--config", tmp_path / "run.toml").words
+    assert "unknown key 'train'" in said
+    assert "options stand in no section" in said
+    help_text = cli("run", "--help").out
+    assert "iid, shards, part, writer" in help_text
+    assert "writer: dirichlet" not in help_text

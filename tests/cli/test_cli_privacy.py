@@ -212,7 +212,9 @@ def test_what_one_client_has_given_away(cli: Cli, here: Path) -> None:
     (record,) = cli("ledger", "show", "l.sqlite", "--client", name, "--json").json()
     assert record["epsilon_spent"] == pytest.approx(float(row["epsilon_spent"]))
     assert record["joins"] == int(row["joins"]) > 0
+    near = cli("ledger", "show", "l.sqlite", "--client", name[:-1])
+    assert "did you mean" in near.words
     refused = cli("ledger", "show", "l.sqlite", "--client", "nobody\x1b[31m")
     assert refused.code == 2
-    assert "must be the id of a client" in refused.words
+    assert "must be the name or id of a client" in refused.words
     assert "\x1b" not in refused.err

@@ -91,8 +91,9 @@ REVIEWED = {
     "privacy/ledger/files.py": {"token_hex"},
     "observe/monitors.py": {"uuid4"},
     "observe/tracker_kinds.py": {"uuid4"},
-    "report/watch/server.py": {"token_urlsafe"},
+    "report/watch.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
+    "flower/masked_engine.py": {"token_hex"},
     "flower/client_registry.py": {"token_hex"},
     "flower/keys.py": {"token_urlsafe", "generate_private_key", "random_serial_number"},
     # The documents' functions, where no seed means a fresh one; no run calls them so.

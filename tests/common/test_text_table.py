@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.common.text_table import text_table, wrapped
+from fedquilt.common.formatting import text_table, wrapped
 
 HEAD = ("mode", "accuracy", "what it may claim")
 ROWS = [
@@ -44,3 +44,12 @@ def test_prose_is_broken_at_words() -> None:
     said = "Let each client join less often, over the same rounds."
     assert max(map(len, wrapped(said, 20).splitlines())) <= 20
     assert " ".join(wrapped(said, 20).split()) == said
+
+
+def test_an_equation_is_not_broken() -> None:
+    rows = [("certified", "ε ≤ 5.27 for every client, δ = 1e-05")]
+    shown = text_table(["mode", "what it may claim"], rows, width=34)
+    assert max(map(len, shown.splitlines())) <= 34
+    assert "ε ≤ 5.27" in shown
+    assert "δ = 1e-05" in shown
+    assert "\u00a0" not in shown

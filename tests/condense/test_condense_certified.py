@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from certified_samples import memory_folder, note_plans, plan_of, refine_in_few_steps
-from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
-from fedquilt.condense.certified_statistics import KAPPA, Released
+from fedquilt.condense.certified import KAPPA, CertifiedEngine, GrowingServer, Released, Schedule
 from fedquilt.condense.method import make_condensation
 from fedquilt.data import load_dataset
 from fedquilt.data.holdings import Holdings

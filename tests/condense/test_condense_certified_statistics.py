@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from fedquilt.condense.certified_statistics import KAPPA, Released, mean_table, residual_table
+from fedquilt.condense.certified import KAPPA, Released, mean_table, residual_table
 
 CLASSES, WIDTH = 5, 7
 

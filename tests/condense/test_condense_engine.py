@@ -27,7 +27,7 @@ from fedquilt.condense.method import (
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable, make_groups
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import Trainer, TrainingSettings
+from fedquilt.condense.training import Learner, TrainingSettings
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import ClientUpdate, FlatModel, Task
 
@@ -186,7 +186,7 @@ def test_tables_of_models_are_joined_in_order() -> None:
 
 def make_server(round_models: RoundModels, **changes: Any) -> CondensingServer:
     task = make_task()
-    trainer = Trainer(Linear(), task.inputs, TrainingSettings(2, 4, 0.1), Augmentation("none"), 1)
+    trainer = Learner(Linear(), task.inputs, TrainingSettings(2, 4, 0.1), Augmentation("none"), 1)
     synthetic = SyntheticSet.random((1, 3, 4), 2, (1, 8, 8), np.random.default_rng(1))
     return CondensingServer(trainer, synthetic, round_models, MatchingSettings(5, 0.5), **changes)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import log_softmax
 
-from fedquilt.condense.certified_statistics import (
+from fedquilt.condense.certified import (
     GrowingSettings,
     optimality_gap,
     pick,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from condense_samples import certified, condense, images_of, small
 
-from fedquilt.condense.certified_engine import GrowingServer
+from fedquilt.condense.certified import GrowingServer
 from fedquilt.config import RunConfig
 from fedquilt.data import load_condensed, load_dataset
 from fedquilt.errors import InvalidValueError, RunFolderError

@@ -234,7 +234,8 @@ def _plain(kind: Any) -> str:
 
 def test_the_signature_and_the_help_name_every_keyword() -> None:
     parameters = inspect.signature(fedquilt.run).parameters
-    for name in (*typing.get_type_hints(Settings), "preset", "progress", "quiet", "observer"):
+    assert not {"ipc", "cutmix", "join_ratio"} & set(parameters), "of condensations alone"
+    for name in (*typing.get_type_hints(RunSettings), "preset", "progress", "quiet", "observer"):
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
     assert parameters["epsilon"].default == 6.0
     assert parameters["availability"].default == "always"

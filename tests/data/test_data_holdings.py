@@ -46,6 +46,7 @@ def test_bytes_are_those_of_older_digests() -> None:
     [
         ([0.5], r"clients\[3\] must be a list of sample numbers"),
         ([[1]], r"clients\[3\] must be a list of sample numbers"),
+        (([[1, 2]], [1]), r"clients\[3\] must be .* one a client, are given as train"),
         ([4, 10], r"clients\[3\] must hold numbers >= 0 and < 10.* it holds 4 to 10"),
         ([-1], r"clients\[3\] must hold numbers >= 0"),
         (np.array([2**63], dtype=np.uint64), r"clients\[3\] must hold numbers >= 0"),

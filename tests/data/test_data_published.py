@@ -386,6 +386,19 @@ def test_a_data_set_is_registered_at_run_time(register: Callable[..., None]) -> 
         register("my-own", lambda: None)
 
 
+def test_no_label_that_a_client_holds_decides_how_many_classes_there_are(
+    register: Callable[..., None],
+) -> None:
+    x, y = torch.zeros(8, 3), torch.arange(8) % 2
+    register("as-tested", lambda: ((x, 0 * y), (x, y)))
+    assert [part.num_classes for part in load_dataset("as-tested")] == [2, 2]
+    register("one-more", lambda: ((x, 7 * y), (x, y)))
+    with pytest.raises(InvalidValueError, match="num_classes=2, got 0 to 7"):
+        load_dataset("one-more")
+    register("said", lambda: (ImageDataset(x, 7 * y, "any", 9), (x, y)))
+    assert [part.num_classes for part in load_dataset("said")] == [9, 9]
+
+
 def test_a_registered_set_may_say_who_made_what(register: Callable[..., None]) -> None:
     x, y = torch.zeros(6, 2), torch.zeros(6, dtype=torch.long)
     people = np.array([1, 0, 1, 0, 1, 1])

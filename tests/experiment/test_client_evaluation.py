@@ -17,7 +17,7 @@ import fedquilt
 from fedquilt.common.spread import client_spread, grouped
 from fedquilt.errors import InvalidValueError, RunInterrupted
 from fedquilt.experiment.api import RunResult
-from fedquilt.privacy.evaluation import SENSITIVITY, contribution
+from fedquilt.experiment.client_evaluation import SENSITIVITY, contribution
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.run_account import EvaluationShare
@@ -296,7 +296,6 @@ def released(
 ) -> tuple[list[np.ndarray[Any, Any]], list[float], dict[str, Any]]:
     """Return the sums that evaluations noise, what each client paid, and the public lines."""
     from fedquilt.experiment import client_evaluation
-    from fedquilt.privacy import evaluation
 
     sums: list[np.ndarray[Any, Any]] = []
 
@@ -305,14 +304,14 @@ def released(
             return self
 
     monkeypatch.setattr(client_evaluation, "noise_source", lambda seed: Watched())
-    original = evaluation.contribution
+    original = client_evaluation.contribution
     added: list[np.ndarray[Any, Any]] = []
 
     def watched(measure: float | None) -> Any:
         added.append(original(measure))
         return added[-1]
 
-    monkeypatch.setattr(evaluation, "contribution", watched)
+    monkeypatch.setattr(client_evaluation, "contribution", watched)
     parts, samples = world(kind, victim)
     # A rate of almost zero: the model is the same in all worlds, and only evaluations differ.
     settings = {"evaluation_share": 0.3, "learning_rate": 1e-30, "clip_norm": 1e-30, **changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.experiment.preflight import cohort_line, noise_feasibility, preflight_lines
 from fedquilt.population import Availability, CohortSelector, propensities
+from fedquilt.privacy.mechanism import RoundPlan
+from fedquilt.privacy.secure import SecureCertified
 from fedquilt.setup.build_task import build_task
 from fedquilt.setup.task import build_selector
 from run_samples import flags
@@ -36,6 +39,7 @@ SMALL = {"model": "linear", "num_clients": 20, "num_rounds": 6, "eval_every": 6}
         {"clipping": "quantile", "clip_norm": 1.0},
         {"adjacency": "replace_one"},
         {"noise_bands": 2},
+        {"secure_aggregation": "simulated", "availability": "always"},
         {"epsilon": 1.0, "delta": 1e-6, "clip_norm": 3.0, "clients_per_round": 0.2},
         {"availability": "always", "selection": "poisson", "clients_per_round": 0.5},
         {
@@ -66,6 +70,29 @@ def test_the_noise_is_the_runs(changes: dict[str, Any]) -> None:
             assert 1.0 <= expected / first <= 1.5
             return
     assert first == pytest.approx(expected, rel=2e-4)
+
+
+def test_the_plan_says_bits_and_survivors_of_secure_aggregation(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[RoundPlan] = []
+    plan_round = SecureCertified.plan_round
+
+    def noting(mechanism: SecureCertified, *args: Any) -> RoundPlan:
+        plans.append(plan_round(mechanism, *args))
+        return plans[-1]
+
+    monkeypatch.setattr(SecureCertified, "plan_round", noting)
+    settings = {**SMALL, "availability": "always", "secure_aggregation": "simulated"}
+    run_in_memory(build_config(settings))
+    bits, size = plans[0].bits, -(-plans[0].bits * 650 // 8)
+    options = [part for k, v in settings.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    said = " ".join(cli("plan", *options).out.split())
+    record = cli("plan", *options, "--json").json()["secure_aggregation"]
+    assert (record["bits"], record["bytes_update"], record["least"]) == (bits, size, plans[0].least)
+    assert record["price"] == pytest.approx(1.005, abs=0.003)
+    assert f"{bits} bits a number, {size:,} bytes a client and round" in said
+    assert f"{plans[0].least} of 20 must answer; noise 1.0" in said
 
 
 def test_the_number_of_parameters_is_the_runs(cli: Cli) -> None:
@@ -178,7 +205,15 @@ def test_a_plan_knows_who_will_be_there(cli: Cli) -> None:
     record = cli("plan", *PLANS[-1], "--json").json()
     assert record["cohort"] == pytest.approx(79 * 2 / 7)
     assert cli("plan", *PLANS[0], "--json").json()["joins"] == 60
-    assert cli("plan", "--json").json()["joins"] == pytest.approx(1 + 59 * 2 / 7)
+    by_hand = cli("plan", "--clip-norm", "0.2", "--json").json()
+    assert by_hand["joins"] == pytest.approx(1 + 59 * 2 / 7)
+    by_recipe = 1 + 19 * (1 - 30 / (8 * 9))  # windows of three rounds
+    assert cli("plan", "--json").json()["joins"] == pytest.approx(by_recipe)
+    said = cli("plan").out
+    assert "recipe: N mu = 131 affords 20 releases, one every 3 rounds" in said
+    assert re.search(r"releases +20\n", said), "not rounds: of those there are 60"
+    assert "with seed 0, on average 59.7 of 100 clients join a window of 3 rounds" in said
+    assert "20 releases, one a round, in which" in cli("plan", "--num-rounds", 20).out
 
 
 def test_a_plan_without_noise_is_none(cli: Cli) -> None:

@@ -177,6 +177,23 @@ def test_certified_killed_between_any_two_steps(
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("moment", [("reserved", 2), ("settled", 2), ("recorded", 2)], ids=str)
+def test_a_run_that_is_killed_within_a_window_begins_it_again_and_pays_once(
+    nursery: Nursery,
+    tmp_path: Path,
+    uninterrupted: Callable[..., RunResult],
+    moment: tuple[str, int],
+) -> None:
+    changes = {**CERTIFIED, "num_rounds": 6, "rounds_per_release": 2, "availability": "beta"}
+    changes["average_late"] = 1.0
+    whole = uninterrupted(**changes)
+    folder = killed(nursery, tmp_path, moment, **changes)
+    resume_run(folder)
+    assert_is_whole(folder, whole)
+    assert whole.folder is not None
+    np.testing.assert_array_equal(ledger_of(folder)[0], ledger_of(whole.folder)[0])
+
+
 @pytest.mark.parametrize("moment", [("reserved", 2), ("settled", 2), ("recorded", 3)], ids=str)
 def test_a_certified_run_never_forgets_a_charge(
     nursery: Nursery, tmp_path: Path, moment: tuple[str, int]
@@ -290,7 +307,11 @@ def test_secret_noise_is_neither_stored_nor_reused(nursery: Nursery, tmp_path: P
     assert all(one != other for one, other in zip(norms[0][2:], norms[1][2:], strict=True))
 
 
-@pytest.mark.parametrize("changes", [{}, {"noise_bands": 3, "clipping": "quantile"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"noise_bands": 3, "clipping": "quantile"}, {"secure_aggregation": "protocol"}],
+    ids=str,
+)
 def test_a_certified_checkpoint_holds_no_noise(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Correlated noise needs the last noise vectors; they must not reach the disk either."""
     config = tiny(mode="certified", noise_seed=None, output_dir=str(tmp_path), **changes)

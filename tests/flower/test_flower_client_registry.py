@@ -18,6 +18,7 @@ from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.flower import keys
 from fedquilt.flower.client_registry import KeyRegistry, NodeRoster, key_fingerprint, roster_of_keys
 from fedquilt.flower.node import client_app
+from fedquilt.flower.policy import SitePolicy, read_policy
 from fedquilt.flower.server import run_from
 from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.privacy.ledger import Ledger
@@ -134,7 +135,7 @@ def test_a_joining_node_is_enrolled_and_a_leaving_one_keeps_its_account(
     four = three.with_key("ward 3", key_fingerprint(public[3]))
     result = run([pem(key) for key in public[1:4]], tmp_path, monkeypatch, four)
     assert result.result["ledger"]["enrolled"] == 1
-    assert any("1 clients joined with this run" in note for note in result.statement.notes)
+    assert any("1 of the clients were charged in no" in note for note in result.statement.notes)
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         (population,) = ledger.populations()
         spent = dict(zip(population.ids(), population.spent().tolist(), strict=True))
@@ -292,6 +293,9 @@ def test_the_commands_of_a_servers_roster(
     assert cli("flower", "seats", "1", "--roster", path).code == 0
     seat = NodeRoster.read(path).client_ids[1]
     assert cli("flower", "enroll", "b", key[1], "--roster", path).code == 0
+    handed = read_policy(tmp_path / "node1.site.toml")
+    kept = "/var/lib/fedquilt/site.sqlite"
+    assert handed == SitePolicy(client=seat, account=kept), "certified runs of this account alone"
     said = cli("flower", "rotate", "b", "--key", key[2], "--roster", path)
     assert said.out.strip() == key_fingerprint(public[2])
     roster = NodeRoster.read(path)

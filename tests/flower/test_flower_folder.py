@@ -21,10 +21,12 @@ pytest.importorskip("flwr")
 
 from command_line import Said
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.flower import keys, prefork, processes
+from fedquilt.flower import journal, keys, prefork, processes, run_notes
 from fedquilt.flower.client_registry import NodeRoster
 from fedquilt.flower.federation import LocalFederation
 from fedquilt.flower.keys import make_server_files
+from fedquilt.flower.policy import POLICY, write_policy
+from fedquilt.flower.processes import Supervisor
 from fedquilt.flower.template import write_app
 
 Cli = Callable[..., Said]
@@ -71,7 +73,7 @@ def note(federation: LocalFederation, supervisor: int, **jobs: int) -> dict[str,
     """Write what a supervisor says of itself and its processes."""
 
     def entry(pid: int) -> dict[str, Any]:
-        return {"pid": pid, "began": processes.began_at(pid), "restarts": 0}
+        return {"pid": pid, "began": run_notes.began_at(pid), "restarts": 0}
 
     told = {name: entry(pid) for name, pid in jobs.items()}
     status = {"state": "running", **entry(supervisor), "processes": told}
@@ -251,7 +253,7 @@ def test_what_only_a_strangers_file_names_is_not_run(
     changed = {
         path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)
     }
-    assert changed <= {processes.CONFIG, ".lock"}
+    assert changed <= {processes.CONFIG, ".lock", journal.FILE, "audit.lock"}, "of `leave` alone"
 
 
 def test_a_received_folder_is_run_once_an_app_is_named(
@@ -368,3 +370,61 @@ def test_logs_and_keys_of_a_received_federation_lead_nowhere_else(tmp_path: Path
     os.mkfifo(tmp_path / "node0.pub")
     with pytest.raises(FedquiltError, match="a pipe"):
         keys.make_node_key(tmp_path / "node0")
+
+
+# -- policies of sites
+
+
+@pytest.fixture
+def apps_of(
+    federation: LocalFederation, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], dict[str, Any]]:
+    """Return what a supervisor would start for the app of node0: nothing is started."""
+
+    def started() -> dict[str, Any]:
+        given: dict[str, Any] = {"program": "flower-superexec"}
+        monkeypatch.setattr(prefork, "fork", lambda work, log: work() or 1)
+        monkeypatch.setattr(prefork, "serve", lambda *_, **options: given.update(options))
+        monkeypatch.setattr(Supervisor, "_command", lambda *_: 1)
+        Supervisor(federation.folder)._node_apps("node0")
+        return given
+
+    return started
+
+
+def test_a_node_never_runs_without_the_policy_that_its_site_has_had(
+    federation: LocalFederation, apps_of: Callable[[], dict[str, Any]]
+) -> None:
+    assert apps_of()["policy"] is None
+    path = federation.folder / processes.SITES / "node0" / POLICY
+    write_policy(path)
+    assert apps_of()["policy"] == str(path)
+    put(federation, processes.CONFIG, lambda c: c.update(warm=False))
+    assert apps_of()["policy"] == str(path), "Flower's own process would ask nobody"
+    federation._say()
+    with pytest.raises(InvalidValueError, match="--cold must be left out"):
+        federation.up()
+    put(federation, processes.CONFIG, lambda c: c.update(warm=True))
+    federation._say()
+    path.unlink()
+    assert apps_of()["policy"] == str(path), "and its prefork server refuses every order"
+    with pytest.raises(InvalidValueError, match="site of node 'node0' had this policy"):
+        federation.up()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("certified", "node0 takes part from the next round\n"),
+        ("fedavg", "refuses runs as the app is configured: mode='fedavg' is not one of 'cert"),
+    ],
+)
+def test_who_joins_is_told_what_the_node_will_refuse(
+    cli: Cli, federation: LocalFederation, tmp_path: Path, mode: str, words: str
+) -> None:
+    app = write_app(tmp_path / "app", mode=mode)
+    put(federation, processes.CONFIG, lambda c: c.update(app=str(app)))
+    given = ("--node-config", "partition-id=0 num-partitions=2", "--folder", federation.folder)
+    said = cli("flower", "join", "node0", *given)
+    assert said.code == 0
+    assert words in said.out

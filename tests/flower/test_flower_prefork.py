@@ -14,9 +14,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.constant import TaskType
 
-from fedquilt.flower import internals, prefork
+from fedquilt.flower import internals, prefork, wire
 
 pytestmark = pytest.mark.processes
 
@@ -47,16 +48,37 @@ def test_a_child_ends_with_the_code_of_its_work_and_writes_to_its_log(tmp_path: 
     assert (tmp_path / "log").read_text() == "said"
 
 
-def test_a_task_of_another_app_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(prefork, "fork", lambda work, log=None: started.append(work) or 1)
+def test_an_order_of_another_app_is_answered_and_the_app_is_never_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A SuperNode whose task nobody takes up waits for ever, and answers no later order."""
+    answers: list[Any] = []
+    monkeypatch.setattr(prefork, "fork", lambda work, log=None: work() or 1)
+    monkeypatch.setattr(prefork, "_die_with", lambda parent: None)
+    monkeypatch.setattr(prefork, "_run_command", lambda arguments: answers.append("run"))
+    monkeypatch.setattr(internals, "guard_client_app", answers.append)
     executor = prefork.ForkExecutor(trusted="trusted")
-    assert executor.launch(spec(fab_hash="another")).status.name == "FAILED"
-    assert executor.launch(spec(fab_hash=None)).status.name == "FAILED"
-    assert executor.launch(spec(task_type=TaskType.MODEL)).status.name == "FAILED"
-    assert started == []
+    for value in ("another", None):
+        assert executor.launch(spec(fab_hash=value)).status.name == "ACCEPTED"
+    assert answers == [prefork.refuse_app, "run"] * 2
     assert executor.launch(spec()).status.name == "ACCEPTED"
-    assert len(started) == 1
+    assert answers[4:] == ["run"]
+    assert executor.launch(spec(task_type=TaskType.MODEL)).status.name == "FAILED"
+    stranger = spec(task_type=TaskType.SERVER_APP, fab_hash="another")
+    assert executor.launch(stranger).status.name == "FAILED"
+
+
+def test_who_is_refused_is_told_so_without_its_app() -> None:
+    facts = ConfigRecord({"token": "f" * 32})
+    for content in (RecordDict({"config": facts}), RecordDict()):
+        with internals.acting_as(1, 77):
+            order = Message(content, 77, "train")
+            context = Context(1, 77, {}, RecordDict(), {})
+            reply = prefork.refuse_app(order, context, "ab" * 32, lambda: pytest.fail("loaded"))
+        said = wire.unpack_reply(reply.content, 1 << 20)
+        assert said.failed
+        assert "is not the one that this node was told to trust" in said.refusal
+        assert said.token == wire.reply_token(order.content)
 
 
 def test_children_that_have_ended_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 import fedquilt
@@ -161,7 +161,7 @@ def test_an_object_that_only_one_side_has_is_refused(
         own=UserComponents(loss=of_server),
     )
     assert "must be this node's too" in caplog.text
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert "the node failed" in (folder / "nodes.jsonl").read_text()
 
 
@@ -264,13 +264,105 @@ class Recording(InProcessGrid):
         return super()._answer(message)
 
 
-def test_samples_that_only_clients_hold_cannot_evaluate_a_model() -> None:
-    grid = InProcessGrid(client_app(make_model, client_data), COUNT)
-    with pytest.raises(InvalidValueError, match="client_test_fraction must be 0 where clients are"):
-        run_federation(grid, None, client_test_fraction=0.2)
+EVALUATED: dict[str, dict[str, Any]] = {
+    "certified": {"mode": "certified", "noise_seed": 4, "epsilon": 50.0},
+    "slices": {"mode": "fedavg", "method": "heterofl", "tiers": "1,1/2"},
+    "no classes": {"mode": "fedavg", "loss": "mse"},
+}
+
+
+def hidden() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_clients_measure_on_nodes_what_they_measure_on_one_machine(
+    case: str, tmp_path: Path
+) -> None:
+    make, of = (Sum, numbers) if case == "no classes" else (hidden, samples)
+    options = {**EVALUATED[case], "num_rounds": 4, "eval_every": 2, "client_test_fraction": 0.25}
+
+    def own(context: Context) -> Any:
+        return of(int(context.node_config["partition-id"]))
+
+    grid = InProcessGrid(client_app(make, own), COUNT)
+    places = PlaceRegistry(grid, COUNT)
+    served = (grid, places, make, lambda: of(99), options, HOW)
+    there = run_on_grid(*served, output_dir=str(tmp_path / "there"))
+    data = [of(i) for i in range(COUNT)]
+    kept = str(tmp_path / "here")
+    here = fedquilt.run(new_model(make, 0), data, of(99), output_dir=kept, **options)
+    assert there.client_metrics is not None
+    assert len(there.client_metrics) == COUNT
+    for mine, yours in zip(there.client_metrics, here.client_metrics or (), strict=True):
+        assert mine["examples"] == yours["examples"] > 0
+        assert mine.keys() - {"name"} == yours.keys() - {"name", "mse"}, "metrics do not travel"
+        for name in mine.keys() - {"name", "width", "classes"}:
+            assert mine[name] == pytest.approx(yours[name], abs=1e-4)
+        assert [mine.get(name) for name in ("width", "classes")] == [
+            yours.get(name) for name in ("width", "classes")
+        ]
+    assert there.folder is not None
+    path = there.folder / "client_metrics.jsonl"
+    assert [json.loads(line)["rounds"] for line in path.read_text().splitlines()] == [2, 4]
+    assert path.stat().st_mode & 0o077 == 0
+    assert any("each client measures" in note for note in there.statement.notes)
+    published = "client_accuracy" in (there.folder / "rounds.jsonl").read_text()
+    assert published == (case == "slices"), "raw measures are not published beside a claim"
+
+
+ROWS: dict[str, Any] = {
+    "no row": None,
+    "no JSON": "{",
+    "not an object": [1],
+    "no examples": {"accuracy": 0.5},
+    "a share above 1": {"examples": 4, "accuracy": 2.0},
+    "a loss that is none": {"examples": 4, "loss": "much"},
+    "a class that is none": {"examples": 4, "classes": {"0": 3}},
+    "a number too long": {"examples": 10**40, "accuracy": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_client_whose_measures_are_none_is_named_and_costs_nobody_theirs(
+    case: str, tmp_path: Path
+) -> None:
+    row = ROWS[case]
+
+    class Odd(InProcessGrid):
+        def _answer(self, message: Message) -> list[Message]:
+            (reply,) = super()._answer(message)
+            first = self.contexts[message.metadata.dst_node_id].node_config["partition-id"] == 0
+            if message.metadata.message_type == "evaluate" and first:
+                facts = {**reply.content["config"]}
+                del facts["row"]
+                if row is not None:
+                    facts["row"] = row if isinstance(row, str) else json.dumps(row)
+                reply.content["config"] = ConfigRecord(facts)
+            return [reply]
+
+    grid = Odd(client_app(make_model, client_data), COUNT)
+    told = run_federation(grid, tmp_path, num_rounds=2, eval_every=2, client_test_fraction=0.25)
+    assert told.client_metrics is not None
+    assert [row["accuracy"] is None for row in told.client_metrics] == [True, False, False, False]
+    assert told.folder is not None
+    lines = [json.loads(x) for x in (told.folder / "nodes.jsonl").read_text().splitlines()]
+    assert [line["client"] for line in lines if "refused" in line] == [0]
+    assert [line["evaluated"] for line in lines if "evaluated" in line] == [[1, 2, 3]]
+    assert [line["answered"] for line in lines if "asked" in line] == [COUNT] * 2
+
+
+def test_samples_that_clients_hold_back_stay_with_them() -> None:
     dealt = build_config({"mode": "fedavg", "num_clients": 4, "client_test_fraction": 0.2})
-    with pytest.raises(InvalidValueError, match="client_test_fraction must be 0 where clients are"):
-        simulate(dealt.replace(engine="flower"), in_memory=True)
+    config = dealt.replace(engine="flower", num_rounds=1, local_epochs=1)
+    rows = simulate(config, in_memory=True).client_metrics
+    assert rows is not None
+    assert all(row["examples"] > 0 and row["accuracy"] is not None for row in rows)
+    grid = InProcessGrid(client_app(make_model, client_data), COUNT)
+    with pytest.raises(InvalidValueError, match=r"evaluation_share=0\.1 must be 0"):
+        run_federation(grid, None, client_test_fraction=0.2, evaluation_share=0.1)
+    with pytest.raises(InvalidValueError, match=r"must be 0 under secure"):
+        run_federation(grid, None, client_test_fraction=0.2, secure_aggregation="protocol")
 
 
 class Ends(InProcessGrid):

@@ -19,6 +19,7 @@ from command_line import Said
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.flower.federation import LocalFederation, commands_for_hosts
 from fedquilt.flower.node import client_app
+from fedquilt.flower.policy import SitePolicy, read_policy
 from fedquilt.flower.server import run_from
 from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.flower.simulate import InProcessGrid
@@ -52,7 +53,8 @@ def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
     monkeypatch.setenv("FEDQUILT_FLOWER_TRACKER", "tensorboard")
     grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
-    result = run_from(grid, options_of(app), task.make_model, task.test_data)
+    options = {**options_of(app), "mode": "fedavg"}
+    result = run_from(grid, options, task.make_model, task.test_data)
     assert result.final_accuracy > 0.85
     assert result.folder is not None
     (events,) = result.folder.rglob("events.out.tfevents.*")
@@ -60,14 +62,14 @@ def test_a_new_app_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.folder.parent == tmp_path / "results"
 
 
-def test_in_another_mode_an_app_has_the_defaults_of_that_mode(
+def test_a_new_app_has_the_defaults_of_its_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = write_app(tmp_path / "app")
     task = task_of(app, monkeypatch)
     monkeypatch.setenv("FEDQUILT_FLOWER_OUTPUT", str(tmp_path / "results"))
     grid = InProcessGrid(client_app(task.make_model, task.client_data), 4)
-    options = {**options_of(app), "mode": "certified", "num_rounds": 1}
+    options = {**options_of(app), "num_rounds": 1}
     result = run_from(grid, options, task.make_model, task.test_data)
     said = capsys.readouterr().out
     assert said.startswith("all 4 clients join every round\nnoise"), "before anything is spent"
@@ -99,11 +101,11 @@ def test_every_option_of_a_run_can_be_set_and_none_of_the_operators() -> None:
     table = run_configuration()
     options, settings = split_settings(table)
     assert settings == FlowerSettings()
-    assert options["mode"] == "fedavg"
+    assert options["mode"] == "certified"
     assert "noise_seed" not in options, "an empty text is an option that is not given"
     assert table["noise_seed"] == ""
     assert not {"ledger", "output_dir", "population", "engine", "dataset"} & table.keys()
-    assert not {"allow_unbounded", "client_test_fraction"} & table.keys()
+    assert not {"allow_unbounded", "evaluation_share"} & table.keys()
     with pytest.raises(InvalidValueError, match="nonesuch must be an option"):
         run_configuration(nonesuch=1)
     with pytest.raises(InvalidValueError, match="flower_nonesuch must be one of"):
@@ -143,6 +145,8 @@ def test_an_app_that_has_changed_is_not_run_before_nodes_trust_it(tmp_path: Path
     account = federation.roster().client_ids[1]
     assert federation.join("late", "partition-id=1 num-partitions=2"), "there is a seat"
     assert federation.roster().keys["late"][0] == account
+    policy = read_policy(federation.folder / "sites" / "late" / "site.toml")
+    assert policy == SitePolicy(apps=(fab_hash(app),), client=account), "certified runs alone"
     assert not federation.join("later", "partition-id=1 num-partitions=2"), "there is none"
     value = federation.rotate("late")
     assert federation.roster().keys["late"][0] == account

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedquilt.flower import proxy
+from fedquilt.flower.federation import commands_for_hosts
 from fedquilt.flower.keys import make_node_files, make_server_files
 from run_processes import environment
 
@@ -38,6 +39,14 @@ def test_the_gate_reads_its_units_command() -> None:
     assert {"--enable-supernode-auth", "--isolation"} <= set(superlink)
 
 
+def test_what_runs_a_nodes_app_asks_the_policy_of_its_site() -> None:
+    words = command("fedquilt-node-app")
+    assert words[words.index("--site") + 1] == "site.toml"
+    (line,) = [x for x in commands_for_hosts({"trusted": "ab"}).splitlines() if "--trust" in x]
+    assert line.endswith("--trust ab --site site.toml")
+    assert "/etc/fedquilt/site.toml" in GUIDE
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_guide_names_a_unit_and_what_it_is_told(unit: str) -> None:
     assert f"`{unit}`" in GUIDE
@@ -56,14 +65,14 @@ def test_the_files_that_units_name_are_those_that_are_made(tmp_path: Path) -> No
             for place, word in enumerate(words)
             if re.search("file$|certificates$|private-key$", word)
         ]
-        assert named
+        assert named or unit == "fedquilt-backup"
         assert set(named) <= made
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_a_unit_writes_is_its_users_alone(unit: str) -> None:
     assert re.search(r"^UMask=0077$", UNITS[unit], re.MULTILINE)
-    writes = "/var/lib/fedquilt" in UNITS[unit]
+    writes = "/var/lib/fedquilt" in UNITS[unit] and unit != "fedquilt-gate"  # which only reads it
     closed = re.findall(r"^StateDirectory(Mode)?=(\w+)$", UNITS[unit], re.MULTILINE)
     assert closed == ([("", "fedquilt"), ("Mode", "0700")] if writes else [])
 
@@ -74,6 +83,8 @@ def test_a_container_writes_for_its_user_alone() -> None:
     command = [*json.loads(entry), "sh", "-c", "umask"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0077\n"
     assert "chmod 700 /var/lib/fedquilt" in made
+    (number,) = re.findall(r"useradd .*--uid (\d+)", made)
+    assert f"chown -R {number} /etc/fedquilt" in GUIDE, "a folder of the host, closed to others"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,16 @@ def test_precompute_flattens_places_and_takes_an_empty_set():
         precompute(front, images, 0)
 
 
+def test_how_many_images_there_are_does_not_show_in_what_is_told_of_the_progress():
+    model = make_feature_model("hog-linear", SMALL, 10)
+    told = [[], [], []]
+    for count, said in zip((3, 8, 190), told, strict=True):
+        images = torch.rand(count, *SMALL)
+        precompute(model.front, images, 4, lambda *given, said=said: said.append(given))
+    assert told[0] == told[1] == told[2]
+    assert told[0][-1] == ("features", 1.0)
+
+
 def test_training_a_head_on_features_is_training_the_model():
     model = make_feature_model("hog-linear", SMALL, 10, bias=True)
     images, targets = sample()

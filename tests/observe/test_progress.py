@@ -182,6 +182,20 @@ def test_features_are_a_step_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None
         assert "features" not in out.getvalue().splitlines()[-1]
 
 
+def test_features_are_told_where_no_bar_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a dumb terminal and in a pipe too, in every mode: the first round may be far."""
+    monkeypatch.setattr("fedquilt.observe.progress.SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "dumb")
+    for out in (Terminal(), io.StringIO()):
+        config = RunConfig(mode="certified", model="hog-linear", num_rounds=40)
+        with Progress("digits certified", out) as shown:
+            shown.working("features", 0.62)
+            assert out.getvalue() == "digits certified: features 62%\n"
+            shown.expects(config, [])
+            shown.working("matching", 0.5)
+            assert "matching" not in out.getvalue(), "within a round its time is withheld"
+
+
 def test_a_run_tells_of_its_features(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
 

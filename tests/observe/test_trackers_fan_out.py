@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedquilt.errors import InvalidValueError, MissingPackageError, StorageError
-from fedquilt.observe.tracker_kinds import scalars_of, step_of, withholds_time
+from fedquilt.observe.tracker_kinds import scalars_of, step_number, withholds_time
 from fedquilt.observe.trackers import Tracker, Trackers, open_trackers
 
 NAMING: dict[str, Any] = {"project": "p", "run_name": "n", "config": {}}
@@ -56,7 +56,7 @@ def test_a_round_becomes_scalars_under_the_fixed_names() -> None:
         "done": True,
         "participation_stats": {"mean": 1.5, "gini": None, "by_tier": {0: 2, "big": [1]}},
     }
-    assert step_of(line) == 4
+    assert step_number(line) == 4
     assert scalars_of(line) == {
         "train_loss": 0.5,
         "accuracy": 0.25,

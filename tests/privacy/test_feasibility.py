@@ -13,7 +13,7 @@ import pytest
 from fedquilt.errors import InvalidValueError, StorageError
 from fedquilt.privacy.accounting import Release, epsilon, gaussian_mu
 from fedquilt.privacy.feasibility import Feasibility, plan_privacy, plan_table
-from fedquilt.report.plan import plan_figure
+from fedquilt.report.ledger import plan_figure
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "privacy.toml").read_text())
 LAW = GOLDEN["feasibility"]
@@ -224,11 +224,11 @@ def test_figure_is_written_in_the_format_of_its_suffix(tmp_path):
 def test_figure_lines_are_the_ratio():
     from matplotlib.figure import Figure
 
-    from fedquilt.report.plan import _draw
+    from fedquilt.report.ledger import _draw_plan
 
     axes = Figure().add_subplot()
     now = asked()
-    _draw(axes, now)
+    _draw_plan(axes, now)
     for factor, line in zip((1, 10, 100), axes.get_lines(), strict=False):
         right, height = line.get_xdata()[-1], line.get_ydata()[-1]
         expected = asked(parameters=int(right), population=100 * factor, cohort=100 * factor)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fedquilt.common.colors import DARK, DASHES, LIGHT, identities
-from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.modes import MODE_TABLE, mode_colors
 from fedquilt.report.html_page import html_page
-from fedquilt.report.style import COLORS, looks_of, mode_colors
+from fedquilt.report.style import COLORS, looks_of
 from fedquilt.report.views.page import empty_view
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,12 @@ from report_samples import FAST, make_run, words
 
 from fedquilt.common.formatting import format_bound
 from fedquilt.errors import InvalidValueError, RunFolderError
-from fedquilt.report import comparison_table, plot_comparison, render_comparison
+from fedquilt.report import (
+    comparison_table,
+    plot_comparison,
+    plot_training_history,
+    render_comparison,
+)
 from fedquilt.report.style import spread_apart
 
 
@@ -111,13 +117,20 @@ def test_a_diverged_seed_is_counted_in_words() -> None:
 
 def test_the_rendered_table_reads_in_plain_words() -> None:
     head, _, *body = render_comparison(comparison_table(runs())).splitlines()
-    for heading in (
-        "mode", "accuracy ± std", "seeds", "what it may claim",
-    ):  # fmt: skip
+    for heading in ("mode", "accuracy ± std", "seeds", "may claim"):
         assert heading in head
-    assert body[0].split() == ["fedavg", "0.9500", "1", "no", "guarantee", "(ε", "=", "∞)"]
+    assert body[0].split() == ["fedavg", "0.9500", "1", "nothing", "(ε", "=", "∞)"]
     assert "0.8400 ± 0.0400" in body[2]
-    assert "ε ≤ 2.11 for every client, δ = 1e-05" in body[2]
+    assert body[2].endswith("ε ≤ 2.11")
+    assert body[-1] == "may claim: for every client, δ = 1e-05"
+
+
+def test_bounds_that_are_not_alike_are_said_in_full() -> None:
+    rows = comparison_table(runs())
+    other = {**rows[-1], "claim": "ε ≤ 1 for every client, δ = 1e-06"}
+    said = render_comparison([*rows, other])
+    assert "ε ≤ 2.11 for every client, δ = 1e-05" in said
+    assert said.endswith("ε ≤ 1 for every client, δ = 1e-06")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +172,17 @@ def test_the_figure_shows_mean_band_points_and_claims(saved: list[Figure], tmp_p
     assert text.count("no guarantee (ε = ∞)") == 2
 
 
+def test_the_figure_names_what_runs_are_judged_by(saved: list[Figure], tmp_path: Path) -> None:
+    run = make_run("fedavg", 1, None, "inf")
+    run["history"]["test_mse"] = [4.0 for _ in run["history"].pop("test_accuracy")]
+    plot_comparison([run], tmp_path / "compare.png", FAST)
+    plot_training_history(run["history"], "d", 1, None, tmp_path / "training.png")
+    for axes in (*saved[0].axes, saved[1].axes[0]):
+        said = " ".join((words(axes), axes.get_xlabel(), axes.get_ylabel())).lower()
+        assert "mse" in said
+        assert "accuracy" not in said
+
+
 def test_the_figure_of_odd_runs(saved: list[Figure], tmp_path: Path) -> None:
     lost = make_run("quap_fl", 1, None, "inf")
     lost["history"] = {"test_accuracy": [math.nan, None]}
@@ -185,6 +209,27 @@ def test_labels_stay_inside_the_figure(laid_out: list[Figure], tmp_path: Path) -
     boxes = [Text.get_window_extent(label) for label in labels]  # without the leader
     for i, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[i + 1 :])
+
+
+def test_names_of_very_different_runs_fit(laid_out: list[Figure], tmp_path: Path) -> None:
+    """Labels of 110 characters: matplotlib would warn, which is an error here, and draw badly."""
+    runs = []
+    for rate, model in itertools.product((0.125, 0.25), ("mlp", "linear")):
+        run = make_run("certified", 1, 0.5 + rate, 1.5)
+        named = ("num_rounds", "local_epochs", "batch_size", "server_learning_rate", "clip_norm")
+        own = {"mode": "certified", **dict.fromkeys(named, rate), "model": model}
+        run["metadata"]["hyperparameters"] = own
+        runs.append(run)
+    assert min(len(row["mode"]) for row in comparison_table(runs)) >= 100
+    plot_comparison(runs, tmp_path / "c.png", FAST)
+    left, right = laid_out[0].axes
+    names = [text for text in left.texts if "…" in text.get_text()]
+    assert len({text.get_text() for text in names}) == len(runs) == len(names)
+    assert all(text.get_text() in words(right) for text in names)
+    assert not left.get_tightbbox().overlaps(right.get_tightbbox())
+    lines = [text for text in right.texts if text.get_text() != ""]
+    boxes = [Text.get_window_extent(text) for text in lines]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))

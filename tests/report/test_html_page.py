@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+from fedquilt.common.colors import LIGHT
 from fedquilt.report.html_page import PRIVATE_WARNING, embedded, html_page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{script}}&\u2028'\""
@@ -20,6 +21,7 @@ def view(name: str = "run", seed: int = 0, **changes: Any) -> dict[str, Any]:
     return {
         "name": name,
         "mode": "certified",
+        "method": "full",
         "dataset": "digits",
         "seed": seed,
         "config": [["epsilon", "3.0", True]],
@@ -113,6 +115,14 @@ def test_seeds_make_a_series() -> None:
     assert data["series"][1]["curve"]["mean"] == [0.1, 0.2]
 
 
+def test_every_tier_has_a_look_of_its_own() -> None:
+    widths = {f"1/{n}": [0.1] for n in range(1, 11)}
+    shown = data_of(page(view(tiers={"rounds": [1], "widths": widths})))["runs"][0]["tiers"]
+    looks = {(one["color"], one["dash"], one["marker"]) for one in shown["looks"]}
+    assert len(looks) == 10
+    assert len({one["color"] for one in shown["looks"]}) == len(LIGHT)
+
+
 def figures(*runs: dict[str, Any], **more: Any) -> list[tuple[str, str]]:
     data = data_of(page(*runs, **more))
     return [(one["figure"], one["text"]) for one in data["figures"]]
@@ -122,11 +132,22 @@ def test_the_first_screen_has_three_figures() -> None:
     runs = [view(seed=s) for s in (0, 1, 2)]
     runs[2]["evaluation"] = {**runs[2]["evaluation"], "values": [0.1, 0.26]}
     metric, promise, joined = figures(*runs)
-    assert metric == ("0.2200", "mean of 3 seeds ± 0.0346 (standard deviation), after 2 rounds")
+    spread = "mean of 3 seeds ±\u00a00.0346 (standard deviation)"
+    assert metric == ("0.2200", f"{spread}, after 2 rounds")
     assert promise == ("ε ≤ 3", "at δ = 1e-05. what it means")
     assert joined[0] == "2 of 3"
+    assert joined[1].startswith("seed 0: joined at least once"), "it is of the first seed"
     other = view("fedavg", mode="fedavg", claim={**view()["claim"], "epsilon_max": "inf"})
     assert figures(*runs, other)[0][1].startswith("certified: mean of 3 seeds"), "the bounded one"
+    assert figures(*runs, other)[2][1].startswith("certified: seed 0: joined at least once")
+    assert figures(runs[0])[2][1].startswith("joined at least once")
+
+
+def test_what_was_not_measured_is_said() -> None:
+    nothing = {"metric": "accuracy", "rounds": [], "values": [], "loss": []}
+    shown = data_of(page(view(evaluation=nothing)))["figures"][0]
+    assert (shown["name"], shown["figure"]) == ("Not measured", "-")
+    assert shown["text"] == "no measure on test data, after 2 rounds"
 
 
 def test_the_figure_of_a_claim_is_never_smaller_than_what_is_known() -> None:
@@ -137,10 +158,30 @@ def test_the_figure_of_a_claim_is_never_smaller_than_what_is_known() -> None:
         "epsilon": 14.1,
         "figure": "ε ≤ 14.1",
         "where": "a sweep",
+        "headline": "Every client: ε ≤ 14.1",
+        "text": "",
         "guess": "",
         "bounded": True,
+        "members": [0],
     }
     assert figures(view(), together=[together])[1][0] == "ε ≤ 14.1"
+
+
+def test_the_claim_beside_a_model_is_not_that_of_other_runs() -> None:
+    """Two runs share a ledger, a third one is better and shares nothing with them."""
+    better = {"metric": "accuracy", "rounds": [1], "values": [0.99], "loss": [1.0]}
+    other = {**view()["claim"], "epsilon_max": 500.0, "figure": "ε ≤ 500"}
+    shown = {"figure": "ε ≤ 0.438", "where": "a ledger", "headline": "", "text": "", "guess": ""}
+    together = {**shown, "epsilon": 0.438, "bounded": True, "members": [0, 1]}
+    small = [view(str(seed), seed, config=[["epsilon", "0.3", False]]) for seed in (0, 1)]
+    runs = [*small, view(evaluation=better, claim=other)]
+    metric, promise, _ = figures(*runs, together=[together])
+    assert (metric[0], promise[0]) == ("0.9900", "ε ≤ 500")
+    assert promise[1].endswith("For a ledger together it is ε ≤ 0.438: see below.")
+    second = {**together, "epsilon": 9.0, "figure": "ε ≤ 9", "members": [2]}
+    runs[0]["evaluation"] = {**better, "values": [0.999]}
+    runs[1]["evaluation"] = runs[0]["evaluation"]
+    assert figures(*runs, together=[together, second])[1][0] == "ε ≤ 0.438", "the lead's own"
 
 
 def test_an_unfinished_run_shows_what_it_has_spent() -> None:
@@ -166,3 +207,5 @@ def test_the_metric_stands_against_the_epsilon_that_was_asked() -> None:
     (line,) = data_of(page(*runs))["tradeoff"]
     assert (line["name"], line["x"], line["y"]) == ("certified", [1, 6], [0.2, 0.2])
     assert data_of(page(view()))["tradeoff"] == []
+    other = view("other", mode="fixed_dp")
+    assert data_of(page(*runs, other))["tradeoff"] == [], "a comparison of modes is no sweep"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from command_line import Said
 from fedquilt.common.errors import FedquiltError
+from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.ledger import BudgetExceededError, Ledger, entries
 from fedquilt.privacy.ledger.entries import Entry, encode_clients
 from fedquilt.report.views import client_history, ledger_view, planned_cost
@@ -45,6 +49,9 @@ def test_the_populations_are_the_ledger_s(path: Path) -> None:
         np.testing.assert_allclose(people["epsilons"], own.epsilons(), rtol=1e-4)
         assert np.all(np.asarray(people["epsilons"]) >= own.epsilons())
         assert np.all(np.asarray(people["left"]) <= own.epsilon_left() * (1 + 1e-3))
+    whole = gaussian_mu(4.0, 1e-5) ** 2
+    shares = [amount / whole for amount in (0.06, 0.05, 0.17, 0.0)]
+    assert people["shares"] == pytest.approx(shares, abs=1e-4), "of units that add up"
     assert people["ids"] == NAMES
     assert [(run["name"], run["releases"], run["clients"]) for run in people["runs"]] == [
         ("second", 1, 2),
@@ -69,6 +76,17 @@ def test_a_client_s_history_adds_up(path: Path) -> None:
         client_history(path, "people", 4)
     with pytest.raises(FedquiltError, match="nobody"):
         client_history(path, "nobody", 0)
+
+
+def test_rounds_count_from_one_everywhere(path: Path, cli: Callable[..., Said]) -> None:
+    """Bob's last release is the second round of the first run: on the page, in all commands."""
+    (people,) = ledger_view(path)["ledger"]["populations"]
+    assert people["last"] == ["second, round 1", "first, round 2", "second, round 1", None]
+    assert client_history(path, "people", 1)["rows"][-1]["round"] == 2
+    assert "round 2 of first" in cli("ledger", "show", path, "--client", "bob").out
+    rows = cli("ledger", "show", path).out
+    assert re.search(r"bob .*\[\d\] 2\b", rows)
+    assert re.search(r"cem .*\[\d\] 1\b", rows)
 
 
 def test_a_plan_says_what_the_ledger_would_do(path: Path) -> None:

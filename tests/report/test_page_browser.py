@@ -61,6 +61,40 @@ def test_the_first_screen_answers_three_questions(page_file: Path, visit: Visit)
     assert page.locator("#contents a[data-section=spend]").is_hidden()
 
 
+def test_long_names_at_the_ends_of_lines_differ(visit: Visit, tmp_path: Path) -> None:
+    runs = [small_run(tmp_path, mode="certified", learning_rate=rate) for rate in (0.15, 0.25)]
+    file = tmp_path / "long.html"
+    file.write_text(html_page(page_view(runs, look=False)))
+    page, _ = visit(file)
+    ends = page.locator("#accuracy text.end").all_text_contents()
+    assert ends == ["learning_rate=0.15", "learning_rate=0.25"]
+
+
+def test_a_phone_shows_what_every_client_has_spent(page_file: Path, visit: Visit) -> None:
+    page, _ = visit(page_file, viewport={"width": 390, "height": 844})
+    choose(page, "certified")
+    assert "Shares are of mu², which adds up" in page.locator("#clients .hint").inner_text()
+    box = page.locator("#clients td:nth-child(2)").first.bounding_box()
+    assert "spent" in page.locator("#clients th:nth-child(2)").inner_text()
+    assert box["x"] + box["width"] < 390
+
+
+def test_a_phone_shows_promises_whole(page_file: Path, visit: Visit) -> None:
+    """The table is wider than the screen: its headings stay in sight while it is moved."""
+    page, _ = visit(page_file, viewport={"width": 320, "height": 844})
+    page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    headings = page.locator("tr.level span")
+    assert headings.count() > 1
+    for moved in (0, 80, 1000):
+        page.evaluate(
+            "x => document.querySelectorAll('.scroll').forEach(one => { one.scrollLeft = x; })",
+            moved,
+        )
+        for box in (headings.nth(i).bounding_box() for i in range(headings.count())):
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= 320
+
+
 def test_a_run_that_stopped_says_how_it_goes_on(visit: Visit, tmp_path: Path) -> None:
     run = small_run(tmp_path, mode="certified")
     (run / "result.json").unlink()
@@ -69,7 +103,7 @@ def test_a_run_that_stopped_says_how_it_goes_on(visit: Visit, tmp_path: Path) ->
     page, _ = visit(file)
     said = page.locator(".state-card").inner_text()
     assert "The run has not ended: round 6 of 6" in said
-    assert f"fedquilt run --resume {run.name}" in said
+    assert f"Where this folder lies, go on with fedquilt run --resume {run.name}" in said
     assert axe(page) == []
 
 
@@ -88,7 +122,7 @@ def choose(page: Any, mode: str) -> None:
 def test_the_table_sorts_filters_and_picks(page_file: Path, visit: Visit) -> None:
     page, seen = visit(page_file)
     choose(page, "certified")
-    joins = page.locator("#clients tbody tr td:nth-child(2)")
+    joins = page.locator("#clients tbody tr td:nth-child(4)")
     page.click("#clients thead button:has-text('joins')")
     most = [int(text) for text in joins.all_inner_texts()]
     assert most == sorted(most, reverse=True)
@@ -131,6 +165,26 @@ def test_a_chart_is_read_with_the_keyboard(page_file: Path, visit: Visit) -> Non
     assert re.match(r"round 1; .*fednum", said)
 
 
+def test_an_accuracy_stands_against_what_it_cost(visit: Visit, tmp_path: Path) -> None:
+    spent = {"selection": "energy", "target_accuracy": 0.05}
+    file = tmp_path / "cost.html"
+    shown = {}
+    for unit, more in (
+        ("joules", spent),
+        ("simulated seconds", {"buffer_size": 2, "in_flight": 4}),
+    ):
+        run = small_run(tmp_path, mode="fedavg", **more)
+        file.write_text(html_page(page_view([run], look=False)))
+        page, seen = visit(file)
+        shown[unit] = [
+            x for x in page.locator("#noise figcaption").all_text_contents() if unit in x
+        ]
+        assert seen.trouble == []
+    assert len(shown["simulated seconds"]) == 1
+    assert len(shown["joules"]) == 1
+    assert re.search(r"against joules of all clients\d+ joules of all clients to", *shown["joules"])
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(page_file: Path, visit: Visit, scheme: str) -> None:
     page, _ = visit(page_file, color_scheme=scheme)
@@ -156,6 +210,9 @@ def test_every_control_is_reached_by_tab(page_file: Path, visit: Visit) -> None:
 @pytest.mark.parametrize("width", [320, 390])
 def test_a_phone_scrolls_in_one_direction_only(page_file: Path, visit: Visit, width: int) -> None:
     page, _ = visit(page_file, viewport={"width": width, "height": 800})
+    choose(page, "certified")
+    page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    page.wait_for_timeout(200)
     assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from report_samples import FAST, make_history, make_run, words
 
-from fedquilt.common import text_table
+from fedquilt.common import formatting
 from fedquilt.report import comparison_table, generate_summary_table, plot_training_history
 from fedquilt.report.comparison import render_comparison
 from fedquilt.report.ledger import client_facts, ledger_tables, plot_ledger
@@ -123,7 +123,7 @@ def test_a_nominal_budget_is_not_taken_for_a_claim() -> None:
 
 
 def test_two_methods_are_two_rows_and_fit_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_table, "screen_width", lambda: 80)
+    monkeypatch.setattr(formatting, "screen_width", lambda: 80)
     runs = [
         make_run("certified", 1, 0.9, 5.97),
         make_run("certified", 2, 0.8, 5.97),
@@ -176,7 +176,7 @@ def population(clients: int, allowance: float = 6.0) -> tuple[Any, list[Any]]:
 
 
 def test_the_tables_of_a_ledger_fit_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_table, "screen_width", lambda: 80)
+    monkeypatch.setattr(formatting, "screen_width", lambda: 80)
     summary, rows = population(6)
     text = ledger_tables([summary], {summary.population: rows})
     assert max(map(len, text.splitlines())) <= 80
@@ -206,6 +206,7 @@ def test_no_label_runs_through_the_points_of_a_ledger(
     assert "dashed: allowance 6" in words(axes)
     assert "diamonds: 19 clients near the end" in words(axes).replace("\n", " ")
     assert shares.patches[-1].get_height() == 19, "the last tenth"
+    assert shares.patches[0].get_height() == 2, "0.1 of 2 units, which is epsilon 1 of 6"
     box = axes.get_window_extent()
     texts = [text for text in axes.texts if text.get_text()]
     for drawn in texts:

@@ -60,6 +60,12 @@ def test_a_series_is_one_configuration() -> None:
     assert values.tolist() == [[0.1, 0.5], [0.1, 0.6]]
 
 
+def test_a_choice_that_is_the_default_goes_without_saying() -> None:
+    runs = [entry(settings={"policy": policy}) for policy in ("worst_case", "adaptive")]
+    labels = [one.label for one in group_by_config(runs)]
+    assert labels == ["certified, policy=worst_case", "certified"]
+
+
 def test_levels_hold_equal_promises() -> None:
     runs = [
         entry(epsilon=2.96, settings={"clip_norm": 1}),
@@ -79,6 +85,18 @@ def test_levels_hold_equal_promises() -> None:
         ("No guarantee (ε = ∞)", [math.inf]),
         ("Not finished", [None]),
     ]
+
+
+def test_the_documents_epsilon_is_no_promise() -> None:
+    """fixed_dp at 54 claims 5.88 by exact accounting: nobody promised 54."""
+    runs = [entry(epsilon=6.0, settings={"epsilon": 6.0})]
+    runs += [
+        entry("fixed_dp", epsilon=reached, settings={"epsilon": e})
+        for e, reached in ((6.0, 0.504), (54.0, 5.88))
+    ]
+    series = group_by_config(runs)
+    found = [one.heading.split(" at ")[0] for one in levels(series)]
+    assert found == ["Every client: ε ≤ 0.504", "Every client: ε ≤ 5.88", "Every client: ε ≤ 6"]
 
 
 def test_the_worst_seed_speaks_for_all() -> None:
@@ -122,6 +140,27 @@ def test_own_parts_that_differ_are_no_repetitions() -> None:
     assert [one.members for one in group_by_config([running, *runs[:3]])] == [[1, 2, 3, 0]]
 
 
+def test_what_own_parts_hold_tells_them_apart_in_any_order() -> None:
+    """Two rules of one source that differ in a constant; `held` is the owner's digest of it."""
+    order = [("a", 0), ("b", 1), ("a", 2), ("b", 0), ("a", 1), ("b", 2)]
+    runs = [entry(seed=s, parts="same", held=held, final=0.9) for held, s in order]
+    assert [one.members for one in group_by_config(runs)] == [[0, 4, 2], [3, 1, 5]]
+
+
+def test_what_cannot_be_told_apart_is_not_averaged() -> None:
+    own = {"model": "custom"}
+    order = [(0, 0.5), (1, 0.9), (0, 0.9), (1, 0.5)]  # two rules: nobody knows whose 0.9 is
+    runs = [entry(seed=s, final=f, settings=own) for s, f in order]
+    assert [one.members for one in group_by_config(runs)] == [[0], [1], [2], [3]]
+    data = ["x", "y", "y", "x"]
+    runs = [
+        entry(seed=s, final=f, settings=own, data=d) for (s, f), d in zip(order, data, strict=True)
+    ]
+    assert [one.members for one in group_by_config(runs)] == [[0, 3], [2, 1]]
+    again = [entry(seed=s, settings=own, data="x") for s in (0, 1, 0)]
+    assert [one.members for one in group_by_config(again)] == [[0, 1], [2]]
+
+
 def test_a_run_that_may_continue_another_is_not_averaged_with_it() -> None:
     own = {"model": "custom"}
     runs = [entry(seed=s, settings=own, population="people") for s in (0, 1)]
@@ -130,6 +169,22 @@ def test_a_run_that_may_continue_another_is_not_averaged_with_it() -> None:
     assert len(group_by_config(apart)) == 1
     named = [entry(seed=s, settings={"model": "mlp"}, population="people") for s in (0, 1)]
     assert len(group_by_config(named)) == 1
+
+
+def test_a_model_and_what_goes_on_with_it_are_not_averaged() -> None:
+    """Three seeds, each begun with the model of the one before it; two go on from the first."""
+    own = {"model": "custom"}
+    links = [("b", "c"), ("a", "b"), ("c", "d")]
+    runs = [
+        entry(seed=s, settings=own, begins=begins, ends=ends)
+        for s, (begins, ends) in enumerate(links)
+    ]
+    assert [one.members for one in group_by_config(runs)] == [[0], [1], [2]]
+    beside = [entry(seed=s, settings=own, begins="b", ends=str(s)) for s in (3, 4)]
+    found = [one.members for one in group_by_config([runs[1], *beside])]
+    assert found == [[0], [1, 2]]
+    fresh = [entry(seed=s, settings=own, begins=f"x{s}", ends=f"y{s}") for s in (0, 1, 2)]
+    assert [one.members for one in group_by_config(fresh)] == [[0, 1, 2]]
 
 
 def test_a_run_that_goes_on_is_not_in_the_mean() -> None:

@@ -97,6 +97,17 @@ def test_seeds_without_noise_or_data_are_said_in_words(saved: list[Figure], tmp_
     assert "no finite final accuracy" in words(empty[3])
 
 
+def test_seeds_are_drawn_by_what_they_are_judged_by(saved: list[Figure], tmp_path: Path) -> None:
+    results = [make_history(seed) for seed in range(3)]
+    for seed, history in enumerate(results):
+        history["test_mse"] = [4.0 + seed for _ in history.pop("test_accuracy")]
+    metric, _, _, final = draw(saved, tmp_path, results)
+    assert metric.lines[-1].get_ydata().tolist() == [5.0] * 4
+    assert "Test MSE" in metric.get_title(loc="left") + words(metric)
+    assert "mean 5.0000 ± 1.0000 over 3 of 3" in words(final)
+    assert "accuracy" not in (words(metric) + words(final) + final.get_xlabel()).lower()
+
+
 def test_few_seeds_are_named_and_many_are_not(saved: list[Figure], tmp_path: Path) -> None:
     draw(saved, tmp_path, [make_history(seed, rounds=10) for seed in range(3)])
     names = [text.get_text() for text in saved[-1].legends[0].get_texts()]

@@ -85,6 +85,16 @@ def test_nothing_recorded_is_a_table_of_dashes() -> None:
     assert "Best Loss" not in table
 
 
+def test_a_run_without_accuracy_has_no_row_for_it() -> None:
+    history = make_history() | {"test_mse": [4.0, 3.0, 2.5, 2.25]}
+    both = generate_summary_table(0.9, 0.1, "digits", 1, history, {})
+    assert row(both, "Final Accuracy")[0].startswith("0.9000")
+    history["test_accuracy"] = [None] * 4
+    table = generate_summary_table(None, 0.1, "digits", 1, history, {})
+    assert "Accuracy" not in table
+    assert "2.2500" in table
+
+
 def test_a_mode_without_noise_claims_no_budget() -> None:
     table = generate_summary_table(
         0.9, 0.1, "mnist", 1, make_history(noised=False), HYPERPARAMETERS

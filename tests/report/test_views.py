@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,26 @@ from views_samples import small_run
 
 import fedquilt
 from command_line import Said
+from fedquilt.cli.run import closing_lines
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.formatting import format_bound
+from fedquilt.common.observer import Observer
 from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
+from fedquilt.method import WholeModel
+from fedquilt.models import lora
+from fedquilt.observe.progress import headline_of
 from fedquilt.privacy.accounting import gaussian_epsilon, gaussian_mu
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.record.schema import RESULT_PUBLIC, ROUND_PUBLIC, WITHHELD
+from fedquilt.report import comparison_table, html_page, render_comparison
+from fedquilt.report.comparison import as_markdown, comparison_rows
 from fedquilt.report.html_page import with_comparison
+from fedquilt.report.runs import series_of
 from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view
 from fedquilt.report.views.claim import guess_sentence
+from fedquilt.report.views.page import find_runs
 from fedquilt.report.views.run import encode_roster
 from fedquilt.report.views.spend import lifetime_view
 
@@ -206,6 +215,38 @@ def test_the_headline_is_what_all_runs_of_the_ledger_cost(
     assert page_view([moved], look=False)["runs"][0]["claim"]["headline"] == stated
 
 
+def test_an_earlier_run_says_since_when_its_lifetime_is_old(
+    two_runs: tuple[Path, Path, Path],
+) -> None:
+    first, second, _ = two_runs
+    old, new = (run_view(run)["claim"] for run in (first, second))
+    assert any(n.startswith("lifetime when this run ended: over all runs") for n in old["notes"])
+    assert "lifetime when this run ended" in old["text"]
+    assert any(note.startswith("lifetime: over all runs") for note in new["notes"])
+
+
+def test_without_scripts_the_whole_claim_comes_first(two_runs: tuple[Path, Path, Path]) -> None:
+    first, second, place = two_runs
+    with Ledger.open(place, read_only=True) as opened:
+        most = format_bound(float(opened.populations()[0].epsilons().max()))
+    page = html_page.html_page(page_view([first, second], look=False))
+    said = page[page.index("<noscript>") : page.index("</noscript>")]
+    bounds = re.findall(r"(?:ε ≤|epsilon &lt;=) ([\d.]+)", said)
+    assert bounds[0] == most
+    stated = rf"Every client, over the runs of the ledger&#x27;s population .*: ε ≤ {most} "
+    assert re.search(stated, said)
+    assert said.index("over all runs of its ledger: ε ≤") < said.index("epsilon &lt;=")
+
+
+def test_a_page_does_not_hold_the_owner_s_digests(two_runs: tuple[Path, Path, Path]) -> None:
+    first, second, _ = two_runs
+    kept = json.loads((second / "clients.json").read_text())
+    view = page_view([first, second], look=False)
+    assert [(run["held"], run["data"]) for run in view["runs"]] == [("0", "0"), ("0", "0")]
+    text = html_page.html_page(view)
+    assert not any(kept[key] in text for key in ("held", "tested", "clients"))
+
+
 def test_a_sweep_s_claims_are_composed(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     for point, epsilon in enumerate((1.0, 3.0)):
@@ -218,7 +259,118 @@ def test_a_sweep_s_claims_are_composed(tmp_path: Path) -> None:
     assert "2 looks were taken" in together["text"]
     small_run(tmp_path / "points" / "0002", mode="fedavg")
     (unbounded,) = page_view([tmp_path], look=False)["together"]
-    assert unbounded["headline"] == "No guarantee: ε = ∞ over all of them"
+    assert (
+        unbounded["headline"] == f"No guarantee: ε = ∞ over the runs of the sweep {tmp_path.name!r}"
+    )
+
+
+def _chain(place: Path, **settings: Any) -> list[Path]:
+    """Run three times, each time with the model of the run before, as a user would."""
+    source = torch.Generator().manual_seed(0)
+    data = torch.randn(60, 6, generator=source), torch.arange(60) % 2
+    people: list[Any] = [range(k, 60, 6) for k in range(6)]
+    first = torch.nn.BatchNorm1d(6) if settings["mode"] == "fedavg" else torch.nn.Linear(6, 6)
+    model: torch.nn.Module = torch.nn.Sequential(first, torch.nn.Linear(6, 2))
+    folders = []
+    for seed in range(3):
+        rest = {"num_rounds": 2, "seed": seed, "output_dir": place, "quiet": True, **settings}
+        folder = fedquilt.run(model, data, data, people, **rest).folder
+        assert folder is not None
+        folders.append(folder)
+        loaded = fedquilt.load(folder, model).model
+        assert loaded is not None
+        model = loaded
+    return folders
+
+
+def test_a_run_its_continuation_and_the_next_are_no_seeds(
+    tmp_path: Path, cli: Callable[..., Said]
+) -> None:
+    folders = _chain(tmp_path, mode="fedavg")
+    data = with_comparison(page_view([folders[2], folders[0], folders[1]], look=False))
+    assert [one["runs"] for one in data["series"]] == [[0], [1], [2]]
+    said = cli("compare", *folders, "--figures", "none", "--json", "-o", tmp_path / "out").json()
+    assert [len(row["runs"]) for row in said["table"]] == [1, 1, 1]
+    assert data["figures"][0]["text"].count("one seed") == 1
+    assert data["figures"][1]["figure"] == "ε = ∞"
+
+
+def _own(how: str, which: int) -> dict[str, Any]:
+    """Return the parts of one of two experiments that a configuration calls custom alike."""
+    plain: torch.nn.Module = torch.nn.Linear(6, 2)
+    if how == "models":
+        deep = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        return {"model": deep if which else plain}
+    if how == "rules":
+        return {"model": plain, "method": Last if which else Tripled}
+    loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0 + which]))
+    return {"model": plain, "loss": loss}
+
+
+class Tripled(WholeModel):
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return 3 * weights, {}
+
+
+class Last(WholeModel):
+    def before_evaluation(self, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return weights.clone(), {}
+
+
+@pytest.mark.parametrize("how", ["models", "rules", "constants of a loss"])
+def test_own_parts_are_no_seeds_of_one_another(
+    how: str, tmp_path: Path, cli: Callable[..., Said]
+) -> None:
+    """Real runs: linear beside deep, two rules, one rule whose numbers differ; two seeds each."""
+    source = torch.Generator().manual_seed(0)
+    data = torch.randn(60, 6, generator=source), torch.arange(60) % 2
+    people: list[Any] = [range(k, 60, 6) for k in range(6)]
+    rest: dict[str, Any] = {"num_rounds": 2, "mode": "fedavg", "quiet": True}
+    folders = []
+    for seed, which in ((0, 0), (1, 1), (1, 0), (0, 1)):
+        torch.manual_seed(seed)
+        parts = {"train": data, "test": data, "clients": people, **_own(how, which)}
+        done = fedquilt.run(**parts, **rest, seed=seed, output_dir=tmp_path)
+        assert done.folder is not None
+        folders.append(done.folder)
+    names = [folder.name for folder in folders]
+    pairs = [sorted([names[0], names[2]]), sorted([names[1], names[3]])]
+    for owner in (True, False):
+        shown = with_comparison(page_view(folders, look=False))
+        assert sorted(sorted(one["runs"]) for one in shown["series"]) == [[0, 2], [1, 3]], owner
+        said = cli("compare", *folders, "--figures", "none", "--json", "-o", tmp_path / "out")
+        assert sorted(sorted(row["runs"]) for row in said.json()["table"]) == sorted(pairs), owner
+        if how.startswith("constants"):
+            return  # which only the owner can tell
+        for folder in folders:
+            (folder / "clients.json").unlink(missing_ok=True)
+
+
+def test_the_claims_of_a_run_and_its_continuations_are_composed(
+    tmp_path: Path, cli: Callable[..., Said]
+) -> None:
+    folders = _chain(tmp_path, mode="certified", epsilon=3.0)
+    mu = gaussian_mu(3.0, 1e-5)
+    for count in (2, 3):
+        view = page_view(folders[:count], look=False)
+        (together,) = view["together"]
+        assert together["members"] == list(range(count))
+        whole = gaussian_epsilon(mu * count**0.5, 1e-5)
+        assert together["epsilon"] == pytest.approx(whole, rel=1e-2)
+        assert together["epsilon"] > 4
+        assert "not shown here are not counted" in together["text"]
+        claim = with_comparison(view)["figures"][1]
+        assert claim["figure"] == together["figure"]
+    alone = page_view(folders[2:], look=False)
+    assert alone["together"] == []
+    claim = with_comparison(alone)["figures"][1]
+    assert (claim["kind"], claim["text"].endswith(html_page.UNSEEN)) == ("open", True)
+    assert with_comparison(page_view(folders, look=False))["figures"][1]["kind"] == "kept"
+    later = with_comparison(page_view(folders[1:], look=False))["figures"][1]
+    assert later["text"].endswith(html_page.UNSEEN), "of a chain, its first"
+    assert dict(alone["runs"][0]["claim"]["facts"])["Began with"].endswith("is not counted")
+    said = cli("compare", *folders, "--figures", "none", "--output", tmp_path / "out")
+    assert "over the runs that go on from one another: ε ≤" in " ".join(said.out.split())
 
 
 @pytest.mark.parametrize(("epsilon", "times"), [(6.0, "74.4"), (3.0, "64.1"), (1.0, "55.")])
@@ -242,6 +394,44 @@ def test_the_noise_of_a_page_is_the_figure_of_a_plan(certified: Path) -> None:
     expected = np.sqrt(size) * noise / clip / np.sqrt(rounds)
     assert view["noise_ratio"][-1] == pytest.approx(expected, rel=1e-3)
     assert view["noise_ratio"][0] == pytest.approx(expected * np.sqrt(rounds), rel=1e-3)
+
+
+class Told(Observer):
+    """Keeps what a run says of its noise before it begins."""
+
+    def expects(self, config: Any, lines: Sequence[str]) -> None:
+        """Keep the figure."""
+        said = re.findall(r"noise over the run: ([\d.]+)", "\n".join(lines))
+        self.ratio = float(said[0])
+
+
+def _partly_frozen() -> torch.nn.Module:
+    """Return a model whose first layer is frozen, and whose statistics nothing moves."""
+    norm = torch.nn.BatchNorm1d(24)
+    norm.track_running_stats = False
+    hidden = torch.nn.Linear(6, 24).requires_grad_(False)
+    return torch.nn.Sequential(hidden, norm, torch.nn.Linear(24, 2))
+
+
+def _adapted() -> torch.nn.Module:
+    return lora(torch.nn.Sequential(torch.nn.Linear(6, 24), torch.nn.Linear(24, 2)), rank=2)
+
+
+@pytest.mark.parametrize("make", [_partly_frozen, _adapted])
+def test_noise_is_counted_on_what_is_trained(
+    make: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
+    """The page's figure is the one that the run has said before its first round."""
+    source = torch.Generator().manual_seed(0)
+    data = torch.randn(60, 6, generator=source), torch.arange(60) % 2
+    people: list[Any] = [range(k, 60, 6) for k in range(6)]
+    told = Told()
+    settings: dict[str, Any] = {"mode": "certified", "num_rounds": 4, "quiet": True}
+    done = fedquilt.run(make(), data, data, people, observer=told, output_dir=tmp_path, **settings)
+    assert done.folder is not None
+    assert run_view(done.folder)["noise_ratio"][-1] == pytest.approx(told.ratio, rel=0.02)
+    (done.folder / "result.json").unlink()
+    assert run_view(done.folder)["noise_ratio"] is None, "nobody knows yet what is noised"
 
 
 def test_shares_are_of_units_that_add_up(certified: Path) -> None:
@@ -283,6 +473,16 @@ def test_what_clients_measured_is_the_owner_s(two_runs: tuple[Path, Path, Path])
     assert measured["groups"][0]["name"] == "all clients"
     assert {"joined most", "class 3"} <= {group["name"] for group in measured["groups"]}
     assert len(measured["clients"]) == 12
+    assert measured["metrics"][:1] == ["accuracy"]
+    assert "loss" in measured["metrics"], "every measure of a client is on its owner's page"
+
+
+def test_clients_that_measure_no_accuracy_are_shown_by_what_they_measure() -> None:
+    rows = [{"client": k, "examples": 5, "auroc": 0.5 + k / 10, "loss": 1.0} for k in range(3)]
+    found = html_page._measured({"rounds": 4, "rows": rows}, [1, 2, 3], "auroc")
+    assert found["metrics"] == ["auroc", "loss"]
+    assert found["clients"]["2"] == {"auroc": 0.7, "loss": 1.0}
+    assert found["groups"][0]["mean"] == pytest.approx(0.6)
 
 
 def test_a_ledger_that_is_gone_is_said(certified: Path, tmp_path: Path) -> None:
@@ -333,8 +533,26 @@ def test_the_command_writes_one_file(
     assert stat.S_IMODE(Path("own.html").stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_many_runs_say_how_far_the_work_is(
+    command: str,
+    two_runs: tuple[Path, Path, Path],
+    cli: Callable[..., Said],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedquilt.observe.progress.SECONDS", 0.0)
+    out = tmp_path / ("page.html" if command == "report" else "out")
+    said = cli(command, *two_runs[:2], "--output", out)
+    assert said.code == 0
+    assert f"{command}: run 1 of 2 done, about" in said.err
+    assert "done" not in cli("report", two_runs[0], "--output", tmp_path / "one.html").err
+
+
 def test_a_folder_of_runs_is_all_of_them(certified: Path) -> None:
     assert [run["name"] for run in page_view([certified.parent])["runs"]] == [certified.name]
+    above = find_runs([certified.parent.parent])  # as results is after `make demo`
+    assert certified in above
     with pytest.raises(FedquiltError, match="must be a folder"):
         page_view([certified.parent.parent / "nowhere"])
 
@@ -369,11 +587,43 @@ def test_a_run_without_accuracy_shows_what_it_is_judged_by(tmp_path: Path) -> No
     assert series["curve"]["mean"] == found["values"]
 
 
+@pytest.mark.parametrize("metrics", ["auroc,accuracy", "accuracy,auroc", "f1", "mse", "perplexity"])
+def test_one_headline_in_all_places(metrics: str, tmp_path: Path) -> None:
+    """The first metric that was named: in the run's last lines, on its way, on pages, in tables."""
+    source, name = torch.Generator().manual_seed(0), metrics.split(",")[0]
+    x = torch.randn(60, 4, generator=source)
+    y = x.sum(1, keepdim=True) if name == "mse" else (x.sum(1) > 0).long()
+    model = torch.nn.Linear(4, 1 if name == "mse" else 2)
+    people: list[Any] = [range(k, 60, 6) for k in range(6)]
+    rest: dict[str, Any] = {"num_rounds": 2, "mode": "fedavg", "quiet": True}
+    done = fedquilt.run(model, (x, y), (x, y), people, metrics=metrics, output_dir=tmp_path, **rest)
+    assert done.folder is not None
+    value = done.metrics[name]
+    lines = (done.folder / "rounds.jsonl").read_text().splitlines()
+    assert closing_lines(done)[0] == (name, f"{value:.4f} after round 2")
+    assert headline_of(json.loads(lines[-1])) == f"{name} {value:.4f}"
+    shown = re.findall(r"final (\w+)</th><td[^>]*>([\d.]+)", done._repr_html_())
+    assert shown == [(name, f"{value:.4f}")]
+    view = with_comparison(page_view([done.folder], look=False))
+    assert view["runs"][0]["evaluation"]["metric"] == name
+    assert view["series"][0]["mean"] == pytest.approx(value, rel=1e-4)
+    assert view["figures"][0]["name"].lower() == f"test {name}"
+    (row,) = comparison_table([json.loads((done.folder / "result.json").read_text())])
+    assert (row["metric"], row["mean"]) == (name, pytest.approx(value))
+    assert f"{name} ± std" in render_comparison([row])
+    assert f"| {name} |" in as_markdown(comparison_rows(series_of([done.result])))
+
+
 def test_every_tier_has_its_accuracy(tmp_path: Path) -> None:
     run = small_run(tmp_path, mode="fedavg", method="heterofl", model="mlp", tiers="1,1/2")
     (view,) = page_view([run])["runs"]
     assert list(view["look"]["tiers"]) == ["1", "1/2"]
     assert view["look"]["tiers"]["1"] == pytest.approx(view["evaluation"]["values"][-1], abs=1e-3)
+    result = json.loads((run / "result.json").read_text())
+    result["slices"]["tiers"][1]["test"]["accuracy"] = 0.125
+    (run / "result.json").write_text(json.dumps(result))
+    shown = page_view([run])["runs"][0]["look"]["tiers"]
+    assert shown["1/2"] == 0.125, "what the run has recorded is not measured once more"
     assert len(view["look"]["classes"]) == 10
     assert sum(one["samples"] for one in view["look"]["classes"]) == 355
 

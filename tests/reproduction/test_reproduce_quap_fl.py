@@ -241,7 +241,8 @@ def test_some_of_the_cells_and_a_trial() -> None:
     trial = PLACE.with_name("small-1-rounds")
     assert len(list(trial.glob("table2-*.json"))) == 3
     assert kept_cells(trial, quap_fl.cells("small")) == {}
-    assert lines[0].startswith("1 of 3 runs after ")
+    assert lines[0].startswith("3 runs, 1 at a time; 0 of them are kept in ")
+    assert lines[1].startswith("1 of 3 runs after ")
     assert re.search(r"3 runs are kept in \S+; \d+ s with 1 at a time on cpu", lines[-1])
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import fedquilt
+from fedquilt.cli.run import closing_lines
 from fedquilt.common.observer import Observer
 from fedquilt.data import ImageDataset
 from fedquilt.errors import InvalidValueError, RunFolderError, RunInterrupted
@@ -99,7 +100,7 @@ def test_some_of_the_writers_are_among_all_of_them(tmp_path: Path) -> None:
     assert all(everybody[client] > amount for client, amount in few.items())
     assert second.result["ledger"]["created"] is None
     assert second.result["ledger"]["enrolled"] == 3
-    assert any("3 clients joined with this run" in note for note in second.statement.notes)
+    assert any("3 of the clients were charged in no" in note for note in second.statement.notes)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_whoever_was_charged_first_in_this_run_is_new(tmp_path: Path) -> None:
         ledger.population("wards").enrol(["n1", "n2"])
     result = own(tmp_path, {"a": [0], "n1": [1], "n2": [2]}, epsilon=1.0)
     assert result.result["ledger"]["enrolled"] == 2
-    assert any(note.startswith("new: 2 clients joined with") for note in result.statement.notes)
+    assert any("new: 2 of the clients were" in note for note in result.statement.notes)
 
 
 # What a run says about its ledger
@@ -330,10 +331,13 @@ def test_the_statement_says_what_the_whole_life_cost(tmp_path: Path) -> None:
     assert said.startswith(start + "epsilon <= ")
     assert lifetime <= float(said.split("<= ")[1]) < lifetime + 0.01
     assert f"note       {said}" in second.statement.as_text()
+    assert ("lifetime", said.removeprefix("lifetime: ")) in closing_lines(second)
     assert fedquilt.load(second.folder).statement == second.statement  # type: ignore[arg-type]
     assert second.summary()["ledger"]["lifetime_epsilon_max"] == lifetime
     new = [any(note.startswith("new: ") for note in r.statement.notes) for r in (first, second)]
     assert new == [True, False]
+    trusted = ["what they took on trust" in run.statement.as_text() for run in (first, second)]
+    assert trusted == [False, True]
 
 
 def test_a_lifetime_without_a_bound_is_said(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_who_is_left_out_is_in_the_owners_file_and_on_the_owners_screen_and_nowh
             assert cohort == list(range(CLIENTS))
             assert line.get("left_out", []) == left
             assert line["signal_norm"] > 0
-    assert [("for the owner alone: 1 clients" in err, ": 3;" in err) for _, err in seen] == [
+    assert [("for the owner alone: 1 client " in err, ": number 3;" in err) for _, err in seen] == [
         (False, False), (False, False), (True, True),
     ]  # fmt: skip
 
@@ -265,14 +265,14 @@ def test_one_data_set_a_client_is_the_same_as_index_lists() -> None:
         run(linear(), {"x": X, "labels": CLASSES}, whole, None)
 
 
-@pytest.mark.parametrize("method", ["heterofl", "fjord", "depthfl"])
+@pytest.mark.parametrize("method", ["heterofl", "fjord", "depthfl", "scalefl"])
 def test_methods_of_classes_say_so(method: str) -> None:
     model = nn.Sequential(linear(4), nn.ReLU(), nn.Linear(4, 1))
     with pytest.raises(InvalidValueError, match=f"method='{method}' must be used with one class"):
         run(model, (X, NUMBERS), (X, NUMBERS), method=method, tiers="1,1/2")
 
 
-@pytest.mark.parametrize("method", ["fedrolex", "dropout", "mfl", "smallest", "largest"])
+@pytest.mark.parametrize("method", ["fedrolex", "dropout", "mfl", "fiarse", "smallest", "largest"])
 def test_other_slices_take_any_loss(method: str) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1)))
     done = run(model, (X, NUMBERS), (X, NUMBERS), method=method, tiers="1,1/2", loss="mae")
@@ -331,6 +331,18 @@ def test_mistakes_are_told(
 def test_targets_of_another_form_in_the_test_data() -> None:
     with pytest.raises(InvalidValueError, match="test targets of shape"):
         run(linear(), (X, CLASSES), (X, X))
+    with pytest.raises(InvalidValueError, match=r"of torch.int64 must .* of torch.float32"):
+        run(linear(1), (X, NUMBERS), (X, CLASSES))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "auroc", "f1"])
+def test_a_metric_of_classes_is_refused_where_targets_are_real_numbers(metric: str) -> None:
+    """It would count numbers below one as the class 0: a share that means nothing."""
+    with pytest.raises(InvalidValueError, match=f"'{metric}' is of classes, .* take 'mse', 'mae'"):
+        run(linear(1), (X, NUMBERS), (X, NUMBERS), metrics=f"mse,{metric}")
+    labels = (NUMBERS > 0).float()
+    done = run(linear(1), (X, labels), (X, labels), metrics=metric)
+    assert 0.0 <= done.metrics[metric] <= 1.0
 
 
 HUGGING_FACE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from fedquilt.round import run_round
 from fedquilt.setup.federation import build_method
 from fedquilt.slices.engine import class_mask
 from fedquilt.slices.method import Slices
+from fedquilt.slices.selection import Listed
 from fedquilt.training import Task
 from run_samples import tiny
 
@@ -85,6 +86,65 @@ def test_depth_slices_are_those_of_numpy() -> None:
     run_round(sample, 0)
     expected = before + mean_over_holders(updates)
     np.testing.assert_allclose(sample.weights.numpy(), expected, atol=3e-6)
+
+
+def test_slices_of_scalefl_are_those_of_numpy() -> None:
+    """Width 1/2 keeps 0.63 of 2 blocks and of 4 units: one block of two units."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        model = TwoExits()
+    sample = federation(model=model, method="scalefl", tiers="1,1/2", local_epochs=1)
+    assert isinstance(sample.method, Slices)
+    before = sample.weights.double().numpy()
+    inputs, labels, clients = data()
+    narrow = [np.zeros(shape, dtype=bool) for shape in SHAPES]
+    narrow[0][:2] = narrow[1][:2] = narrow[4][:, :2] = narrow[5][:] = True
+    narrow_mask = np.concatenate([part.ravel() for part in narrow])
+    updates = []
+    for client, index in enumerate(clients):
+        x, y = inputs.double().numpy()[index], labels.numpy()[index]
+        is_wide = sample.method.slicing.widths[client] == 1
+        mask = np.ones_like(narrow_mask) if is_wide else narrow_mask
+
+        def loss(
+            v: np.ndarray,
+            start: np.ndarray,
+            x: Any = x,
+            y: Any = y,
+            m: Any = mask,
+            d: Any = is_wide,
+        ) -> float:
+            own, fixed = (exits_in_numpy(vector * m, x, 1 + d) for vector in (v, start))
+            if not d:
+                return float(cross_entropy(own[0], y))
+            lesson = 0.95 * cross_entropy(own[0], y)
+            lesson += 0.05 * 9 * divergence(fixed[1] / 3, own[0] / 3)
+            return float(2 / 6 * (lesson + 2 * cross_entropy(own[1], y)))
+
+        updates.append((trained([loss], before, RATE), mask, float(SIZES[client])))
+    run_round(sample, 0)
+    expected = before + mean_over_holders(updates)
+    np.testing.assert_allclose(sample.weights.numpy(), expected, atol=3e-6)
+
+
+def test_fiarse_cuts_by_the_model_that_the_round_began_with() -> None:
+    sample = federation(method="fiarse", tiers="1/2")
+    assert isinstance(sample.method, Slices)
+    slicing = sample.method.slicing
+    sample.weights = torch.zeros_like(sample.weights)
+    sample.weights[3 * 2 : 3 * 4] = 1.0  # the weights of the first layer's units 2 and 3
+    cut = slicing.cut(0, 7)
+    assert isinstance(cut, Listed)
+    assert cut.kept[0] == (2, 3)
+    sample.weights = torch.zeros_like(sample.weights)
+    assert slicing.cut(0, 7) == cut  # the round is still the same
+    assert slicing.cut(0, 8) != cut
+
+
+def test_fiarse_is_refused_where_clients_are_elsewhere() -> None:
+    sample = federation(method="fiarse", tiers="1/2")
+    with pytest.raises(InvalidValueError, match="method='fiarse' must be used where clients are"):
+        sample.method.move_to(cast(Any, None))
 
 
 def test_nobody_has_less_than_one_block() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sliced_federation import (
     HIDDEN,
+    INPUTS,
     SIZE,
     Array,
     Held,
@@ -25,6 +26,7 @@ from sliced_federation import (
 from slices_samples import EPOCHS, RATE, SIZES, data, federation
 
 from fedquilt.common.randomness import generator
+from fedquilt.config.choices import EXIT_METHODS
 from fedquilt.experiment.api import resume_run, run_config, run_in_memory
 from fedquilt.federation import Federation
 from fedquilt.privacy.noise import SeededNoise
@@ -35,7 +37,7 @@ from run_samples import assert_same_run, same_tensors, tiny
 from tiers import rest_is_slow
 
 SEED = 0
-METHODS = ("heterofl", "fedrolex", "dropout", "fjord", "mfl", "largest")
+METHODS = ("heterofl", "fedrolex", "dropout", "fjord", "mfl", "fiarse", "largest")
 ALL = Held(list(range(HIDDEN)), list(range(HIDDEN)))
 
 
@@ -54,6 +56,12 @@ def held_by(sample: Federation, method: str, client: int, index: int) -> Held:
     if method == "fedrolex":
         window = [(index + place) % HIDDEN for place in range(count)]
         return Held(window, window)
+    if method == "fiarse":
+        values = sample.weights.double().numpy()
+        first = np.abs(values[: HIDDEN * INPUTS]).reshape(HIDDEN, INPUTS).sum(axis=1)
+        start = HIDDEN * (INPUTS + 1)
+        second = np.abs(values[start : start + HIDDEN**2]).reshape(HIDDEN, HIDDEN).sum(axis=1)
+        return Held(*(sorted(np.argsort(-own)[:count].tolist()) for own in (first, second)))
     if method == "mfl":
         pieces, digits = int(1 / width), client + index
         piece = [digits % pieces, digits // pieces % pieces]
@@ -212,14 +220,14 @@ def test_largest_is_full_bit_for_bit(settings: dict[str, Any], partition: str) -
     assert whole.result["history"]["test_accuracy"] == sliced.result["history"]["test_accuracy"]
 
 
-RESUMED = [*METHODS[:-1], "depthfl", "smallest"]
+RESUMED = [*METHODS[:-1], *EXIT_METHODS, "smallest"]
 EVERY = [(mode, method) for mode in ("fedavg", "certified") for method in RESUMED]
 DIAGONAL = [(("fedavg", "certified")[place % 2], method) for place, method in enumerate(RESUMED)]
 
 
 @pytest.mark.parametrize(("mode", "method"), rest_is_slow(EVERY, DIAGONAL, names=2))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, mode: str, method: str) -> None:
-    model = "exits" if method == "depthfl" else "digits"
+    model = "exits" if method in EXIT_METHODS else "digits"
     shared: dict[str, Any] = {"mode": mode, "method": method, "model": model, "tiers": "1,1/2,1/4"}
     shared["batch_size"] = 64  # two steps or more of most clients
     whole = run_config(tiny(output_dir=str(tmp_path / "whole"), **shared))
@@ -237,7 +245,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, mode: str, metho
     assert_same_run(resume_run(folder), whole)
 
 
-@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "mfl", "dropout"])
+@pytest.mark.parametrize("method", ["heterofl", "fedrolex", "mfl", "dropout", "fiarse"])
 def test_the_batched_engine_trains_slices_alike(method: str) -> None:
     one = federation(method=method, engine="sequential")
     many = federation(method=method, engine="batched")

@@ -15,6 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fedquilt.privacy.ledger import Ledger
 from fedquilt.report.views.page import find_runs
 from fedquilt.sweep import make_plan, parse_axis, run_sweep, summarise
 from fedquilt.sweep.plan import Plan, SweepAxis, choose
+from fedquilt.sweep.run import _Worker
 from run_processes import environment
 from run_samples import TINY, contents, flags
 
@@ -509,3 +511,15 @@ def test_a_secret_coin_in_one_point_leaves_no_bound_on_all_of_them() -> None:
     found = summarise(plan, [{**row, "amplification": value} for value in (1, 0)])
     assert found.looks.epsilon == math.inf
     assert "together they are bounded by nothing" in found.looks.text
+
+
+def test_a_worker_is_ended_while_its_thread_lets_go_of_it() -> None:
+    """Ctrl-C: the child ends, its thread sees that first, and nothing fails."""
+    worker, closed = _Worker(), []
+    worker._child = types.SimpleNamespace(  # type: ignore[assignment]
+        pipe=types.SimpleNamespace(send=lambda job: None),
+        process=types.SimpleNamespace(wait=lambda timeout: setattr(worker, "_child", None)),
+        close=lambda: closed.append(True),
+    )
+    worker.close()
+    assert closed == [True]

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedquilt.config.choices import CLIENT_OPTIMIZERS
 from fedquilt.errors import InvalidValueError
 from fedquilt.training.optimizers import (
     ClientOptimizer,
     RuleState,
-    clipped,
+    clip_gradients,
     make_client_optimizer,
     row_norms,
 )
@@ -62,6 +63,15 @@ def moved(rule: ClientOptimizer, mu: float = 0.0) -> list[torch.Tensor]:
     for step in range(STEPS):
         steps.step(gradients(step, weights))
     return weights
+
+
+def test_a_name_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*CLIENT_OPTIMIZERS, "lion")
+    monkeypatch.setattr("fedquilt.training.optimizers.CLIENT_OPTIMIZERS", names)
+    with pytest.raises(InvalidValueError, match="optimizer='lion' must be"):
+        moved(ClientOptimizer("lion"))
+    for name in CLIENT_OPTIMIZERS:
+        moved(ClientOptimizer(name))
 
 
 def by_torch(
@@ -145,10 +155,10 @@ def test_a_gradient_that_is_missing_moves_nothing() -> None:
 def test_norms_are_each_rows_own() -> None:
     rows = [torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [1.0]])]
     assert row_norms(rows).tolist() == [5.0, 1.0]
-    small = clipped(rows, 1.0, stacked=True)
+    small = clip_gradients(rows, 1.0, stacked=True)
     assert small[0] is not None
     assert small[0].flatten().tolist() == pytest.approx([0.6, 0.0], abs=1e-6)
-    assert clipped(rows, None, stacked=True) == rows
+    assert clip_gradients(rows, None, stacked=True) == rows
 
 
 def own(params: Any) -> torch.optim.Optimizer:

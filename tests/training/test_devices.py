@@ -16,6 +16,7 @@ import torch
 from fedquilt.common.errors import InvalidValueError, NotReadyError, WorkerError
 from fedquilt.config import RunConfig
 from fedquilt.experiment.api import run_in_memory
+from fedquilt.method import MethodParts
 from fedquilt.models import DigitsModel
 from fedquilt.training import FlatModel, LocalSettings, Task, make_engine
 from fedquilt.training.engines.devices import DevicesEngine, parse_devices
@@ -148,6 +149,14 @@ def test_devices_that_are_none_are_refused(names: str) -> None:
 def test_settings_that_devices_do_not_go_with(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(InvalidValueError, match=reason):
         RunConfig(mode="fedavg", devices="cpu,cpu", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"loss_of": lambda model: None}, {"settings": HOW}])
+def test_devices_do_not_drop_a_loss_or_steps_of_a_client(given: dict[str, Any]) -> None:
+    model = FlatModel(DigitsModel())
+    parts = MethodParts(tiny(engine="batched", devices="cpu,cpu"), model, make_task(), 10, False)
+    with pytest.raises(InvalidValueError, match="must be left out where clients minimise a loss"):
+        parts.own_engine(**given)
 
 
 @pytest.mark.processes

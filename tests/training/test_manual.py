@@ -324,14 +324,14 @@ def test_what_has_no_steps_by_hand_says_why(
 
 
 def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = trial.make_plan
+    make = trial.plan_layers
 
     def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:
         plan = make(module, sample)
         layers = tuple(type(x)(x.weight, x.bias, x.inputs, x.outputs) for x in plan.layers)  # type: ignore
         return type(plan)(layers, plan.weights, plan.input_shape)
 
-    monkeypatch.setattr(trial, "make_plan", forgetful)
+    monkeypatch.setattr(trial, "plan_layers", forgetful)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
     task = make_task((7,))

@@ -34,7 +34,7 @@ from fedquilt.training.trainers.plan import (
     Dropout,
     NoPlanError,
     is_interpreted,
-    make_plan,
+    plan_layers,
 )
 from tiers import rest_is_slow
 
@@ -306,7 +306,7 @@ def test_an_embedding_in_half_precision() -> None:
 
     torch.manual_seed(0)
     model, task = token_rows(), make_task((6,), tokens=40)
-    plan = make_plan(model, task.inputs)
+    plan = plan_layers(model, task.inputs)
     program = Program(plan, task.inputs, task.targets, 2, 4, torch.bfloat16)
     program.load({name: tensor.detach()[None] for name, tensor in model.named_parameters()})
     first, table = program._saved[0], model[0].weight.detach()  # type: ignore[index]
@@ -338,7 +338,7 @@ def test_an_embedding_in_half_precision() -> None:
 def test_the_papers_networks_have_plans(
     model: nn.Module, shape: tuple[int, ...], kinds: list[type]
 ) -> None:
-    plan = make_plan(model.train(), torch.zeros(2, *shape))
+    plan = plan_layers(model.train(), torch.zeros(2, *shape))
     assert [type(layer) for layer in plan.layers] == kinds
     assert {weights.name for weights in plan.weights} == set(dict(model.named_parameters()))
     for weights in plan.weights:
@@ -381,7 +381,7 @@ class Hooked(nn.Linear):
 )
 def test_what_has_no_plan_says_why(model: nn.Module, shape: tuple[int, ...], reason: str) -> None:
     with pytest.raises(NoPlanError, match=reason):
-        make_plan(model.train(), torch.zeros(2, *shape))
+        plan_layers(model.train(), torch.zeros(2, *shape))
 
 
 class Pooled(nn.Module):
@@ -417,11 +417,11 @@ class Pooled(nn.Module):
 )
 def test_what_tokens_have_no_plan_for_says_why(model: nn.Module, reason: str) -> None:
     with pytest.raises(NoPlanError, match=reason):
-        make_plan(model.train(), torch.zeros(2, 5, dtype=torch.int64))
+        plan_layers(model.train(), torch.zeros(2, 5, dtype=torch.int64))
 
 
 def test_an_embedding_is_not_written_for_a_cpu() -> None:
-    plan = make_plan(TokenMean(), torch.zeros(2, 6, dtype=torch.int64))
+    plan = plan_layers(TokenMean(), torch.zeros(2, 6, dtype=torch.int64))
     with pytest.raises(NoPlanError, match="Embedding is not written"):
         check_layers(plan)
 
@@ -445,10 +445,10 @@ def test_a_plan_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
     """The trial beside autograd: here a layer that the plan forgets."""
 
     def forgetful(module: nn.Module, sample: torch.Tensor) -> Any:
-        plan = make_plan(module, sample)
+        plan = plan_layers(module, sample)
         return type(plan)(tuple(_without_relu(x) for x in plan.layers), plan.weights, (7,))
 
-    monkeypatch.setattr(trial, "make_plan", forgetful)
+    monkeypatch.setattr(trial, "plan_layers", forgetful)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5))
     task = make_task((7,))
@@ -474,7 +474,7 @@ def test_a_network_that_draws_from_pythons_generators_has_no_plan() -> None:
             return self.layer(x) if random.random() < 0.9 else self.layer(x.relu())
 
     with pytest.raises(NoPlanError, match="generators of Python"):
-        make_plan(Sometimes(), torch.zeros(2, 4))
+        plan_layers(Sometimes(), torch.zeros(2, 4))
 
 
 def test_shuffles_are_those_of_one_client_at_a_time() -> None:

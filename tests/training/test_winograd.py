@@ -14,8 +14,8 @@ from fedquilt.training.trainers.winograd import (
     Update,
     WinogradMemory,
     WinogradStep,
-    matrices,
     suits,
+    tile_transforms,
 )
 
 
@@ -140,7 +140,7 @@ def test_a_tie_goes_to_the_first_of_a_window() -> None:
 
 
 def test_the_matrices_convolve() -> None:
-    a, g, b = matrices()
+    a, g, b = tile_transforms()
     x, w = torch.randn(6).double(), torch.randn(3).double()
     wanted = torch.stack([(x[i : i + 3] * w).sum() for i in range(4)])
     assert torch.allclose(a @ ((g @ w) * (b @ x)), wanted, rtol=1e-12)

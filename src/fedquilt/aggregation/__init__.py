@@ -33,6 +33,7 @@ from fedquilt.config.choices import SERVER_LEARNING_RATES, SERVER_OPTIMIZERS
 __all__ = [
     "Accumulator",
     "Concatenation",
+    "LateAverage",
     "Place",
     "RunningMean",
     "ServerOptimizer",
@@ -359,6 +360,45 @@ class ServerOptimizer:
             for key, value in state.items()
         }
         self._first, self._second = moments.get("first"), moments.get("second")
+
+
+class LateAverage:
+    """The mean of the models after the last k of n rounds, in the place of the last model.
+
+    Those are functions of releases, and so is their mean: it costs no privacy, and of models with
+    independent noise it keeps what they agree on (Polyak and Juditsky 1992).  Earlier models are
+    as without it; a round without release counts the model that it leaves as it is.  A run that
+    is stopped before round n keeps its last model.
+
+    Parameters
+    ----------
+    late : tuple of int
+        (k, n).
+    """
+
+    def __init__(self, late: tuple[int, int]) -> None:
+        self._count, self._rounds = late
+        self._sum: torch.Tensor | None = None
+
+    def end_round(self, weights: torch.Tensor, round_index: int) -> None:
+        """Add the model after a round to the sum; after the last one move it to the mean."""
+        if not self._rounds - self._count <= round_index < self._rounds:
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(weights, dtype=torch.float64)
+        for chunk in chunks_of(weights):
+            self._sum[chunk] += weights[chunk]
+            if round_index == self._rounds - 1:
+                weights[chunk] = self._sum[chunk] / self._count
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return the sum as an array, for a checkpoint; the next round moves it."""
+        return {} if self._sum is None else {"sum": self._sum.cpu().numpy()}
+
+    def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
+        """Restore what `state` returned."""
+        found = state.get("sum")
+        self._sum = None if found is None else torch.from_numpy(np.array(found)).to(device)
 
 
 def make_server_optimizer(name: str, lr: float | None, momentum: float) -> ServerOptimizer:

@@ -33,10 +33,9 @@ See docs/audit.md.
 [True, True, True]
 """
 
-from fedquilt.audit.canary import CanaryFinding, canary, canary_table
+from fedquilt.audit.canary import CanaryFinding, canary, canary_table, one_run
 from fedquilt.audit.cases import CASES, Case
 from fedquilt.audit.findings import ReplayFinding, replay, replay_table
-from fedquilt.audit.one_run import one_run
 
 __all__ = [
     "CASES",

@@ -173,10 +173,7 @@ def _half_line(end: float, upwards: bool) -> tuple[float, float]:
 
 
 def _gain(
-    p: tuple[float, float],
-    q: tuple[float, float],
-    epsilon: float,
-    parts: list[tuple[float, float]],
+    p: tuple[float, float], q: tuple[float, float], epsilon: float, parts: list[tuple[float, float]]
 ) -> float:
     ours = sum(_mass(*p, *part) for part in parts)
     theirs = sum(_mass(*q, *part) for part in parts)

@@ -13,6 +13,20 @@ rounds, real to the last step, each with a ledger of its own:
 * a threshold is chosen on one half of the trials; on the other half the rates of right
   and of false alarms give, by exact intervals, an epsilon that is exceeded at most once
   in twenty audits of an honest mechanism (`fedquilt.audit.bounds`).
+
+`one_run` is one training with many canaries: what the final model alone gives away.
+Repeating a training thousands of times is more than anybody does.  With many canaries in
+one training, each in or out by a coin of its own, a single run holds as many trials.
+Each canary sends the same direction in every round, as long as its clip allows; directions
+are random, and so nearly orthogonal that one canary is hardly in another's way.  The
+adversary sees the first and the last model, and scores a canary by the inner product of
+their difference with its direction.
+
+`guessed` is Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846): call the highest scores
+in and the lowest out, abstain in between, and bound epsilon by the number of right
+guesses.  `fitted_epsilon` is Andrew et al. 2024 (arXiv:2302.03098): the cosine of an
+absent canary is N(0, 1/d); fit a normal law to those of the present ones and read epsilon
+off the two.  The first is a bound, the second an estimate.
 """
 
 from __future__ import annotations
@@ -22,7 +36,7 @@ import copy
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,23 +48,25 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fedquilt.audit.bounds import epsilon_lower_bound
+from fedquilt.audit.bounds import epsilon_lower_bound, epsilon_of_normals, one_run_epsilon
 from fedquilt.audit.findings import released_sum, scratch_folder
 from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common import checks
+from fedquilt.common.formatting import text_table
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.common.text_table import text_table
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.method import Method
 from fedquilt.observe.progress import StepsProgress
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.mechanism import Contribution
+from fedquilt.round import run_round
 from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
 from fedquilt.setup.task import FederatedTask
-from fedquilt.training.hardware import one_thread
+from fedquilt.training import ClientIds, ClientUpdate, Engine, WrappedEngine
+from fedquilt.training.task import one_thread
 
 EPSILONS = (1.0, 6.0)
 ERROR = 0.05  # how often the bound of an honest mechanism may lie above its epsilon
@@ -97,8 +113,9 @@ def canary(
     device: str = "cpu",
     without_clip: bool = False,
     progress: bool = False,
+    window: int = 1,
 ) -> list[CanaryFinding]:
-    """Test one round with secret noise, `trials` times with the canary and as often without.
+    """Test one release with secret noise, `trials` times with the canary and as often without.
 
     Parameters
     ----------
@@ -112,6 +129,8 @@ def canary(
         Take the clip away, to see that it is missed.
     progress : bool
         Show on the error stream how many trials are done, and the time left.
+    window : int
+        The rounds of the release, in each of which everybody is there.
     """
     trials = checks.integer("trials", trials, at_least=8)
     found = []
@@ -119,10 +138,12 @@ def canary(
     with StepsProgress("audit: trial", total, shown=progress) as steps:
         for epsilon in epsilons:
             settings = {"epsilon": epsilon, "delta": delta, "seed": seed, "engine": engine}
+            settings |= {"num_rounds": window, "rounds_per_release": window}
             config, problem = _problem({**settings, "device": device}, seed)
             with one_thread(), clip_taken_away(without_clip):
                 outside, inside = _scores(config, problem, trials, steps)
-            found.append(judge("two hypotheses", epsilon, delta, outside, inside))
+            name = "two hypotheses" if window == 1 else f"windows of {window} rounds"
+            found.append(judge(name, epsilon, delta, outside, inside))
     return found
 
 
@@ -162,10 +183,7 @@ def distance(outside: NDArray[np.float64], inside: NDArray[np.float64]) -> tuple
 
 
 def held_out_bound(
-    outside: NDArray[np.float64],
-    inside: NDArray[np.float64],
-    delta: float,
-    error: float = ERROR,
+    outside: NDArray[np.float64], inside: NDArray[np.float64], delta: float, error: float = ERROR
 ) -> float:
     """Return the lower bound on epsilon of a threshold that other scores have chosen."""
 
@@ -194,17 +212,22 @@ def canary_table(findings: Sequence[CanaryFinding]) -> str:
     return f"{verdict}\n\n{text_table(head, rows)}"
 
 
+_RUN: dict[str, Any] = {
+    "mode": "certified",
+    "policy": "worst_case",
+    "availability": "always",
+    "local_epochs": 1,
+    "dataset": "custom",
+    "model": "custom",
+}
+
+
 def _problem(settings: dict[str, Any], seed: int) -> tuple[RunConfig, FederatedTask]:
     shared = {
-        "mode": "certified",
-        "dataset": "custom",
-        "model": "custom",
-        "policy": "worst_case",
+        **_RUN,
         "num_rounds": 1,
         "clients_per_round": len(_SIZES),
-        "availability": "always",
         "learning_rate": 1.0,
-        "local_epochs": 1,
         "batch_size": 8,
         "clip_norm": 0.01,  # far below a real update
     }
@@ -313,3 +336,150 @@ def _left_alone(
     mechanism: Certified, plan: object, contribution: Contribution, tally: object
 ) -> Contribution:
     return contribution
+
+
+_SIDE, _CLASSES = 16, 40  # 10280 parameters
+_ORDINARY = 4  # clients who really train
+_LENGTH = 10.0  # of a canary's update, in clips
+
+
+def one_run(
+    epsilons: Sequence[float] = EPSILONS,
+    canaries: int = 600,
+    rounds: int = 6,
+    *,
+    delta: float = 1e-5,
+    seed: int = 0,
+    device: str = "cpu",
+    without_clip: bool = False,
+    progress: bool = False,
+) -> list[CanaryFinding]:
+    """Train once for each claim with canaries and secret noise, and judge the final model.
+
+    With `progress` the error stream shows how many rounds are done, and the time left.
+    """
+    canaries = checks.integer("canaries", canaries, at_least=8)
+    found = []
+    total = rounds * len(epsilons)
+    with StepsProgress("audit: round", total, shown=progress) as steps:
+        for epsilon in epsilons:
+            config, problem = _canary_problem(epsilon, delta, canaries, rounds, seed, device)
+            directions = random_directions(canaries, problem.flat.vector.numel(), seed)
+            inside = generator(seed, "canary coins").random(canaries) < 0.5
+            with clip_taken_away(without_clip):
+                moved = _trained(config, problem, directions, inside, steps)
+            scores = (directions @ moved).numpy()
+            measured, error = distance(scores[~inside], scores[inside])
+            cosines = scores[inside] / float(moved.norm())
+            found.append(
+                CanaryFinding(
+                    test=f"one run of {rounds} rounds",
+                    epsilon=epsilon,
+                    delta=delta,
+                    theory_mu=gaussian_mu(epsilon, delta),
+                    measured_mu=measured,
+                    standard_error=error,
+                    lower_bound=guessed(scores, inside, delta),
+                    trials=canaries,
+                    estimate=fitted_epsilon(cosines, moved.numel(), delta),
+                )
+            )
+    return found
+
+
+def guessed(
+    scores: NDArray[np.float64],
+    inside: NDArray[np.bool_],
+    delta: float,
+    *,
+    share: float = 0.4,
+    error: float = ERROR,
+) -> float:
+    """Return the lower bound on epsilon that guesses by score give.
+
+    The highest `share / 2` of the scores are called in, the lowest out; how many are
+    guessed is fixed beforehand, since choosing it by the outcome would need a correction.
+    """
+    each = max(1, int(share * len(scores) / 2))
+    order = np.argsort(scores)
+    correct = int(inside[order[-each:]].sum() + (~inside[order[:each]]).sum())
+    return one_run_epsilon(len(scores), 2 * each, correct, delta, error)
+
+
+def fitted_epsilon(cosines: NDArray[np.float64], dimension: int, delta: float) -> float:
+    """Return the epsilon between N(0, 1/d) and the normal law fitted to the cosines."""
+    fitted = float(cosines.mean()), float(cosines.std(ddof=1))
+    return epsilon_of_normals((0.0, 1.0 / math.sqrt(dimension)), fitted, delta)
+
+
+def random_directions(count: int, dimension: int, seed: int) -> torch.Tensor:
+    """Return `count` vectors of length 1, uniform on the sphere."""
+    drawn = generator(seed, "canary directions").standard_normal((count, dimension))
+    return torch.from_numpy(drawn / np.linalg.norm(drawn, axis=1, keepdims=True))
+
+
+class CanaryEngine(WrappedEngine):
+    """Lets canaries send their directions, and everybody else train."""
+
+    is_small = False
+
+    def __init__(
+        self, engine: Engine, directions: torch.Tensor, inside: NDArray[np.bool_], length: float
+    ) -> None:
+        self._engine = engine
+        self._directions = directions
+        self._inside = inside
+        self._length = length
+
+    def train(
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
+    ) -> Iterator[ClientUpdate]:
+        """Yield canaries first; one that is out sends nothing."""
+        for client in (int(c) for c in cohort if c < len(self._inside)):
+            factor = self._length if self._inside[client] else 0.0
+            yield ClientUpdate(client, factor * self._directions[client].to(start), 1, math.nan)
+        others = [int(c) for c in cohort if c >= len(self._inside)]
+        yield from self._engine.train(start, others, round_index, learning_rate)
+
+
+def _canary_problem(
+    epsilon: float, delta: float, canaries: int, rounds: int, seed: int, device: str
+) -> tuple[RunConfig, FederatedTask]:
+    clients = canaries + _ORDINARY
+    random = generator(seed, "canary data")
+    inputs = torch.from_numpy(random.standard_normal((clients, 1, _SIDE, _SIDE))).float()
+    labels = torch.arange(clients) % _CLASSES
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch_seed(seed, "canary model"))
+        model = nn.Sequential(nn.Flatten(), nn.Linear(_SIDE**2, _CLASSES))
+    claimed = {"epsilon": epsilon, "delta": delta, "seed": seed, "device": device}
+    size = {"num_rounds": rounds, "clients_per_round": clients}
+    config = plain_config({**_RUN, **size, **claimed})
+    train = (inputs, labels)
+    return task_from(config, model, train, train, [[i] for i in range(clients)])
+
+
+def _trained(
+    config: RunConfig,
+    problem: FederatedTask,
+    directions: torch.Tensor,
+    inside: NDArray[np.bool_],
+    steps: StepsProgress,
+) -> torch.Tensor:
+    """Train to the end and return the last model minus the first."""
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as folder:
+        account = open_account(config, problem, Path(folder) / "ledger.sqlite", "canaries")
+        try:
+            length = _LENGTH * config.clip_norm
+            method = build_method(config, problem)
+            engine = CanaryEngine(method.engine, directions, inside, length)
+            method.engine = engine
+            federation = build_federation(config, problem, account, method)
+            first = federation.weights.clone()
+            for index in range(config.num_rounds):
+                run_round(federation, index)
+                steps.end()
+            engine.close()
+        finally:
+            account.close()
+    return (federation.weights - first).to("cpu", torch.float64)

@@ -43,6 +43,11 @@ class Case:
         """How many rounds are replayed."""
         return len(self.present or self.kept) or 4
 
+    @property
+    def num_releases(self) -> int:
+        """How many releases they have."""
+        return -(-self.num_rounds // int(self.settings.get("rounds_per_release", 1)))
+
 
 _UNEVEN = ((0, 1, 2, 3), (1, 3), (), (0, 1, 3, 5), (1,), (1, 2, 3, 4))
 _NONE = math.nan
@@ -75,6 +80,16 @@ CASES: dict[str, Case] = {
     "quantile of odd updates": Case(
         {"clipping": "quantile"}, norms=(0.0, _NONE, 1e-40, 1e160, 1.0, 2.0), victims=(0, 1, 3)
     ),
+    "windows": Case({"rounds_per_release": 3, "clip_cap": 1.5}, present=_UNEVEN),
+    "windows, late models averaged": Case(
+        {"rounds_per_release": 2, "average_late": 1.0, "normalise_updates": True}, present=_UNEVEN
+    ),
+    "windows, correlated noise": Case(
+        {"rounds_per_release": 2, "noise_bands": 2, "normalise_updates": True}, present=_UNEVEN
+    ),
+    "windows of slices": Case(
+        {"method": "fedrolex", "tiers": "1/2,1/4", "rounds_per_release": 2}, present=_UNEVEN
+    ),
     "correlated noise": Case({"noise_bands": 3, "clients_per_round": 2}),
     "everything at once": Case(
         {"noise_bands": 2, "clipping": "quantile", "normalise_updates": True}, present=_UNEVEN
@@ -89,12 +104,24 @@ CASES: dict[str, Case] = {
         },
         kept=((0, 1, 3), (), (3, 4), (0, 1)),
     ),
+    "noise of the clients": Case({"secure_aggregation": "simulated"}, present=_UNEVEN),
+    "noise of the clients, odd updates": Case(
+        {
+            "secure_aggregation": "simulated",
+            "colluding_clients": 1,
+            "normalise_updates": True,
+            "num_rounds": 4,
+        },
+        norms=(1e-161, 1e-40, _NONE, 1e160, 0.0, 0.5),
+        victims=(0, 1, 2, 3, 5),
+    ),
     "prefix slices": Case({"method": "heterofl", "tiers": "1,1/2,1/4"}, present=_UNEVEN),
     "rolling slices": Case({"method": "fedrolex", "tiers": "1/2,1/4"}, present=_UNEVEN),
     "random slices": Case(
         {"method": "dropout", "tiers": "1/2,1/4", "noise_bands": 2, "clipping": "quantile"},
         norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2),
     ),
+    "slices of important units": Case({"method": "fiarse", "tiers": "1/2,1/4"}, present=_UNEVEN),
     "slices under a secret coin": Case(
         {
             "method": "fedrolex",
@@ -112,15 +139,22 @@ CASES: dict[str, Case] = {
         {"method": "heterofl", "tiers": "1,1/2,1/4", "clip_norm": 0.01}, norms=()
     ),
     "class statistics": Case(
-        {**_CONDENSE, "num_rounds": 6},
-        norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2),
-        present=_UNEVEN,
+        {**_CONDENSE, "num_rounds": 6}, norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2), present=_UNEVEN
     ),
     "class statistics, real data": Case({**_CONDENSE, "mean_rounds": 2}, norms=()),
     "fixed_dp over everything": Case(
         {"mode": "fixed_dp", "noise_layers": "all"}, norms=(_NONE, 3.0, 0.0, 1e30, 1.0, 0.2)
     ),
     "real training": Case({"clip_norm": 0.01}, norms=()),
+    "compressed updates": Case(
+        {"compression": "topk", "compression_share": 0.05, "clip_norm": 0.01}, norms=()
+    ),
+    "local heads": Case({"personal": "fedper", "clip_norm": 0.01}, norms=()),
+    "heads in turns": Case({"personal": "fedrep", "clip_norm": 0.01}, norms=(), present=_UNEVEN),
+    "own models": Case({"personal": "ditto", "clip_norm": 0.01}, norms=()),
+    "fine-tuned models": Case({"personal": "finetune", "clip_norm": 0.01}, norms=()),
+    "energy spent evenly": Case({"selection": "energy", "clients_per_round": 3}, present=_UNEVEN),
+    "signs": Case({"compression": "sign", "clip_norm": 0.01}, norms=(), present=_UNEVEN),
     "wall time": Case({}, victims=(3,), timed=True),
 }
 
@@ -135,11 +169,24 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "updates that are odd": ("not finite", "zero updates", "tiny and huge", "normalised updates"),
     "private quantile": ("private quantile", "quantile of odd updates"),
+    "windows": (
+        "windows",
+        "windows, late models averaged",
+        "windows, correlated noise",
+        "windows of slices",
+    ),
     "correlated noise": ("correlated noise", "everything at once"),
     "secret coin": ("secret coin", "slices under a secret coin"),
-    "slices": ("prefix slices", "rolling slices", "random slices", "slices, real training"),
+    "secure aggregation": ("noise of the clients", "noise of the clients, odd updates"),
+    "slices": (
+        *("prefix slices", "rolling slices", "random slices", "slices of important units"),
+        "slices, real training",
+    ),
     "condensation": ("class statistics", "class statistics, real data"),
     "fixed_dp": ("fixed_dp over everything",),
+    "energy": ("energy spent evenly",),
+    "messages": ("compressed updates", "signs"),
+    "personal models": ("local heads", "heads in turns", "own models", "fine-tuned models"),
     "training and time": ("real training", "wall time"),
 }
 """Cases that go through the same part of the code."""

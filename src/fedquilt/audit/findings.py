@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from fedquilt.audit.cases import CASES, FAMILIES, Case
 from fedquilt.audit.worlds import KnownNoise, World, known_noise, make_worlds, prescribed
 from fedquilt.common import checks
-from fedquilt.common.text_table import text_table
+from fedquilt.common.formatting import text_table
 from fedquilt.common.vectors import norm
 from fedquilt.observe.progress import StepsProgress
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.poisson import AmplifiedCertified
+from fedquilt.privacy.secure import SecureCertified
+from fedquilt.privacy.skellam import skellam, skellam_mu
 
 # What float64 rounding may add, relative to the numbers that were added and subtracted.
 _ROUNDING = 1e-11
@@ -55,7 +58,7 @@ class ExpectedNoise:
     """
 
     def __init__(self, noise: KnownNoise, bands: int) -> None:
-        self._noise = noise
+        self.known = noise
         self._bands = bands
         self._drawn: list[NDArray[np.float64]] = []
         self._last = -1
@@ -65,7 +68,7 @@ class ExpectedNoise:
         if index != self._last + 1:
             self._drawn.clear()
         self._last = index
-        self._drawn.append(self._noise.stream(index).normal(size))
+        self._drawn.append(self.known.stream(index).normal(size))
         toeplitz = np.zeros((len(self._drawn),) * 2)
         for offset, value in enumerate(coefficients(self._bands)):
             toeplitz += value * np.eye(len(toeplitz), k=-offset)
@@ -94,6 +97,9 @@ def compare_noise(base: World, silent: World, expected: ExpectedNoise) -> Iterat
     if ours is None or without is None:
         return
     stated = _noise_std(base)
+    if isinstance(base.federation.mechanism, SecureCertified):
+        yield _compare_shares(base, (ours - without) * _divisor(base), expected.known)
+        return
     row = torch.from_numpy(expected.of(base.record.round, ours.numel()))
     row = torch.where(_shares(base) > 0, row, 0.0)
     noise = (ours - without) * _divisor(base)
@@ -101,6 +107,29 @@ def compare_noise(base: World, silent: World, expected: ExpectedNoise) -> Iterat
     apart = norm(noise - stated * row)
     slack = _ROUNDING * (stated * norm(row) + norm(without * _divisor(base)))
     yield Comparison("noise", stated, measured, apart <= slack, f"round {base.record.round}")
+
+
+def _compare_shares(base: World, noise: torch.Tensor, known: KnownNoise) -> Comparison:
+    """Compare the noise in a sum with the shares that its clients have to add, drawn again.
+
+    The worlds round with coins of their own: each client may be one step of the grid apart.
+    """
+    mechanism: Any = base.federation.mechanism
+    secure, cohort, index = mechanism.secure, base.record.cohort, base.record.round
+    needed = max(
+        math.ceil(secure.share * len(cohort) - 1e-9), (len(cohort) + secure.colluding) // 2 + 1
+    )
+    share = Fraction(secure.variance, needed - secure.colluding)
+    row = torch.zeros_like(noise)
+    for client in cohort:
+        stream = known.stream(index, 3, client)
+        stream.words(4)
+        row += torch.from_numpy(skellam(share, noise.numel(), stream.words).astype(float))
+    stated = _noise_std(base)
+    grid = stated / math.sqrt(share * len(cohort))
+    measured = float(noise @ row / (row @ row)) / grid * stated
+    ok = float((noise / grid - row).abs().max()) <= len(cohort) * (1 + _ROUNDING)
+    return Comparison("noise", stated, measured, ok, f"round {index}")
 
 
 def compare_bit_noise(base: World, silent: World, noise: KnownNoise) -> Iterator[Comparison]:
@@ -228,11 +257,22 @@ def declared_clip(world: World, client: int) -> float:
     mechanism = world.federation.mechanism
     if isinstance(mechanism, AmplifiedCertified):
         return _noise_std(world) / mechanism.noise_multiplier
+    if isinstance(mechanism, SecureCertified):
+        return _declared_on_grid(world, mechanism, float(world.charges[client]))
     bit, factor = 0.0, 1.0
     if isinstance(mechanism, Certified):
         bit = mechanism.bit_cost
         factor = sum(value**2 for value in coefficients(mechanism.noise.bands))
     return _noise_std(world) * math.sqrt(max(0.0, float(world.charges[client]) - bit) / factor)
+
+
+def _declared_on_grid(world: World, mechanism: SecureCertified, charge: float) -> float:
+    """Return the bound on a rounded update that its charge pays for under the charged noise."""
+    secure, count = mechanism.secure, len(world.record.cohort)
+    came = count - len(world.record.absent)
+    grid = _noise_std(world) / math.sqrt(secure.variance * came / secure.honest(count))
+    honest = secure.variance * (came - secure.colluding) // secure.honest(count)
+    return grid * math.sqrt(charge) / skellam_mu(honest)
 
 
 def _quantile(world: World) -> Any:
@@ -364,7 +404,7 @@ def _comparisons(
     known = known_noise(seed)
     expected = ExpectedNoise(known, bands)
     cohorts: list[list[int]] = []
-    for index in range(case.num_rounds):
+    for index in range(case.num_releases):
         for world in (base, silent, *neighbours):
             world.run(index)
         public = base.public()

@@ -7,7 +7,7 @@ import copy
 import csv
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from fedquilt.setup.account import open_account
 from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation, build_method
 from fedquilt.setup.task import FederatedTask
-from fedquilt.training import ClientUpdate, Engine
+from fedquilt.training import ClientIds, ClientUpdate, Engine
 
 _SAMPLES = 4  # of each client
 _CONDENSED_SIDE = 8  # images that gradients can be taken of
@@ -70,6 +70,9 @@ class World:
         self.federation.weights = base.federation.weights.clone()
         self.federation.mechanism.load_state(base.federation.mechanism.state())
         self.server.load_state(base.server.state(), self.federation.weights.device)
+        if self.federation.late is not None and base.federation.late is not None:
+            late = base.federation.late.state()
+            self.federation.late.load_state(late, self.federation.weights.device)
 
     def public(self) -> dict[str, Any]:
         """Return what anybody may see of the newest round and no noise protects."""
@@ -135,11 +138,7 @@ class Prescribed(Engine):
         self._victim = victim
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the prescribed updates; sizes and losses differ from client to client."""
         for client in map(int, cohort):
@@ -148,9 +147,6 @@ class Prescribed(Engine):
                 yield ClientUpdate(client, torch.zeros_like(delta), 0, 0.0)
             else:
                 yield ClientUpdate(client, delta, 5 + 7 * client, 0.3 * (1 + client))
-
-    def close(self) -> None:
-        """Required of an engine; this one holds no resources."""
 
 
 class KnownNoise(SeededNoise):
@@ -165,6 +161,10 @@ class NoNoise(SecretNoise):
     def normal(self, size: int) -> NDArray[np.float64]:
         """Return `size` zeros."""
         return np.zeros(size)
+
+    def words(self, size: int) -> NDArray[np.uint64]:
+        """Return one word throughout: both halves of a Skellam number are then the same."""
+        return np.full(size, 2**63, dtype=np.uint64)
 
 
 def known_noise(seed: int) -> KnownNoise:

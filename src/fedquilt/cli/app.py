@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
+import click
 import typer
 from typer.core import TyperGroup
 from typer.models import ArgumentInfo
@@ -21,9 +22,16 @@ from fedquilt.common.storage import os_reason
 
 COMMANDS = (
     *("run", "compare", "sweep", "condense", "plan", "statement", "clients", "report", "watch"),
-    *("ledger", "audit", "data", "flower"),
+    *("ledger", "audit", "attack", "card", "data", "flower", "site"),
 )
-"""Each is a function, or a group of commands, in the file of its name; in the order of help."""
+"""Each is a function, or a group of commands; in the order of help."""
+FILES = {
+    "attack": "audit",
+    "condense": "run",
+    "data": "plan",
+    **dict.fromkeys(("card", "clients", "statement", "watch"), "report"),
+}
+"""Where those are that do not lie in the file of their name."""
 MOVED = {"bench": "benchmarks.bench", "reproduce": "reproduction"}
 """Commands of earlier versions, and the modules of the repository that they are now."""
 
@@ -42,6 +50,15 @@ class CommandGroup(TyperGroup):
             texts = _texts(command.callback) if unsaid else {}
             for item in unsaid:
                 item.help = texts.get(item.name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; click and typer both name the nearest one, and once is enough."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if hasattr(error, "possibilities") and "Did you mean" in error.message:
+                error.possibilities = None
+            raise
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by name; say of one that has left where it is now."""
@@ -87,7 +104,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name in COMMANDS:
-    _command = getattr(importlib.import_module(f"fedquilt.cli.{_name}"), _name)
+    _command = getattr(importlib.import_module(f"fedquilt.cli.{FILES.get(_name, _name)}"), _name)
     if isinstance(_command, typer.Typer):
         app.add_typer(_command)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -12,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedquilt.cli.options import takes_run_options
-from fedquilt.cli.progress import interruptible, optional_drawing, resume_command, run_observer
+from fedquilt.cli.progress import interruptible, optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, loading, say
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.formatting import printable
-from fedquilt.common.observer import Observers, as_observer
+from fedquilt.common.formatting import printable, wrapped
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
 from fedquilt.config.files import read_beside
@@ -25,7 +25,6 @@ from fedquilt.config.modes import MODE_TABLE
 from fedquilt.observe.progress import RunsProgress
 
 if TYPE_CHECKING:
-    from fedquilt.record.folder import RunFolder
     from fedquilt.record.result import RunResult
 
 ARMS = ",".join([*(mode for mode in MODES if mode != "certified"), "certified:worst_case"])
@@ -117,7 +116,7 @@ def _train(
         Path(base.output_dir).mkdir(parents=True, exist_ok=True)
         folder = make_fresh(Path(base.output_dir), stem)
     with interruptible():
-        rounds = sum(one.num_rounds for _, one in configs)
+        rounds = sum(one.num_releases for _, one in configs)
         with RunsProgress(len(configs), rounds) if shown else nullcontext() as progress:
             finished = [
                 (name, _one(name, one.replace(output_dir=str(folder)), progress, tracker))
@@ -129,14 +128,15 @@ def _train(
 def _one(name: str, config: RunConfig, progress: RunsProgress | None, tracker: str) -> RunResult:
     with loading():
         from fedquilt.experiment.api import run_config
+        from fedquilt.observe.trackers import tracked
 
-    with run_observer(name, False, tracker) as tracked:
-        if progress is None:
-            return run_config(config, tracked)
+    if progress is not None:
         progress.begin(f"{name}, seed {config.seed}")
-        done = run_config(config, Observers(progress, as_observer(tracked)))
+    with tracked(tracker, progress) as watching:
+        done = run_config(config, watching)
+    if progress is not None:
         progress.end()
-        return done
+    return done
 
 
 def _report(
@@ -168,6 +168,7 @@ def _report(
     say(render_comparison([{**row, "noise": noise.get(row["mode"])} for row in rows]))
     if figure is not None:
         say(f"\nfigure: {figure}")
+    say(f"next: fedquilt report {shlex.quote(str(folder))}")
 
 
 def _arms(text: str) -> dict[str, dict[str, Any]]:
@@ -216,11 +217,14 @@ def _compare_finished(
     with optional_drawing("a figure of the comparison"):
         drawn = _draw(results, wanted, folder, figure_format)
     rows = comparison_rows(group_by_config(entries_of(results)))
+    together = _together(runs, results, shown=not as_json)
     if as_json:
-        record = {"table": rows, "tables": tables, "figures": drawn}
+        record = {"table": rows, "together": together, "tables": tables, "figures": drawn}
         print(json.dumps(finite(record), allow_nan=False))
         return
     say(as_text(rows))
+    for one in together:
+        say("\n" + wrapped(f"{one['headline']}\n{one['text']}"))
     say(
         "\n".join(["", *(f"table: {p}" for p in tables.values()), *(f"figure: {p}" for p in drawn)])
     )
@@ -229,17 +233,19 @@ def _compare_finished(
 def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
     """Read finished runs; others are left out with a warning, and refused if there are no more."""
     from fedquilt.record.folder import RunFolder
-    from fedquilt.report.views.page import find_runs
+    from fedquilt.report.views.page import digests_of, find_runs
+    from fedquilt.report.views.run import resume_command
 
     found: dict[str, dict[str, Any]] = {}
     unfinished: dict[str, str] = {}
-    for path in find_runs(runs):
+    folders = find_runs(runs)
+    for path, digests in zip(folders, digests_of(folders), strict=True):
         folder = RunFolder.open(path)
         result = folder.read_result()
         if result is None:
-            unfinished[str(path)] = _how_to_resume(folder)
+            unfinished[str(path)] = resume_command(folder.read_config(), str(folder.path))
             continue
-        found[path.name if path.name not in found else str(path)] = result
+        found[path.name if path.name not in found else str(path)] = result | digests
     if not found:
         first, command = next(iter(unfinished.items()))
         others = f", nor is any of {len(unfinished) - 1} others" if len(unfinished) > 1 else ""
@@ -252,13 +258,23 @@ def _results(runs: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _how_to_resume(folder: RunFolder) -> str:
-    from fedquilt.record.result import CUSTOM
+def _together(
+    runs: list[str], results: dict[str, dict[str, Any]], *, shown: bool
+) -> list[dict[str, Any]]:
+    """Return what runs of one ledger, of one sweep, or that go on from another, claim together."""
+    from fedquilt.record.folder import RunFolder
+    from fedquilt.report.runs import earlier_runs
+    from fedquilt.report.views.claim import together_view
+    from fedquilt.report.views.page import find_runs, read_runs, sweeps_of
+    from fedquilt.report.views.run import run_view
 
-    config = folder.read_config()
-    if CUSTOM in (config.model, config.dataset):  # only its program has model and data
-        return f"fedquilt.run(model, train, test, clients, resume={str(folder.path)!r})"
-    return resume_command("condense" if config.method == "condense" else "run", folder.path)
+    folders = find_runs(runs)
+    sweeps = sweeps_of(folders)
+    shared = any(RunFolder.open(path).read_config().ledger is not None for path in folders)
+    go_on = any(earlier_runs([(one["begins"], one["ends"]) for one in results.values()]))
+    if not (shared or sweeps or go_on):
+        return []
+    return together_view(read_runs(folders, run_view, "compare: run", shown=shown), sweeps)
 
 
 def _figures(text: str) -> list[str]:

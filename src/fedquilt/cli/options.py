@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import shortened
 from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.condense import CERTIFIED_DEFAULTS, COLOUR_DEFAULTS, FEDNUM_DEFAULTS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE
@@ -27,9 +28,7 @@ from fedquilt.config.uses import modes_of
 
 
 def takes_run_options(
-    *left_out: str,
-    kind: type[RunConfig] = RunConfig,
-    also: Mapping[str, str] | None = None,
+    *left_out: str, kind: type[RunConfig] = RunConfig, also: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every option of a configuration except those named.
 
@@ -217,14 +216,10 @@ def _parser(name: str, kind: type[int] | type[float]) -> Callable[[str], int | f
         try:
             return kind(text)
         except ValueError:
-            raise InvalidValueError(f"{name}={_short(text)} must be {wanted}") from None
+            raise InvalidValueError(f"{name}={shortened(text)} must be {wanted}") from None
 
     parse.__name__ = kind.__name__
     return parse
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def parse_count(text: str) -> int | float:
@@ -241,6 +236,6 @@ def parse_count(text: str) -> int | float:
         return float(text)
     except ValueError:
         raise InvalidValueError(
-            f"clients_per_round={_short(text)} must be a whole number, "
+            f"clients_per_round={shortened(text)} must be a whole number, "
             "or a fraction with a decimal point"
         ) from None

@@ -1,4 +1,4 @@
-"""`fedquilt plan`: what a bound costs, before anything is trained."""
+"""Before a run: `fedquilt plan`, what a bound costs; `data`, which data sets are here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import typer
 from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.run import CONFIG, JSON, PRESET, say
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.text_table import wrapped
+from fedquilt.common.formatting import printable, text_table, wrapped
 from fedquilt.config import RunConfig, build_config
 from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
+from fedquilt.config.recipe import recipe_line
 
 if TYPE_CHECKING:
     from fedquilt.privacy.feasibility import Feasibility
@@ -44,21 +45,33 @@ def plan(
             "others add no noise that could be planned"
         )
     # Only now: a configuration that is refused is refused at once.
-    from fedquilt.experiment.preflight import cohort_line, noise_feasibility
+    from fedquilt.experiment.preflight import (
+        cohort_line,
+        noise_feasibility,
+        secure_line,
+        secure_plan,
+    )
     from fedquilt.privacy import feasibility as planning
     from fedquilt.setup.task import build_selector
 
     selector = build_selector(asked, _num_clients(asked))
     made = noise_feasibility(asked, selector, _count(asked) if parameters is None else parameters)
     if figure is not None:
-        from fedquilt.report.plan import plan_figure
+        from fedquilt.report.ledger import plan_figure
 
         plan_figure(made, figure)
+    is_secure = asked.secure_aggregation != "off"
     if as_json:
-        print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made)}))
+        masked = {"secure_aggregation": secure_plan(asked, made)} if is_secure else {}
+        print(json.dumps({"mode": asked.mode, **dataclasses.asdict(made), **masked}))
         return
     print(planning.plan_table(made))
-    print(wrapped(f"\n{cohort_line(selector)}\n{_advice(made)}", indent="     "))
+    recipe = recipe_line({**asked.as_dict(), "num_clients": selector.availability.num_clients})
+    who = f"with seed {asked.seed}, {cohort_line(selector)}"
+    lines = [who, *([] if recipe is None else [recipe])]
+    if is_secure:
+        lines.append(secure_line(asked, made))
+    print(wrapped("\n".join(["", *lines, _advice(made)]), indent="     "))
     if figure is not None:
         say(f"\nfigure: {figure}")
 
@@ -103,3 +116,31 @@ def _count(asked: RunConfig) -> int:
             f"the model has {', '.join(trained)}"
         )
     return sum(noised)
+
+
+def data(
+    name: Annotated[str | None, typer.Argument(help="Data set to fetch and verify.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option("--data-dir", help="Data folders, several joined by ':'.")
+    ] = None,
+    no_download: Annotated[
+        bool, typer.Option("--no-download", help="Only verify what is there.")
+    ] = False,
+) -> None:
+    """List the data sets and where they were found, or fetch and verify one."""
+    from fedquilt.data import DATASETS, dataset_status, load_dataset
+
+    if name is not None:
+        train, test = load_dataset(name, data_dir, download=not no_download, progress=True)
+        shape = "x".join(str(size) for size in train.images.shape[1:])
+        print(f"{name}: {len(train)} training and {len(test)} test samples of {shape}, verified")
+        return
+    found = {key: dataset_status(key, data_dir) for key in DATASETS}
+    rows = [(key, printable(status.summary())) for key, status in found.items()]
+    say(text_table(["data set", "status"], rows))
+    absent = [key for key, status in found.items() if status.missing]
+    if absent:
+        places = ", ".join(str(folder.absolute()) for folder in found[absent[0]].searched)
+        order = "the folders of --data-dir, then of FEDQUILT_DATA, else ./data"
+        say("\n" + wrapped(f"looked in {places} ({order})"))
+        say(f"fetch one with  fedquilt data {absent[0]}")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.formatting import printable, printable_message
-from fedquilt.common.observer import Observer
-from fedquilt.config import RunConfig
+from fedquilt.common.observer import Observer, Observers, as_observer
 from fedquilt.observe.progress import Progress
 
 
@@ -103,86 +100,20 @@ def optional_drawing(what: str) -> Iterator[None]:
         print(f"warning: {reason}", file=sys.stderr)
 
 
-class Watcher(Observer):
-    """An observer of one run.
-
-    Parameters
-    ----------
-    trackers : str
-        Names of trackers, joined by commas; they are opened with the run's folder.
-    on_kept : callable, optional
-        Called with the file of a condensation's images, whenever one was written.
-    """
-
-    def __init__(
-        self,
-        trackers: str = "none",
-        on_kept: Callable[[Path], None] | None = None,
-    ) -> None:
-        self._names = trackers
-        self._on_kept = on_kept
-        self._stack = contextlib.ExitStack()
-        self._trackers: Any = None
-        self._progress: Progress | None = None
-
-    def show(self, label: str) -> None:
-        """Show progress from now on."""
-        self._progress = self._stack.enter_context(Progress(label))
-
-    def expects(self, config: RunConfig, lines: Sequence[str]) -> None:
-        """Show what the run may expect."""
-        if self._progress is not None:
-            self._progress.expects(config, lines)
-
-    def opened(self, config: RunConfig, folder: Path) -> None:
-        """Open the trackers in the run's folder."""
-        if self._names == "none":
-            return
-        from fedquilt.observe.trackers import Tracked
-
-        self._trackers = self._stack.enter_context(Tracked(self._names))
-        self._trackers.opened(config, folder)
-
-    def __call__(self, config: RunConfig, line: dict[str, Any]) -> None:
-        """Show a finished round; its line holds public values only."""
-        if self._progress is not None:
-            self._progress(config, line)
-        if self._trackers is not None:
-            self._trackers(config, line)
-
-    def working(self, what: str, share: float) -> None:
-        """Show what happens within a round."""
-        if self._progress is not None:
-            self._progress.working(what, share)
-
-    def on_artifact(self, path: Path) -> None:
-        """Pass on the file of a condensation's images."""
-        if self._on_kept is not None:
-            self._on_kept(path)
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-
 @contextmanager
 def run_observer(
-    label: str,
-    shown: bool,
-    trackers: str = "none",
-    on_kept: Callable[[Path], None] | None = None,
-) -> Iterator[Watcher | None]:
-    """Yield an observer of a run, None when there is nothing to do for it."""
-    if trackers != "none":
-        from fedquilt.observe.trackers import check_trackers
+    label: str, shown: bool, trackers: str = "none", *others: Observer
+) -> Iterator[Observer | None]:
+    """Yield an observer of a run, None when there is nothing to do for it.
 
-        check_trackers(trackers)
-    if not shown and trackers == "none" and on_kept is None:
-        yield None
-        return
-    with Watcher(trackers, on_kept) as watcher:
-        if shown:
-            watcher.show(label)
-        yield watcher
+    `trackers` are names joined by commas; they are opened with the run's folder.
+    """
+    from fedquilt.observe.trackers import tracked
+
+    watching = None if not others else Observers(*others)
+    with tracked(trackers, watching) as observer:
+        if not shown:
+            yield None if observer is None else as_observer(observer)
+            return
+        with Progress(label) as progress:
+            yield Observers(progress, as_observer(observer))

@@ -1,4 +1,4 @@
-"""`fedquilt run`: one mode, one seed."""
+"""`fedquilt run`: one mode, one seed; `condense`: statistics in, a synthetic data set out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import interruptible, optional_drawing, run_observer
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.formatting import printable_lines
+from fedquilt.common.formatting import printable_lines, screen_width, wrapped
 from fedquilt.common.observer import Observer, Observers, as_observer
-from fedquilt.common.text_table import screen_width, wrapped
-from fedquilt.config import RunConfig, build_config
+from fedquilt.config import CondenseConfig, RunConfig, build_config
 from fedquilt.config.choices import FLOWER_ENGINES
+from fedquilt.config.condense import ALIASES, CONDENSE_PRESETS
 from fedquilt.config.files import read_beside
 
 if TYPE_CHECKING:
@@ -38,16 +38,9 @@ STATEMENT = typer.Option(
     "--statement", metavar="", help="Print the whole privacy statement too.", hidden=True
 )
 TRACKER = typer.Option(
-    "--tracker",
-    metavar="NAMES",
-    help="Log to wandb,tensorboard,mlflow too.",
-    show_default=False,
+    "--tracker", metavar="NAMES", help="Log to wandb,tensorboard,mlflow too.", show_default=False
 )
-MONITOR = typer.Option(
-    "--monitor",
-    metavar="",
-    help="Measure what it uses, by round and tier.",
-)
+MONITOR = typer.Option("--monitor", metavar="", help="Measure what it uses, by round and tier.")
 RESUME = typer.Option("--resume", metavar="RUN_FOLDER", help="Continue a run that was stopped.")
 
 
@@ -96,21 +89,19 @@ def _run(
     tracker: str,
     monitor: bool = False,
 ) -> RunResult:
-    from fedquilt.record.folder import RunFolder
-
     if resume is None:
-        merged = build_config(settings, preset=preset, file=config)
-        with (
-            run_observer(f"{merged.dataset} {merged.mode}", shown, tracker) as shows,
-            _monitored(monitor, shows) as observer,
-        ):
-            return run_or_resume(merged, None, observer)
-    stands_alone(resume, settings, config, preset)
+        wanted = build_config(settings, preset=preset, file=config)
+        label = f"{wanted.dataset} {wanted.mode}"
+    else:
+        from fedquilt.record.folder import RunFolder
+
+        stands_alone(resume, settings, config, preset)
+        wanted, label = RunFolder.open(resume).read_config(), Path(resume).name
     with (
-        run_observer(Path(resume).name, shown, tracker) as shows,
+        run_observer(label, shown, tracker) as shows,
         _monitored(monitor, shows) as observer,
     ):
-        return run_or_resume(RunFolder.open(resume).read_config(), resume, observer)
+        return run_or_resume(wanted, resume, observer)
 
 
 @contextmanager
@@ -163,6 +154,11 @@ def run_or_resume(config: RunConfig, resume: str | None, observer: Observer | No
 def say(text: object) -> None:
     """Print text that may hold names from files: line ends stay, control characters do not."""
     print(printable_lines(text))
+
+
+def tell(text: object) -> None:
+    """Print prose so, broken at words to fit the screen."""
+    print(wrapped(printable_lines(text), indent="  "), flush=True)
 
 
 def stands_alone(resume: str, *given: object) -> None:
@@ -246,4 +242,97 @@ def _print(finished: RunResult, statement: bool) -> None:
     if statement:
         claim = finished.statement.as_text(screen_width())
         say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
+    sys.stdout.flush()
+
+
+BASELINES_OPTION = typer.Option(
+    "--baselines", hidden=True, help="Of earlier versions: refused with what replaces it."
+)
+PRESET_OPTION = typer.Option(
+    "--preset", help=f"Settings of a document: {', '.join(CONDENSE_PRESETS)}."
+)
+
+
+@takes_run_options(kind=CondenseConfig, also=ALIASES)
+@interruptible("condense")  # also while it loads
+def condense(
+    settings: dict[str, Any],
+    preset: Annotated[str | None, PRESET_OPTION] = None,
+    config: Annotated[str | None, CONFIG] = None,
+    resume: Annotated[str | None, RESUME] = None,
+    tracker: Annotated[str, TRACKER] = "none",
+    as_json: Annotated[bool, JSON] = False,
+    quiet: Annotated[bool, QUIET] = False,
+    baselines: Annotated[str, BASELINES_OPTION] = "none",
+) -> None:
+    """Grow a synthetic data set on the server from class statistics of the clients."""
+    if baselines != "none":
+        raise InvalidValueError(
+            f"baselines={baselines!r} must be left out: in a clone of fedquilt's repository "
+            "`python -m reproduction fednum-baselines RUN` computes them beside a finished run"
+        )
+    beside = read_beside(config, CondenseConfig.method)
+    tracker = beside.get("tracker", "none") if tracker == "none" else tracker
+    shown = not quiet and not as_json and not beside.get("quiet", False)
+    if resume is not None:
+        stands_alone(resume, settings, preset, config)
+        wanted = _config_of(resume)
+    else:
+        wanted = build_config({**settings, "method": "condense"}, preset=preset, file=config)
+    from fedquilt.papers.fednum.pictures import draw_pictures
+    from fedquilt.record.folder import finite
+    from fedquilt.report import condensation_row
+
+    with interruptible("condense") as kept:
+        label = f"{wanted.dataset} {wanted.mode}"
+        with run_observer(label, shown, tracker, _Pictures()) as observer:
+            finished = run_or_resume(wanted, resume, observer)
+        kept.folder = finished.folder
+        pictures: list[Path] = []
+        with optional_drawing("the pictures"):
+            pictures = draw_pictures(finished.folder)
+    row = condensation_row(finished.result)
+    if as_json:
+        summary = {**finished.summary(), "table": [row], "pictures": [str(p) for p in pictures]}
+        print(json.dumps(finite(summary), allow_nan=False))
+    else:
+        _print_condensation(finished, row, pictures)
+
+
+def _config_of(resume: str) -> RunConfig:
+    from fedquilt.record.folder import RunFolder
+
+    config = RunFolder.open(resume).read_config()
+    if not isinstance(config, CondenseConfig):
+        raise InvalidValueError(
+            f"resume={resume!r} must be a condensation; continue this one with "
+            "fedquilt run --resume"
+        )
+    return config
+
+
+class _Pictures(Observer):
+    """Draws the images of each file on the way; a run goes on without."""
+
+    def on_artifact(self, path: Path) -> None:
+        from fedquilt.papers.fednum.pictures import draw_one
+
+        with optional_drawing(path.with_suffix(".png").name):
+            draw_one(path)
+
+
+def _print_condensation(finished: RunResult, row: dict[str, Any], pictures: list[Path]) -> None:
+    from fedquilt.record.folder import RunFolder
+    from fedquilt.report import condensation_table
+
+    say(condensation_table([row]))
+    if finished.result.get("stopped"):
+        say(f"\nended after round {finished.result['rounds']}: {finished.result['stopped']}")
+    claim = finished.statement.as_text(screen_width())
+    say(f"\nWhat may be claimed ({finished.result['mode']})\n{claim}")
+    if finished.folder is not None:
+        say(f"\nimages    {RunFolder(finished.folder).synthetic_path()}")
+        if pictures:
+            say(f"pictures  {', '.join(path.name for path in pictures)}")
+        say(f"\n{finished.folder}")
     sys.stdout.flush()

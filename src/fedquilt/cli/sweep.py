@@ -18,15 +18,15 @@ from fedquilt.cli.options import takes_run_options
 from fedquilt.cli.progress import optional_drawing
 from fedquilt.cli.run import CONFIG, JSON, PRESET, QUIET, TRACKER, say
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.formatting import printable
-from fedquilt.common.text_table import text_table, wrapped
+from fedquilt.common.formatting import format_bound, four_digits, printable, text_table, wrapped
 from fedquilt.config import build_config
 from fedquilt.config.files import kind_of, read_config_file
 from fedquilt.observe.progress import StepsProgress
 
 if TYPE_CHECKING:
+    from fedquilt.report.runs import Spread
     from fedquilt.sweep import Plan, SweepSummary
-    from fedquilt.sweep.summary import Setting
+    from fedquilt.sweep.table import Setting
 
 OVER = typer.Option(
     "--over",
@@ -111,12 +111,7 @@ def _planned(
     base = build_config(common, preset=preset, file=config, arms=arms)
     said = {*common, *(() if config is None else read_config_file(config, kind.method))}
     plan = make_plan(
-        base.as_dict(),
-        axes,
-        parse_seeds(seeds),
-        samples=samples,
-        sweep_seed=sweep_seed,
-        said=said,
+        base.as_dict(), axes, parse_seeds(seeds), samples=samples, sweep_seed=sweep_seed, said=said
     )
     stem = f"sweep_{base.dataset}_{time.strftime('%Y%m%d_%H%M%S')}"
     return plan, Path(base.output_dir) / stem if folder is None else Path(folder)
@@ -201,17 +196,12 @@ def _plain(found: SweepSummary) -> dict[str, Any]:
 
 
 def _table(found: SweepSummary) -> str:
-
-    from fedquilt.common.formatting import format_bound
-
     body = [
         (
             one.label,
-            _four(one.spread.mean),
-            _four(one.spread.sd),
-            "-"
-            if one.spread.low is None
-            else f"{_four(one.spread.low)} to {_four(one.spread.high)}",
+            four_digits(one.spread.mean),
+            four_digits(one.spread.sd),
+            _interval(one.spread),
             str(one.spread.count) + _lacking(one),
             format_bound(one.epsilon),
         )
@@ -223,10 +213,8 @@ def _table(found: SweepSummary) -> str:
     pairs = [
         (
             label,
-            _four(pair.spread.mean),
-            "-"
-            if pair.spread.low is None
-            else f"{_four(pair.spread.low)} to {_four(pair.spread.high)}",
+            four_digits(pair.spread.mean),
+            _interval(pair.spread),
             "-" if pair.p is None else f"{pair.p:.2g}",
             str(len(pair.seeds)),
         )
@@ -239,11 +227,11 @@ def _table(found: SweepSummary) -> str:
     return "\n\n".join(parts)
 
 
+def _interval(found: Spread) -> str:
+    return "-" if found.low is None else f"{four_digits(found.low)} to {four_digits(found.high)}"
+
+
 def _lacking(one: Setting) -> str:
     counts = {"refused": one.refused, "failed": one.failed}
     said = [f"{count} {what}" for what, count in counts.items() if count]
     return f" ({', '.join(said)})" if said else ""
-
-
-def _four(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

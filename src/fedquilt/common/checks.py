@@ -160,7 +160,13 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     )
 
 
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the known word nearest to `word`, else ""."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    words = list(known)
+    near = [name for name in words if "_" in name and word == _initials(name)]
+    near = near or difflib.get_close_matches(str(word), words, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

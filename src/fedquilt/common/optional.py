@@ -14,6 +14,7 @@ from fedquilt.common.errors import MissingPackageError
 # Module: the package that brings it, and what to install with pip.
 _PACKAGES = {
     "PIL": ("pillow", "pillow"),
+    "cryptography": ("cryptography", "fedquilt[secure]"),
     "dp_accounting": ("dp-accounting", "dp-accounting>=0.6,<0.7"),
     "flwr": ("flwr", "fedquilt[flower]"),
     "matplotlib": ("matplotlib", "matplotlib"),

@@ -36,6 +36,11 @@ def check(value: Any, schema: Schema, where: object, error: type[FedquiltError])
         raise error(fault)
 
 
+def fits(schema: Schema, value: Any) -> bool:
+    """Tell whether a value is of a kind."""
+    return schema.fault(value, "") is None
+
+
 @dataclasses.dataclass(frozen=True)
 class Scalar:
     """A text, a number, a truth value or null.

@@ -30,11 +30,7 @@ def client_spread(
     gini = float((ranks * known).sum() / (n * n * mean)) if mean > 0 else 0.0
     tenth = math.ceil(n / 10)
     worst = known[-tenth:] if lower_is_better else known[:tenth]
-    return {
-        name: mean,
-        f"{name}_worst_decile": float(worst.mean()),
-        f"{name}_gini": gini,
-    }
+    return {name: mean, f"{name}_worst_decile": float(worst.mean()), f"{name}_gini": gini}
 
 
 def grouped(

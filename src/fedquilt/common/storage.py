@@ -260,7 +260,12 @@ def lock_file(path: Path, mode: int = 0o666) -> io.FileIO:
 
 def _lock(held: io.FileIO, path: Path) -> None:
     """Lock a file by flock, or by fcntl where only that is known (some NFS and FUSE)."""
-    import fcntl  # posix only
+    try:
+        import fcntl  # posix only
+    except ImportError as error:
+        raise NoLocksError(
+            f"cannot lock {str(path)!r}: this system has no fcntl (Windows; use WSL)"
+        ) from error
 
     for take in (fcntl.flock, fcntl.lockf):
         try:

@@ -93,10 +93,11 @@ def structure(tree: Tree) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {name: (leaf.dtype, tuple(leaf.shape[1:])) for name, leaf in named_leaves(tree)}
 
 
-def described(tree: Tree) -> str:
+def described(tree: Tree, *, typed: bool = False) -> str:
     """Return the shapes of one sample in words: `(20,)`, or `input_ids (20,), mask (20,)`."""
-    parts = [f"{name} {tuple(leaf.shape[1:])}".strip() for name, leaf in named_leaves(tree)]
-    return ", ".join(parts)
+    kind = " of {}" if typed else ""
+    leaves = ((name, tuple(x.shape[1:]), kind.format(x.dtype)) for name, x in named_leaves(tree))
+    return ", ".join(f"{name} {shape}{of}".strip() for name, shape, of in leaves)
 
 
 def call_with(function: Callable[..., Any], tree: Tree, **more: Any) -> Any:

@@ -18,13 +18,14 @@ import re
 import select
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fedquilt.common.errors import DataError, FedquiltError, IrregularFileError
 from fedquilt.common.formatting import printable
+from fedquilt.common.schema import Schema, fits
 from fedquilt.common.storage import check_regular, open_regular, os_reason
 
 JSON_BYTES = 1 << 30
@@ -183,6 +184,18 @@ def read_lines(path: Path, error: type[FedquiltError] = DataError) -> list[bytes
     except ValueError as cause:
         raise error(f"{printable(path)} must be lines of JSON: {cause}") from cause
     return content.splitlines(keepends=True)
+
+
+def records(lines: Iterable[bytes], schema: Schema) -> list[dict[str, Any]]:
+    """Return lines that are JSON objects of a schema; what is none is left out.
+
+    For whoever looks at a file that another process may be writing.
+    """
+    found = []
+    for line in lines:
+        with contextlib.suppress(DataError):
+            found.append(parse_json(line, "a line"))
+    return [record for record in found if isinstance(record, dict) and fits(schema, record)]
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

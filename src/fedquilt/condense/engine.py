@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
@@ -25,7 +24,7 @@ from fedquilt.condense.embeds import (
 )
 from fedquilt.condense.statistics import Groups, StatisticsTable, group_means, make_groups
 from fedquilt.method import Progress
-from fedquilt.training import ClientUpdate, Engine, FlatModel, Task
+from fedquilt.training import ClientIds, ClientUpdate, Engine, FlatModel, Task
 
 
 class RoundModels:
@@ -230,11 +229,7 @@ class StatisticsEngine(TableSource):
         self._rows = torch.from_numpy(row_of).to(task.inputs.device)[task.targets]
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
         self.round_models.open(start, round_index)
@@ -312,9 +307,6 @@ class StatisticsEngine(TableSource):
             self._labels[samples], self.avg_num, self.min_group, source, self.max_samples
         )
         return Groups(samples[groups.order], groups.counts, groups.classes)
-
-    def close(self) -> None:
-        """Required of an engine; this one holds no resources."""
 
 
 def joined(tables: Sequence[StatisticsTable]) -> StatisticsTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +18,20 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.certified_engine import CertifiedEngine, GrowingServer, Schedule
-from fedquilt.condense.certified_statistics import GrowingSettings, Released
+from fedquilt.condense.certified import (
+    CertifiedEngine,
+    GrowingServer,
+    GrowingSettings,
+    Released,
+    Schedule,
+)
 from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import MatchingSettings
 from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
-from fedquilt.condense.training import PoolSettings, Trainer, TrainingSettings
+from fedquilt.condense.training import Learner, PoolSettings, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
 from fedquilt.method import Files, Method, Progress
@@ -206,14 +211,14 @@ def make_condensation(
             "(channels, height, width) to be condensed"
         )
     augmentation = Augmentation(augmentation_of(config, task.inputs.shape[1]))
-    trainer = Trainer(model, task.public().inputs, training_of(config), augmentation, config.seed)
+    trainer = Learner(model, task.public().inputs, training_of(config), augmentation, config.seed)
     if config.is_bounded(covered=True):
         return _make_bounded(config, task, trainer, num_classes)
     return _make_grouped(config, model, task, trainer, num_classes)
 
 
 def _make_grouped(
-    config: CondenseConfig, model: nn.Module, task: Task, trainer: Trainer, num_classes: int
+    config: CondenseConfig, model: nn.Module, task: Task, trainer: Learner, num_classes: int
 ) -> Condensation:
     """Build FedNum: tables of means over groups, matching."""
     held = np.unique(task.targets.cpu().numpy()[_held(task)])
@@ -251,7 +256,7 @@ class TablesOfMeans(StatisticsSource, Protocol):
 
 def assemble_condensation(
     config: CondenseConfig,
-    trainer: Trainer,
+    trainer: Learner,
     engine: TablesOfMeans,
     first: tuple[SyntheticSet, int],
     *,
@@ -319,7 +324,7 @@ def classes_too_small(task: Task, classes: Sequence[int], min_group: int) -> lis
 
 
 def _make_bounded(
-    config: CondenseConfig, task: Task, trainer: Trainer, num_classes: int
+    config: CondenseConfig, task: Task, trainer: Learner, num_classes: int
 ) -> Condensation:
     """Build the certified form: bounded tables through a public front, images grown from them."""
     if num_classes < 2:
@@ -453,44 +458,58 @@ def groups_per_step(batch_num: int | None, avg_num: int) -> int | None:
 def first_images(
     config: CondenseConfig, task: Task, classes: tuple[int, ...], model: nn.Module
 ) -> tuple[SyntheticSet, int]:
-    """Return the images to begin with, and the bytes that clients sent for them.
-
-    `real_sample` reads clients' images: for each class as many as are needed of those that
-    somebody holds, drawn without replacement, repeated where there are fewer.  `dm` lets
-    clients condense images first (`fedquilt.condense.real`).
-    """
-    source = generator(config.seed, "first images")
-    shape, device = task.inputs.shape[1:], task.inputs.device
-    tiles = config.tiles_in(*shape[1:])
-    synthetic = SyntheticSet.random(classes, config.ipc, shape, source, device, tiles)
-    begun = begun_without_data(synthetic, config)
-    if begun is not None:
-        return begun, 0
-    if task.is_remote:
+    """Return the images to begin with (`begin_images`), of clients that hold samples here."""
+    if task.is_remote and config.init_method in ("real_sample", "dm"):
         raise InvalidValueError(
             f"init_method={config.init_method!r} must be 'random', 'smooth' or 'leaves' where "
             "clients' data are elsewhere"
         )
-    labels = task.targets.cpu().numpy()
-    if config.init_method == "dm":
-        held_by = (
-            {
-                label: task.inputs[torch.from_numpy(at[labels[at] == label]).to(device)]
-                for label in classes
-            }
-            for at in map(np.asarray, task.clients)
-        )
-        own = copy.deepcopy(model).to(device)
-        moves = moves_of_clients(config, own, task.public().inputs[:1])
-        return synthetic, condensed_by_clients(config, own, held_by, moves, synthetic)
-    held = _held(task)
-    count = config.ipc * tiles**2
-    chosen = np.concatenate(
-        [np.resize(source.permutation(held[labels[held] == c]), count) for c in classes]
+    labels, inputs = task.targets.cpu().numpy(), task.inputs
+
+    def images_of(held: np.ndarray[Any, np.dtype[np.int64]], label: int) -> torch.Tensor:
+        picked: torch.Tensor = inputs[torch.from_numpy(held[labels[held] == label]).to(task.device)]
+        return picked
+
+    held_by = ({c: images_of(at, c) for c in classes} for at in map(np.asarray, task.clients))
+    sample = task.public().inputs[:1]
+    return begin_images(
+        config, classes, sample, model, held_by, lambda label: images_of(_held(task), label)
     )
-    real = task.inputs[torch.from_numpy(chosen).to(device)]
-    synthetic.images.copy_(shrink_to_tiles(real, tiles))
-    return synthetic, 4 * real.numel()
+
+
+def begin_images(
+    config: CondenseConfig,
+    classes: tuple[int, ...],
+    sample: torch.Tensor,
+    model: nn.Module,
+    held_by: Iterable[Mapping[int, torch.Tensor]],
+    images_of: Callable[[int], torch.Tensor],
+) -> tuple[SyntheticSet, int]:
+    """Return the images to begin with, and the bytes that clients sent for them.
+
+    `real_sample` asks clients for their images (`images_of` a class): for each class as many as are
+    needed, drawn without replacement, repeated where there are fewer; a class that nobody holds
+    begins with noise.  `dm` lets clients condense images first, of those that they are `held_by`
+    (`fedquilt.condense.real`).
+    """
+    source, device = generator(config.seed, "first images"), sample.device
+    tiles = config.tiles_in(*sample.shape[2:])
+    first = SyntheticSet.random(classes, config.ipc, sample.shape[1:], source, device, tiles)
+    if config.init_method == "dm":
+        own = copy.deepcopy(model).to(device)
+        moves = moves_of_clients(config, own, sample[:1])
+        return first, condensed_by_clients(config, own, held_by, moves, first)
+    begun = begun_without_data(first, config)
+    if begun is not None:
+        return begun, 0
+    sent = 0
+    for label, images in zip(first.classes, first.by_class(), strict=True):
+        held = images_of(label)
+        if len(held):
+            chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
+            images.copy_(shrink_to_tiles(held[torch.from_numpy(chosen).to(device)], tiles))
+            sent += 4 * len(chosen) * sample[0].numel()
+    return first, sent
 
 
 def begun_without_data(synthetic: SyntheticSet, config: CondenseConfig) -> SyntheticSet | None:

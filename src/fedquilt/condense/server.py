@@ -15,7 +15,7 @@ from fedquilt.condense.engine import RoundModels
 from fedquilt.condense.matching import MatchingSettings, View, match
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable
 from fedquilt.condense.synthetic import SyntheticSet
-from fedquilt.condense.training import PoolSettings, Trainer
+from fedquilt.condense.training import Learner, PoolSettings
 from fedquilt.method import Progress
 
 
@@ -56,7 +56,7 @@ class CondensingServer:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Learner,
         synthetic: SyntheticSet,
         round_models: RoundModels,
         matching: MatchingSettings,

@@ -160,7 +160,7 @@ class PoolSettings:
         checks.integer("pool_epochs", self.epochs, at_least=1)
 
 
-class Trainer:
+class Learner:
     """Trains copies of a model on images, from its first weights or from given ones."""
 
     def __init__(

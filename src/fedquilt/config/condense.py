@@ -24,7 +24,7 @@ from fedquilt.config.choices import (
     MODEL_SCHEDULES,
     ROW_BITS,
 )
-from fedquilt.config.modes import CONDENSE_MODES
+from fedquilt.config.modes import CONDENSE_MODES, MODES
 from fedquilt.config.option import AnyBut, Case, Flag, declare, declare_again
 from fedquilt.config.run import (
     CERTIFIED,
@@ -261,6 +261,15 @@ class CondenseConfig(RunConfig):
         None, "Data", "What your own data's pixels were divided by afterwards, in the same form.")
 
     # fmt: on
+
+    def __post_init__(self) -> None:
+        """Say why a mode that trains is none of a condensation, then check every field."""
+        if self.mode in MODES and self.mode not in CONDENSE_MODES:
+            raise InvalidValueError(
+                f"mode={self.mode!r} must be one of {', '.join(map(repr, CONDENSE_MODES))} with "
+                "method='condense': clients of a condensation do not train"
+            )
+        super().__post_init__()
 
     def _check_method(self) -> None:
         self._check_foreign()

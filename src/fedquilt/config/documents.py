@@ -38,12 +38,7 @@ HYPERPARAMETERS: dict[str, Any] = {
     "participation_beta": 5,
 }
 
-PRIVACY_CONFIG: dict[str, float] = {
-    "epsilon_base": 0.015,
-    "alpha": 0.5,
-    "beta": 2.0,
-    "delta": 1e-5,
-}
+PRIVACY_CONFIG: dict[str, float] = {"epsilon_base": 0.015, "alpha": 0.5, "beta": 2.0, "delta": 1e-5}
 
 TARGET_ACCURACY: dict[str, float] = {"mnist": 0.971, "cifar10": 0.812}
 
@@ -138,11 +133,7 @@ _STRATEGIES = ("layer_wise", "full", "none")
 
 
 def settings_from_hyperparameters(
-    given: Mapping[str, Any],
-    *,
-    num_clients: int,
-    dataset_name: str,
-    parameter_names: Sequence[str],
+    given: Mapping[str, Any], *, num_clients: int, dataset_name: str, parameter_names: Sequence[str]
 ) -> dict[str, Any]:
     """Return keyword settings of `RunConfig` for a dictionary like `HYPERPARAMETERS`.
 
@@ -159,9 +150,7 @@ def settings_from_hyperparameters(
     if "clients_per_round" not in given and merged["clients_per_round"] > num_clients:
         settings["clients_per_round"] = 0.3
     settings["availability"] = checks.choice(
-        "participation_distribution",
-        merged["participation_distribution"],
-        AVAILABILITIES,
+        "participation_distribution", merged["participation_distribution"], AVAILABILITIES
     )
     settings |= _mode(given, parameter_names)
     settings |= {key: value for key, value in given.items() if key not in translated}

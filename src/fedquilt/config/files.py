@@ -21,6 +21,7 @@ from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.common.formatting import shortened
 from fedquilt.common.storage import os_reason
+from fedquilt.config.choices import EXIT_METHODS
 from fedquilt.config.condense import (
     ALIASES,
     COLOUR_DEFAULTS,
@@ -33,6 +34,7 @@ from fedquilt.config.condense import (
 from fedquilt.config.documents import PRESETS
 from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
 from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT, Flag
+from fedquilt.config.recipe import recipe
 from fedquilt.config.run import RunConfig, old_names, option_fields, option_names
 from fedquilt.config.uses import is_effective, reject_unused
 
@@ -49,6 +51,7 @@ def build_config(
     own: bool = False,
     brought: bool = False,
     arms: Sequence[Mapping[str, Any]] = (),
+    like: str | None = None,
 ) -> RunConfig:
     """Merge defaults, preset, file and keyword settings into a checked configuration.
 
@@ -65,6 +68,8 @@ def build_config(
     arms
         What differs between runs that are compared: an option must do something in one of
         them.  Where they differ in the mode, all share the defaults of the default mode.
+    like
+        The named model that the user's own was made as, for the recipe.
     """
     said = dict(settings or {})
     method = said.get("method")
@@ -86,7 +91,11 @@ def build_config(
     check_keys(from_file, str(file), kind)
     check_keys(said, "configuration", kind)
     given = {**from_file, **said}
-    usual = _usual(kind, given, base, own, any("mode" in arm for arm in arms))
+    shared_modes = any("mode" in arm for arm in arms)
+    usual = _usual(kind, given, base, own, shared_modes)
+    if usual.get("mode") == DEFAULT_MODE and not (base or brought or shared_modes):
+        known = given if like is None else {**given, "model": like}
+        usual |= recipe(known, usual, given.get("dataset", RunConfig.dataset))
     rest = {key: value for key, value in from_file.items() if key not in said}
     config = _made(kind, {**usual, **given}, file, rest)
     if not own:
@@ -167,11 +176,7 @@ def _made(
 
 
 def _usual(
-    kind: type[RunConfig],
-    given: Mapping[str, Any],
-    preset: dict[str, Any],
-    own: bool,
-    shared: bool,
+    kind: type[RunConfig], given: Mapping[str, Any], preset: dict[str, Any], own: bool, shared: bool
 ) -> dict[str, Any]:
     """Return the defaults of a run for which this was said."""
     if kind is CondenseConfig:
@@ -199,11 +204,11 @@ def method_defaults(method: Any, mode: Any) -> dict[str, Any]:
     """Return what a method on slices is, where nobody says otherwise.
 
     HeteroFL leaves rows of absent classes out of the mean, as its authors do, where nothing is
-    claimed; DepthFL needs a network with exits; in HeFlwr's MFL every client holds a half.
+    claimed; DepthFL and ScaleFL need exits; in HeFlwr's MFL every client holds a half.
     """
     if method == "heterofl":
         return {"absent_classes": "leave_out" if mode == "fedavg" else "average"}
-    own = {"depthfl": {"model": "exits"}, "mfl": {"tiers": "1/2"}}
+    own = {**{name: {"model": "exits"} for name in EXIT_METHODS}, "mfl": {"tiers": "1/2"}}
     return dict(own.get(method, {})) if isinstance(method, str) else {}
 
 
@@ -224,9 +229,13 @@ def _usual_of_condensation(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(usual)
 
 
+_OF_THE_FIRST = 40
+"""Fewer options than the first version had: a run of any version names more."""
+
+
 def _is_record(from_file: Mapping[str, Any], kind: type[RunConfig]) -> bool:
     """Tell whether a file was written by a run: those name every option, people a few."""
-    return 2 * len(from_file) > len(option_fields(kind))
+    return len(from_file) > min(_OF_THE_FIRST, len(option_fields(kind)) // 2)
 
 
 def read_config_file(path: str | Path, method: str | None = None) -> dict[str, Any]:
@@ -279,6 +288,8 @@ def check_keys(
     for key in settings:
         if key not in known:
             hint = checks.did_you_mean(key, words)
+            if isinstance(settings[key], dict):
+                hint = ": options stand in no section, but on lines of their own"
             if key in option_fields(CondenseConfig) or key in ALIASES:
                 hint = f": it is an option of method={CondenseConfig.method!r}"
             raise InvalidValueError(f"unknown key {key!r} in {where}{hint}")

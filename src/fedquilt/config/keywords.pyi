@@ -17,6 +17,10 @@ class RunSettings(TypedDict, total=False):
     clients_per_round: int | float
     availability: str
     selection: str
+    energy: str | None
+    buffer_size: int | None
+    in_flight: int | None
+    device_spread: float
     mode: str
     trainable: str
     num_rounds: int
@@ -32,9 +36,23 @@ class RunSettings(TypedDict, total=False):
     weight_decay: float
     gradient_clip: float | None
     fedprox_mu: float
+    correction: str
+    feddyn_alpha: float
     server_optimizer: str
     server_lr: float | None
     server_momentum: float
+    average_late: float
+    personal: str
+    personal_layers: str | None
+    personal_epochs: int
+    ditto_lambda: float
+    compression: str
+    compression_share: float
+    aggregation: str
+    byzantine_fraction: float
+    attack: str
+    attackers: float
+    attack_strength: float | None
     tiers: str
     whole: str | None
     absent_classes: str
@@ -65,7 +83,11 @@ class RunSettings(TypedDict, total=False):
     clip_cap: float
     normalise_updates: bool
     noise_bands: int
+    rounds_per_release: int
     amplification: bool
+    secure_aggregation: str
+    least_survivors: float
+    colluding_clients: int
     ledger: str | None
     population: str | None
     new_population: bool

@@ -147,3 +147,8 @@ DOCUMENT_MODES = tuple(name for name, mode in MODE_TABLE.items() if mode.of_docu
 NOISED_MODES = tuple(name for name, mode in MODE_TABLE.items() if mode.noised)
 OWN_CLIENT_DEFAULTS = {"availability": "always", "clients_per_round": 1.0}
 """Your own clients are all there and all join, in every mode; the data sets' come and go."""
+
+
+def mode_colors() -> dict[str, str]:
+    """Return the name of each mode's colour."""
+    return {name: mode.color for name, mode in MODE_TABLE.items()}

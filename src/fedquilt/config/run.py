@@ -19,10 +19,15 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import (
     ABSENT_CLASSES,
     ADJACENCIES,
+    AGGREGATIONS,
+    ATTACKS,
     CLIENT_OPTIMIZERS,
     CLIPPINGS,
+    COMPRESSIONS,
+    CORRECTIONS,
     DEVICES,
     ENGINES,
+    FLOWER_ENGINES,
     IF_EXHAUSTED,
     LOSSES,
     LR_SCHEDULES,
@@ -30,8 +35,10 @@ from fedquilt.config.choices import (
     NARROW_METHODS,
     NORM_STATISTICS,
     PARTITIONS,
+    PERSONAL,
     POLICIES,
     PRECISIONS,
+    SECURE_AGGREGATION,
     SELECTIONS,
     SERVER_OPTIMIZERS,
     WHOLE_METHODS,
@@ -49,6 +56,7 @@ from fedquilt.config.option import (
     OWN,
     OWN_CLIENTS,
     SPLIT,
+    AnyBut,
     Case,
     Flag,
     checked,
@@ -73,7 +81,13 @@ OF_SPLIT: tuple[Case, ...] = ({CLIENTS: (SPLIT,)},)
 CERTIFIED: tuple[Case, ...] = ({"mode": ("certified",)},)
 _BUDGETED: tuple[Case, ...] = ({"mode": _QUAP}, {"mode": ("certified",), "policy": ("paper",)})
 _QUANTILE: tuple[Case, ...] = ({"mode": ("certified",), "clipping": ("quantile",)},)
+_ATTACKED: tuple[Case, ...] = ({"attack": AnyBut(("none",))},)
+_CLIPPED: Case = {"mode": ("fedavg",), "aggregation": ("norm_bound", "centred_clipping")}
+_SECURE: tuple[Case, ...] = (
+    {"mode": ("certified",), "secure_aggregation": ("simulated", "protocol")},
+)
 _IN_LEDGER: Case = {"ledger": None}
+_BUFFERED: tuple[Case, ...] = ({"buffer_size": None},)
 
 _BOTH = F.COMMON | F.COMMON_CONDENSE
 # Squares and quotients of smaller bounds leave the range in which float32 has all its digits.
@@ -96,7 +110,7 @@ class RunConfig:
     no_download: bool = declare(
         False, _DATA, "Refuse to download missing data.", F.EXECUTION | F.APP, uses=OF_SPLIT)
     partition: str = declare(
-        "dirichlet", _DATA, "Split: dirichlet, iid, shards, writer.", _BOTH | F.APP,
+        "dirichlet", _DATA, "Split: dirichlet, iid, shards, part, writer.", _BOTH | F.APP,
         choices=PARTITIONS, uses=OF_SPLIT)
     dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.",
@@ -119,8 +133,23 @@ class RunConfig:
         "Who is there: always, beta (long tail), uniform, or FILE.csv (round,client).", F.COMMON)
     selection: str = declare(
         "uniform", _POPULATION,
-        "Who is picked among them: uniform or weighted (Beta) without replacement, or a poisson "
-        "coin.", F.NODES, choices=SELECTIONS)
+        "Who is picked among them: uniform or weighted (Beta) without replacement, a poisson coin, "
+        "or who has spent least energy.", F.NODES, choices=SELECTIONS)
+    energy: str | None = declare(
+        None, _POPULATION,
+        "FILE.csv (client,joules,battery,charge): what a round costs each client; without charge "
+        "it is not there.", F.NOT_CONDENSE | F.OPERATOR)
+
+    buffer_size: int | None = declare(
+        None, _POPULATION,
+        "Asynchronous rounds (FedBuff): release when so many updates have come; absent: rounds.",
+        F.NOT_CONDENSE, at_least=1)
+    in_flight: int | None = declare(
+        None, _POPULATION, "Clients at work at the same time; absent: twice the buffer.",
+        F.NOT_CONDENSE, at_least=1, uses=_BUFFERED)
+    device_spread: float = declare(
+        1.0, _POPULATION, "Deviation of the logarithm of the seconds that devices take.",
+        F.NOT_CONDENSE | F.OPERATOR, at_least=0, uses=_BUFFERED)
 
     mode: str = declare(
         DEFAULT_MODE, _PRIVACY,
@@ -128,8 +157,8 @@ class RunConfig:
         "quap_fl, quap_fl_client.", F.NODES | _BOTH, choices=MODES)
     model: str = declare(
         "auto", _TRAINING,
-        "hog-linear, scatter-linear (a head on frozen features, chosen on MNIST), linear, mlp, "
-        "digits, mnist, cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data set's.",
+        "hog-, scatter-, hog-drawn-linear, drawn-linear-16 to -256, linear, mlp, digits, mnist, "
+        "cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data set's.",
         _BOTH | F.APP | F.PARAMETER)
     trainable: str = declare(
         "all", _TRAINING, "Patterns of parameter names, joined by commas; the rest is frozen.",
@@ -182,6 +211,13 @@ class RunConfig:
     fedprox_mu: float = declare(
         0.0, _TRAINING, "Strength of the FedProx term; 0 is off.", F.NODES | F.NOT_CONDENSE,
         at_least=0)
+    correction: str = declare(
+        "none", _TRAINING,
+        "Against the drift of clients with skewed data: none, scaffold, feddyn, fednova (fedavg "
+        "only).", F.NOT_CONDENSE, choices=CORRECTIONS)
+    feddyn_alpha: float = declare(
+        0.1, _TRAINING, "Strength of FedDyn's dynamic term (alpha).", F.NOT_CONDENSE, above=0,
+        uses=({"mode": ("fedavg",), "correction": ("feddyn",)},))
     server_optimizer: str = declare(
         "sgd", _TRAINING, "How the server applies the mean.", F.COMMON | F.NOT_CONDENSE,
         choices=SERVER_OPTIMIZERS)
@@ -191,11 +227,59 @@ class RunConfig:
     server_momentum: float = declare(
         0.9, _TRAINING, "Momentum of --server-optimizer momentum.", F.NOT_CONDENSE, at_least=0,
         below=1, uses=({"server_optimizer": ("momentum",)},))
+    average_late: float = declare(
+        0.0, _TRAINING,
+        "Share of the releases, at the end, whose models are averaged into the last one; costs no "
+        "privacy.", F.NOT_CONDENSE, at_least=0, at_most=1)
+
+    personal: str = declare(
+        "none", _TRAINING,
+        "What each client has for itself: none, a part of the model (fedper, fedrep), a model near "
+        "the shared one (ditto), or that one fine-tuned (finetune).", F.NOT_CONDENSE,
+        choices=PERSONAL)
+    personal_layers: str | None = declare(
+        None, _TRAINING,
+        "Patterns of parameter names, joined by commas, that stay with the client; absent: the "
+        "last layer.", F.NOT_CONDENSE, uses=({"personal": ("fedper", "fedrep")},))
+    personal_epochs: int = declare(
+        1, _TRAINING, "Epochs of what a client trains for itself alone.", F.NOT_CONDENSE,
+        at_least=1, uses=({"personal": ("fedrep", "ditto", "finetune")},))
+    ditto_lambda: float = declare(
+        0.1, _TRAINING, "How strongly Ditto pulls own models to the shared one.", F.NOT_CONDENSE,
+        at_least=0, uses=({"personal": ("ditto",)},))
+    compression: str = declare(
+        "none", _TRAINING,
+        "How updates travel: none, bf16, int8, qsgd (4 bits), sign, topk, randomk, ternary; what "
+        "the last four leave out is sent later.", F.NOT_CONDENSE, choices=COMPRESSIONS)
+    compression_share: float = declare(
+        0.1, _TRAINING, "Share of the numbers that topk, randomk and ternary send.",
+        F.NOT_CONDENSE, above=0, at_most=1,
+        uses=({"compression": ("topk", "randomk", "ternary")},))
+    aggregation: str = declare(
+        "mean", _TRAINING,
+        "What the server makes of the updates: mean, or against hostile clients median, "
+        "trimmed_mean, krum, multi_krum, geometric_median, norm_bound, centred_clipping, majority "
+        "(of signs; fedavg only).", F.NOT_CONDENSE, choices=AGGREGATIONS)
+    byzantine_fraction: float = declare(
+        0.2, _TRAINING, "Share of a cohort that may be hostile, for trimmed_mean and (multi_)krum.",
+        F.NOT_CONDENSE, at_least=0, below=0.5,
+        uses=({"mode": ("fedavg",), "aggregation": ("trimmed_mean", "krum", "multi_krum")},))
+    attack: str = declare(
+        "none", _TRAINING,
+        "Simulate hostile clients: none, sign_flip, scaling, label_flip, backdoor, "
+        "little_is_enough, inner_product.", F.NOT_CONDENSE | F.OPERATOR, choices=ATTACKS)
+    attackers: float = declare(
+        0.2, _TRAINING, "Share of all clients that are hostile.", F.NOT_CONDENSE | F.OPERATOR,
+        at_least=0, at_most=1, uses=_ATTACKED)
+    attack_strength: float | None = declare(
+        None, _TRAINING, "Factor on what they send; absent: the attack's usual one.",
+        F.NOT_CONDENSE | F.OPERATOR, above=0, uses=_ATTACKED)
 
     method: str = declare(
         "full", _SLICES,
-        "full, heterofl, fedrolex, fjord, dropout, mfl, depthfl, smallest, largest, largest_only "
-        "(fedavg unless certified is said).", F.NODES | F.COMMON | F.NOT_CONDENSE | F.PARAMETER,
+        "full, heterofl, fedrolex, fjord, dropout, mfl, fiarse, depthfl, scalefl, smallest, "
+        "largest, largest_only, hetlora, flexlora, fedsb (usually fedavg).",
+        F.NODES | F.COMMON | F.NOT_CONDENSE | F.PARAMETER,
         choices=METHODS, own=True)
     tiers: str = declare(
         "1,1/2,1/4,1/8", _SLICES,
@@ -252,7 +336,7 @@ class RunConfig:
         F.NOT_CONDENSE, above=0, at_most=1, uses=({"mode": _QUAP},))
     clip_norm: float = declare(
         1.0, _PRIVACY, "Bound on the length of an update.", F.NODES | F.COMMON, above=0,
-        floor=_FLOOR, uses=({"mode": _CLAIMING},))
+        floor=_FLOOR, uses=({"mode": _CLAIMING}, _CLIPPED))
     clip_quantile: float = declare(
         0.9, _PRIVACY, "Quantile of the update norms that sets the clip bound.", F.NOT_CONDENSE,
         above=0, below=1, uses=({"mode": _QUAP},))
@@ -298,9 +382,25 @@ class RunConfig:
     noise_bands: int = declare(
         1, _PRIVACY, "Correlate noise over so many rounds; nobody joins twice within them.",
         at_least=1, limit=10_000, uses=CERTIFIED)
+    rounds_per_release: int = declare(
+        1, _PRIVACY,
+        "Let the model stand still for so many rounds: whoever comes in them counts once, in one "
+        "noised release.", F.NODES | F.NOT_CONDENSE, at_least=1)
     amplification: bool = declare(
         False, _PRIVACY, "Claim amplification by a secret coin (needs --selection poisson).",
         F.NODES, uses=CERTIFIED)
+    secure_aggregation: str = declare(
+        "off", _PRIVACY,
+        "Let clients add the noise, so that nobody trusts the server: simulated computes what the "
+        "protocol would release, protocol runs it, keys and masks included.",
+        choices=SECURE_AGGREGATION, uses=CERTIFIED)
+    least_survivors: float = declare(
+        0.7, _PRIVACY,
+        "Share of a round's clients, and always more than half, that must answer before their sum "
+        "is opened; their noise is enough.", above=0, at_most=1, uses=_SECURE)
+    colluding_clients: int = declare(
+        0, _PRIVACY, "How many clients of a round may side with the server.", at_least=0,
+        uses=_SECURE)
     ledger: str | None = declare(
         None, _LEDGER, "File that outlives runs: who gave away what.",
         F.REPETITION | _BOTH | F.OPERATOR)
@@ -327,7 +427,7 @@ class RunConfig:
     client_test_fraction: float = declare(
         0.0, _RUN,
         "Share of its samples that each client holds back to evaluate the model on; what it "
-        "measures is for the owner.", F.APP, at_least=0, below=1)
+        "measures is for the owner.", F.NODES, at_least=0, below=1)
     evaluation_share: float = declare(
         0.0, _RUN,
         "Share of each client's budget, in certified, that pays for publishing a noised mean of "
@@ -379,6 +479,11 @@ class RunConfig:
         self._check_certified()
         self._check_method()
         self._check_steps()
+        self._check_hostile()
+        self._check_correction()
+        self._check_buffer()
+        self._check_messages()
+        self._check_personal()
         if self.max_clip <= self.min_clip:
             raise InvalidValueError(f"max_clip={self.max_clip} must be > min_clip={self.min_clip}")
         for name in ("noise_layers", "trainable"):
@@ -433,6 +538,127 @@ class RunConfig:
                 "which does not use it"
             )
 
+    def _check_hostile(self) -> None:
+        """Refuse robust rules where noise or parts are made for sums, and attacks elsewhere."""
+        if self.aggregation != "mean" and self.mode != "fedavg":
+            raise InvalidValueError(
+                f"aggregation={self.aggregation!r} must be 'mean' in mode={self.mode!r}: its noise "
+                "is made for a sum of clipped updates, which one client moves by its clip at most; "
+                "a rule that compares single updates moves by more. The clip itself bounds what "
+                "a hostile client can do"
+            )
+        for name, plain in (("aggregation", "mean"), ("attack", "none")):
+            if getattr(self, name) != plain and self.method != "full":
+                raise InvalidValueError(
+                    f"{name}={getattr(self, name)!r} must be {plain!r} with method="
+                    f"{self.method!r}: it takes updates of the whole model"
+                )
+        if self.attack != "none" and self.engine in (*FLOWER_ENGINES, OWN):
+            raise InvalidValueError(
+                f"attack={self.attack!r} must be 'none' with engine={self.engine!r}: attackers are "
+                "simulated where the package trains clients itself"
+            )
+
+    def _check_buffer(self) -> None:
+        """Refuse what cannot go with asynchronous rounds."""
+        if self.buffer_size is None:
+            return
+        refused = (
+            ("amplification", self.amplification, "a secret coin keeps who comes by itself"),
+            ("rounds_per_release", self.rounds_per_release != 1, "a buffer is a window already"),
+            ("selection", self.selection != "uniform", "who begins is drawn among who is there"),
+            ("method", self.method != "full", "clients must train the whole model"),
+            ("correction", self.correction != "none", "its formulas are those of one model"),
+            ("personal", self.personal != "none", "what clients keep follows one model"),
+            ("energy", self.energy is not None, "batteries are charged and drained in rounds"),
+            ("secure_aggregation", self.secure_aggregation != "off", "clients of one sum must be "
+             "there together"),
+        )  # fmt: skip
+        for name, is_wrong, why in refused:
+            if is_wrong:
+                raise InvalidValueError(
+                    f"buffer_size={self.buffer_size} must be left out with "
+                    f"{name}={getattr(self, name)!r}: {why}"
+                )
+
+    def _check_correction(self) -> None:
+        """Refuse corrections where they would not be those of their papers, or cost a claim."""
+        if self.correction == "none":
+            return
+        name = self.correction
+        why = {
+            "scaffold": "its clients send a second vector, longer than the first, and noise and "
+            "clip are made for one",
+            "feddyn": "what its server adds up over all rounds would be their noise",
+            "fednova": "its step follows from how many samples clients hold, which a bound hides; "
+            "normalise_updates makes all updates equally long",
+        }[name]
+        sgd = "its formulas are those of plain SGD"
+        elsewhere = "clients keep their vectors where the package trains them one by one"
+        remote = (*FLOWER_ENGINES, OWN)
+        one_by_one = self.engine in ("auto", "sequential")
+        momentum = bool(self.momentum) and (name != "fednova" or bool(self.fedprox_mu))
+        own_server = (self.server_optimizer, self.server_lr or 1.0) != ("sgd", 1.0)
+        refused = (
+            ("mode", self.mode != "fedavg", why),
+            ("method", self.method != "full", "clients must train the whole model"),
+            ("aggregation", self.aggregation != "mean", "its formulas are those of means"),
+            ("optimizer", self.optimizer != "sgd", sgd),
+            ("momentum", momentum, sgd),
+            ("gradient_clip", self.gradient_clip is not None, sgd),
+            ("fedprox_mu", bool(self.fedprox_mu) and name != "fednova", "it has its own term"),
+            ("server_optimizer", name == "feddyn" and own_server, "its server has its own step"),
+            ("engine", self.engine in remote if name == "fednova" else not one_by_one, elsewhere),
+            ("devices", self.devices is not None and name != "fednova", elsewhere),
+        )
+        for option, is_wrong, reason in refused:
+            if is_wrong:
+                raise InvalidValueError(
+                    f"correction={name!r} must be 'none' with {option}="
+                    f"{getattr(self, option)!r}: {reason}"
+                )
+
+    def _check_messages(self) -> None:
+        """Refuse compressions that what is sent does not survive, and steps without a length."""
+        if self.aggregation == "majority" and self.server_lr is None:
+            raise InvalidValueError(
+                "aggregation='majority' needs server_lr: the model moves by it in every coordinate"
+            )
+        refused = (
+            ("method", self.method != "full", "what is left out belongs to fixed places"),
+            ("correction", self.correction != "none", "its formulas need what clients computed"),
+            ("secure_aggregation", self.secure_aggregation != "off", "masks take all their bits"),
+        )
+        for option, is_wrong, reason in refused:
+            if is_wrong and self.compression != "none":
+                raise InvalidValueError(
+                    f"compression={self.compression!r} must be 'none' with {option}="
+                    f"{getattr(self, option)!r}: {reason}"
+                )
+
+    @property
+    def trains_one_by_one(self) -> bool:
+        """Whether each client has a loss of its own, which autograd alone trains."""
+        return self.correction in ("scaffold", "feddyn") or self.personal != "none"
+
+    def _check_personal(self) -> None:
+        """Refuse personal models where clients do not train whole ones, one by one."""
+        by_layer = "its noise is dealt by layers, of which some would stay with clients"
+        alone = "what clients keep is where the package trains them one by one"
+        refused = (
+            ("mode", self.mode not in SLICED_MODES, by_layer),
+            ("method", self.method != "full", "clients must train the whole model"),
+            ("correction", self.correction != "none", "its formulas are those of shared models"),
+            ("engine", self.engine not in ("auto", "sequential"), alone),
+            ("devices", self.devices is not None, alone),
+        )
+        for option, is_wrong, reason in refused:
+            if is_wrong and self.personal != "none":
+                raise InvalidValueError(
+                    f"personal={self.personal!r} must be 'none' with {option}="
+                    f"{getattr(self, option)!r}: {reason}"
+                )
+
     def _check_certified(self) -> None:
         """Check what the certified mode's options ask of one another."""
         if self.mode != "certified":
@@ -449,6 +675,7 @@ class RunConfig:
                 f"evaluation_share={self.evaluation_share:g} must be 0 with amplification or a "
                 "noise_seed: it is a part of a budget that noise protects"
             )
+        self._check_secure()
         if not self.amplification:
             return
         if self.allowance not in (None, self.epsilon):
@@ -473,6 +700,35 @@ class RunConfig:
             )
         if self.clipping != "fixed" or self.noise_bands != 1:
             raise InvalidValueError("amplification=True needs clipping='fixed' and noise_bands=1")
+        if self.rounds_per_release != 1:
+            raise InvalidValueError(
+                f"amplification=True needs rounds_per_release=1, not {self.rounds_per_release}: "
+                "whom a secret coin kept in a window decides whether it is tossed again"
+            )
+
+    def _check_secure(self) -> None:
+        """Refuse what cannot go with sums that a server sees as a whole only."""
+        if self.secure_aggregation == "off":
+            return
+        refused = (
+            ("amplification", self.amplification, "the server would know whom its coin kept"),
+            ("noise_bands", self.noise_bands != 1, "noise of earlier rounds is the server's own"),
+            (
+                "rounds_per_release",
+                self.rounds_per_release != 1,
+                "clients of one sum must be there together, to take back masks of who left",
+            ),
+            ("clipping", self.clipping != "fixed", "bits of a quantile are not in the sum"),
+            ("evaluation_share", self.evaluation_share, "its noise is the server's own"),
+            ("method", self.method not in (*WHOLE_METHODS, "condense"), "vectors must be whole"),
+            ("engine", self.engine == "flower-ray", "its actors keep nothing between messages"),
+        )
+        for name, is_wrong, why in refused:
+            if is_wrong:
+                raise InvalidValueError(
+                    f"secure_aggregation={self.secure_aggregation!r} must be 'off' with "
+                    f"{name}={getattr(self, name)!r}: {why}"
+                )
 
     def _check_cohort(self) -> None:
         value = self.clients_per_round
@@ -519,8 +775,24 @@ class RunConfig:
             )
         return self.clients_per_round
 
+    @property
+    def num_releases(self) -> int:
+        """How often the model moves: once in a window of `rounds_per_release` rounds."""
+        return -(-self.num_rounds // self.rounds_per_release)
+
+    @property
+    def late_releases(self) -> tuple[int, int] | None:
+        """How many models are averaged at the end, and of how many; None: only one."""
+        count = round(self.average_late * self.num_releases)
+        return (count, self.num_releases) if count > 1 else None
+
+    @property
+    def releases_per_evaluation(self) -> int:
+        """After how many releases the model is evaluated: `eval_every` rounds, or one release."""
+        return max(1, self.eval_every // self.rounds_per_release)
+
     def learning_rate_at(self, round_index: int) -> float:
-        """Return the local learning rate of round t, of T, by `lr_schedule`.
+        """Return the local learning rate of release t, of T, by `lr_schedule`.
 
         exponential: learning_rate * lr_decay ** t;  step: lr_decay ** (t // lr_step_rounds);
         cosine: (1 + cos(pi t / T)) / 2;  all times (t + 1) / (w + 1) in the first w rounds,
@@ -534,7 +806,7 @@ class RunConfig:
     def _schedule(self, round_index: int) -> float:
         """Return the factor on the learning rate in a round, without warm-up."""
         if self.lr_schedule == "cosine":
-            return (1.0 + math.cos(math.pi * round_index / self.num_rounds)) / 2.0
+            return (1.0 + math.cos(math.pi * round_index / self.num_releases)) / 2.0
         if self.lr_schedule == "step":
             return self.lr_decay ** (round_index // self.lr_step_rounds)
         return self.lr_decay**round_index if self.lr_schedule == "exponential" else 1.0

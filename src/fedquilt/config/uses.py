@@ -133,8 +133,9 @@ def shows_settings(function: Callable[..., Any]) -> None:
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    fields = option_fields(CondenseConfig)
-    for key, name in keywords(CondenseConfig):
+    """Yield what a run takes; options of condensations alone are told by their refusal."""
+    fields = option_fields(RunConfig)
+    for key, name in keywords(RunConfig):
         kind, default = fields[name].type, _default(name)
         yield inspect.Parameter(
             key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind

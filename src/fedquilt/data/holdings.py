@@ -1,6 +1,7 @@
 """Who holds which samples, for a million clients: one array, cut where each client begins.
 
-Also: whether two sets of samples are the same, and whether clients share any.
+Also: who holds which rows of a table, whether two sets of samples are the same, and whether
+clients share any.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Holdings(Sequence[IndexArray]):
     ) -> None:
         given = iter(lists)
         numbers, lengths, first = [], [], 0
-        while batch := [np.asarray(held) for held in itertools.islice(given, _AT_ONCE)]:
+        while batch := [_as_array(held) for held in itertools.islice(given, _AT_ONCE)]:
             numbers.append(_joined(batch, first, size, what))
             lengths.append(np.fromiter(map(len, batch), dtype=np.int64, count=len(batch)))
             first += len(batch)
@@ -94,13 +95,24 @@ class Holdings(Sequence[IndexArray]):
             yield words.tobytes()
 
 
+def _as_array(held: object) -> npt.NDArray[np.generic]:
+    """Return what one client was given as an array, a wrong one for data of uneven shapes."""
+    try:
+        return np.asarray(held)
+    except ValueError:
+        return np.empty((0, 0))
+
+
 def _joined(
     batch: list[npt.NDArray[np.generic]], first: int, size: int | None, what: str
 ) -> IndexArray:
     """Return the numbers of some clients as one array; what is no list of them is an error."""
     for place, held in enumerate(batch):
         if held.ndim != 1 or (held.size and held.dtype.kind not in "iu"):
-            raise InvalidValueError(f"{what}[{first + place}] must be a list of sample numbers")
+            raise InvalidValueError(
+                f"{what}[{first + place}] must be a list of sample numbers; data sets, one a "
+                "client, are given as train, and clients is left out"
+            )
     # A client without data is a client: it joins and sends zero.
     some = [held for held in batch if held.size] or [np.zeros(0, dtype=np.int64)]
     joined: IndexArray = np.concatenate(some, dtype=np.int64, casting="unsafe")
@@ -112,6 +124,62 @@ def _joined(
             f"it holds {int(held.min())} to {int(held.max())}"
         )
     return joined
+
+
+def by_column(
+    train: object, column: str, *others: object
+) -> tuple[dict[str, Any], dict[str, IndexArray], tuple[Any, ...]]:
+    """Return a table's other columns, the rows of each client, and other tables likewise.
+
+    Parameters
+    ----------
+    train : datasets.Dataset, pandas.DataFrame or mapping
+        A table, one sample a row; a mapping has columns under their names.
+    column : str
+        Whose each sample is: its values, as texts, are the clients' ids.
+    *others
+        Data whose columns have these names too, such as test data; the column is left out.
+        What is no table, or lacks the column, stays as it is.
+    """
+    table = _table(train)
+    if table is None or column not in table:
+        names = "no columns" if table is None else ", ".join(map(repr, table))
+        raise InvalidValueError(f"clients={column!r} must be a column of train, which has {names}")
+    owners = np.asarray(table.pop(column))
+    unknown = [k for k, owner in enumerate(owners.tolist()) if owner is None or owner != owner]
+    if owners.ndim != 1 or unknown:
+        where = f"; row {unknown[0]} has none" if unknown else ""
+        raise InvalidValueError(f"column {column!r} of train must name one client a row{where}")
+    names_of_rows = np.array([str(owner) for owner in owners.tolist()])
+    ids, whose = np.unique(names_of_rows, return_inverse=True)
+    rows = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose))[:-1])
+    parts = {str(name): held for name, held in zip(ids, rows, strict=True)}
+    return table, parts, tuple(_without(other, column) for other in others)
+
+
+def _without(data: object, column: str) -> Any:
+    table = _table(data)
+    if table is None or column not in table:
+        return data
+    return {name: values for name, values in table.items() if name != column}
+
+
+def _table(data: Any) -> dict[str, Any] | None:
+    """Return the columns of a table by their names; None for what is none."""
+    if isinstance(data, Mapping):
+        return {n: np.asarray(v) if isinstance(v, list) else v for n, v in data.items()}
+    if hasattr(data, "column_names") and hasattr(data, "with_format"):  # datasets
+        return dict(data.with_format("numpy")[:])
+    if hasattr(data, "columns") and hasattr(data, "to_numpy"):  # pandas
+        return {str(name): _cells(data[name]) for name in data.columns}
+    return None
+
+
+def _cells(series: Any) -> Any:
+    """Return a column's values; lists of one length, such as token ids, as one array."""
+    values = series.to_numpy()
+    lists = values.dtype == object and len(values) and isinstance(values[0], list | np.ndarray)
+    return np.stack([np.asarray(value) for value in values]) if lists else values
 
 
 _DIGEST_BYTES = 1 << 24

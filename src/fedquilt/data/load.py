@@ -176,11 +176,14 @@ def _registered(spec: DatasetSpec) -> tuple[ImageDataset, ImageDataset]:
         raise InvalidValueError(
             f"the function of data set {spec.name!r} must return (train, test), not {made!r:.60}"
         )
-    classes = spec.num_classes or None
-    train, test = (as_dataset(part, name=spec.name, num_classes=classes) for part in made)
-    most = max(train.num_classes, test.num_classes)
+    said = [part.num_classes for part in made if isinstance(part, ImageDataset)]
+    # Of labels those of the test part alone may say it: what clients hold decides no shape.
+    most = max(spec.num_classes, *said, 0) or as_dataset(made[1]).num_classes
     train, test = (
-        dataclasses.replace(part, name=spec.name, num_classes=most) for part in (train, test)
+        dataclasses.replace(
+            as_dataset(part, name=spec.name, num_classes=most), name=spec.name, num_classes=most
+        )
+        for part in made
     )
     return with_people_noted(train, test), test
 
@@ -370,10 +373,7 @@ def _tiny_imagenet(spec: DatasetSpec, path: Path) -> tuple[ImageDataset, ImageDa
             if name not in number:
                 raise DataError(f"{path}: val_annotations.txt names the class {name!r:.40}")
             test[f"{root}/val/images/{picture}"] = number[name]
-        return (
-            _pictures(spec, packed, members, train),
-            _pictures(spec, packed, members, test),
-        )
+        return (_pictures(spec, packed, members, train), _pictures(spec, packed, members, test))
 
 
 def _text(packed: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], name: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -100,18 +100,19 @@ class DatasetSpec:
     load: Callable[[], tuple[Any, Any]] | None = None
 
 
-def _idx_files(checksums: tuple[tuple[int, str, str], ...]) -> tuple[FileSpec, ...]:
-    """Return MNIST's four files for the (packed size, packed md5, content sha256) of each."""
+def _idx_files(packed_sizes: Sequence[int], digests: str) -> tuple[FileSpec, ...]:
+    """Return MNIST's four files, with a line `packed md5, content sha256` for each."""
     parts = (
         ("train-images-idx3-ubyte.gz", (60_000, 28, 28), 47_040_016),
         ("train-labels-idx1-ubyte.gz", (60_000,), 60_008),
         ("t10k-images-idx3-ubyte.gz", (10_000, 28, 28), 7_840_016),
         ("t10k-labels-idx1-ubyte.gz", (10_000,), 10_008),
     )
-    return tuple(
-        FileSpec(name, shape, "uint8", size, sha256, packed_size, md5)
-        for (name, shape, size), (packed_size, md5, sha256) in zip(parts, checksums, strict=True)
-    )
+    files = []
+    for part, packed, line in zip(parts, packed_sizes, digests.splitlines(), strict=True):
+        (name, shape, size), (md5, sha256) = part, line.split()
+        files.append(FileSpec(name, shape, "uint8", size, sha256, packed, md5))
+    return tuple(files)
 
 
 _DIGITS = DatasetSpec(
@@ -133,28 +134,13 @@ _MNIST = DatasetSpec(
     std=(0.3081,),
     folder="mnist",
     files=_idx_files(
-        (
-            (
-                9_912_422,
-                "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-                "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-            ),
-            (
-                28_881,
-                "d53e105ee54ea40749a09fcbcd1e9432",
-                "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-            ),
-            (
-                1_648_877,
-                "9fb629c4189551a2d022fa330f9573f3",
-                "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-            ),
-            (
-                4_542,
-                "ec29112dd5afa0611ce80d1b7f02629c",
-                "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-            ),
-        )
+        (9_912_422, 28_881, 1_648_877, 4_542),
+        """\
+f68b3c2dcbeaaa9fbdd348bbdeb94873 ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db
+d53e105ee54ea40749a09fcbcd1e9432 65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5
+9fb629c4189551a2d022fa330f9573f3 0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7
+ec29112dd5afa0611ce80d1b7f02629c ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2
+""",
     ),
     mirrors=(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -171,28 +157,13 @@ _FASHION_MNIST = DatasetSpec(
     std=(0.3530,),
     folder="fashion-mnist",
     files=_idx_files(
-        (
-            (
-                26_421_880,
-                "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-                "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-            ),
-            (
-                29_515,
-                "25c81989df183df01b3e8a0aad5dffbe",
-                "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-            ),
-            (
-                4_422_102,
-                "bef4ecab320f06d8554ea6380940ec79",
-                "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-            ),
-            (
-                5_148,
-                "bb300cfdad3c16e7a12a480ee83cd310",
-                "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-            ),
-        )
+        (26_421_880, 29_515, 4_422_102, 5_148),
+        """\
+8d4fb7e6c68d591d4c3dfef9ec88bf0d c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888
+25c81989df183df01b3e8a0aad5dffbe bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9
+bef4ecab320f06d8554ea6380940ec79 5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b
+bb300cfdad3c16e7a12a480ee83cd310 0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34
+""",
     ),
     mirrors=(
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
@@ -365,7 +336,8 @@ def register_dataset(
         A function that returns (train, test), each an `ImageDataset` or a pair
         `(inputs, labels)`, or the description of files in a form that is known.
     num_classes : int, optional
-        Of what a function returns; the largest label and one more by default.
+        Of what a function returns; the largest label of its test part and one more by default,
+        as what clients hold decides nothing that is public.
     title : str
         What the list of data sets says of it.
 

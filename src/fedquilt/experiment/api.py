@@ -18,9 +18,11 @@ from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, build_config, check_keys, package_names
 from fedquilt.config.keywords import Settings
 from fedquilt.config.uses import shows_settings
+from fedquilt.data.holdings import by_column
 from fedquilt.experiment.loop import Watching
 from fedquilt.experiment.start import start_run
 from fedquilt.method import RemoteEngine
+from fedquilt.models import FeatureModel
 from fedquilt.observe.progress import Expectations, Progress
 from fedquilt.observe.trackers import tracked as _tracked
 from fedquilt.privacy.certified import Certified
@@ -46,6 +48,7 @@ def run(
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]]
     | Mapping[str, Sequence[int] | NDArray[Any]]
+    | str
     | None = None,
     *,
     client_ids: Iterable[str] | None = None,
@@ -82,9 +85,11 @@ def run(
         `Dataset`, a `DataLoader`, a dictionary of tensors with `labels`, or an `ImageDataset`.
         `test` may be None: clients then evaluate the model on samples of their own, or nobody
         does.
-    clients : sequence of index lists, or mapping from client ids to them
-        The samples of `train` that each client holds.  Left out where `train` is a list of
-        data sets, one a client, or a mapping from client ids to data sets.
+    clients : sequence of index lists, mapping from client ids to them, or str
+        The samples of `train` that each client holds; or the column of `train`, a
+        `datasets.Dataset`, a pandas table or a dictionary, that names them.
+        Left out where `train` is a list of data sets, one a client, or a mapping from client
+        ids to data sets.
     client_ids : sequence of str, optional
         Who the clients are.  A ledger finds each one's account by its id, wherever it
         stands in the list; clients may be absent from a run, and new ones join.
@@ -139,6 +144,8 @@ def run(
     place: str | None = _as_text(output_dir)
     own, names = _own_parts(method, mechanism, engine, loss, optimizer, metrics)
     given: dict[str, Any] = {**{k: _as_text(v) for k, v in settings.items()}, **names}
+    if isinstance(clients, str):
+        train, clients, (test, validation) = by_column(train, clients, test, validation)
     parts, ids = (None, client_ids) if clients is None else named_clients(clients, client_ids)
     folder = None
     if resume is not None:
@@ -151,7 +158,9 @@ def run(
         usual = {"dataset": CUSTOM, "model": CUSTOM, "num_clients": number}
         usual |= {} if place is None else {"output_dir": place}
         brought = own.method is not None or own.mechanism is not None
-        config = build_config({**usual, **given}, preset=preset, own=True, brought=brought)
+        like = model.made_as if isinstance(model, FeatureModel) else None
+        said = {**usual, **given}
+        config = build_config(said, preset=preset, own=True, brought=brought, like=like)
     if test is None and client_tests is None and not config.client_test_fraction:
         _LOG.warning(
             "nothing will be measured, and the result's metrics stay empty: give a test set, or "

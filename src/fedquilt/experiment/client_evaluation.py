@@ -3,7 +3,21 @@
 Each client's measures depend on its own samples and on the model alone: clients are
 evaluated one after the other, and what the module holds is put back before each.  They
 are raw, so they go into a file for the owner; where a bound is claimed nothing else of them
-leaves, unless a share of the budget pays for a noised mean (`privacy.evaluation`).
+leaves, unless a share of the budget pays for a noised mean, charged like any release: `NoisedMean`.
+
+At an evaluation each client that is there in the round, in its cohort or not, and can pay adds
+
+    v_i = (x_i - 1/2, 1/2),   x_i in [0, 1] its measure (the share it gets right),
+
+and a client that holds back no sample, or whose measure is not finite, adds (0, 0).  So
+|v_i| <= S = sqrt(1/2): putting nothing in the place of a client's data moves the sum by at
+most S, and putting other data there by at most 2 S.  What is released is
+
+    (N_1, N_2) = sum_i v_i + sigma N(0, I),   and from it   1/2 + N_1 / (2 N_2).
+
+For one client that is a Gaussian mechanism with mu^2 = S^2 / sigma^2 = e, the same for all
+and fixed in advance: a run that sets aside the share q of its budget B for E evaluations has
+e = q B / E.  Who adds is decided by availability and balances, which are public.
 """
 
 from __future__ import annotations
@@ -23,7 +37,7 @@ from fedquilt.common.spread import LOWER_IS_BETTER, client_spread
 from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
 from fedquilt.federation import Federation
-from fedquilt.privacy.evaluation import release_mean
+from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.schema import OF_CLIENTS
@@ -32,6 +46,82 @@ from fedquilt.setup.task import FederatedTask
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
 from fedquilt.training.trainers import NEVER_SILENT
+
+SENSITIVITY = math.sqrt(0.5)
+"""S, the largest norm of what one client adds."""
+
+# How often an evaluation is planned anew when another run takes what it counted on.
+_ATTEMPTS = 20
+# Who has so little less than the cost has it: earlier charges were rounded up.
+_ROUNDING = 1e-6
+# One client's worth of N_2: below it a quotient says nothing.
+_ONE_CLIENT = 0.5
+
+
+def contribution(measure: float | None) -> NDArray[np.float64]:
+    """Return v_i of a client's measure, None when it has none."""
+    if measure is None or not math.isfinite(measure):
+        return np.zeros(2)
+    return np.array([min(1.0, max(0.0, measure)) - 0.5, 0.5])
+
+
+@dataclass(frozen=True)
+class NoisedMean:
+    """What an evaluation released, and about the standard deviation of its noise."""
+
+    value: float
+    noise_std: float
+
+
+def release_mean(
+    account: RunAccount,
+    source: NoiseSource,
+    round_index: int,
+    present: NDArray[np.int64],
+    measures: Mapping[int, float | None],
+) -> NoisedMean | None:
+    """Charge, noise and return the mean measure of those who are there; None if none can pay.
+
+    The charge is settled, durable, before the mean is returned.
+    """
+    cost = account.evaluation_cost
+    granted = _reserve(account, round_index, present, cost)
+    if granted is None:
+        return None
+    total = np.zeros(2)
+    for client, charge in granted.items():
+        # At the very end of an allowance a hair less is granted than was asked.
+        total += math.sqrt(min(1.0, charge / cost)) * contribution(measures.get(client))
+    noise_std = SENSITIVITY / math.sqrt(cost)
+    noised = total + noise_std * source.stream(round_index, 2).normal(2)
+    account.settle(torch.from_numpy(noised))
+    count = max(_ONE_CLIENT, float(noised[1]))
+    value = min(1.0, max(0.0, 0.5 + 0.5 * float(noised[0]) / count))
+    # To first order N_1 and N_2 enter the quotient with weights 1 and 2 (value - 1/2), over n.
+    spread = math.hypot(1.0, 2 * value - 1)
+    return NoisedMean(value, noise_std * spread / len(granted))
+
+
+def _reserve(
+    account: RunAccount, round_index: int, present: NDArray[np.int64], cost: float
+) -> dict[int, float] | None:
+    """Reserve the cost for those present who have it; return what each was granted."""
+    for attempt in range(_ATTEMPTS):
+        left = account.left()[present]
+        able = left >= cost * (1 - _ROUNDING)
+        payers, asked = present[able], np.minimum(left[able], cost)
+        if payers.size == 0:
+            return None
+        try:
+            granted = account.reserve(round_index, payers, asked)
+        except BudgetExceededError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            if granted is None:
+                raise RuntimeError("a noised evaluation needs a ledger that bounds it")
+            return dict(zip(payers.tolist(), granted.tolist(), strict=True))
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 @dataclass(eq=False)
@@ -60,6 +150,10 @@ class ClientEvaluation:
         Says who is there in a round.
     metrics : mapping
         What the run measures; of one class a sample there is an accuracy in any case.
+    personal : callable, optional
+        Returns a client's own model, where it has one: each also evaluates that.
+    elsewhere : callable, optional
+        Asks clients that are not here.
 
     `last` has the measures of the newest evaluation, one dictionary a client.
     """
@@ -74,6 +168,8 @@ class ClientEvaluation:
     is_bounded: bool
     present: Callable[[int], NDArray[np.int64]]
     metrics: Mapping[str, MakeMetric] = field(default_factory=dict)
+    personal: Callable[[int, torch.Tensor, int], torch.Tensor] | None = None
+    elsewhere: Callable[[torch.Tensor, int], Mapping[int, dict[str, Any]]] | None = None
     last: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, weights: torch.Tensor, round_index: int) -> dict[str, float]:
@@ -99,7 +195,8 @@ class ClientEvaluation:
     def _spread(self) -> dict[str, float]:
         """Return the spread over clients of every metric, of those whom it could be told of."""
         told: dict[str, float] = {}
-        for name in dict.fromkeys(("accuracy", *self.metrics)):
+        own = () if self.personal is None else ("own_accuracy",)
+        for name in dict.fromkeys(("accuracy", *self.metrics, *own)):
             values = [row.get(name) for row in self.last]
             worse_above = name in LOWER_IS_BETTER
             told |= client_spread(values, f"{OF_CLIENTS}{name}", lower_is_better=worse_above)
@@ -108,24 +205,38 @@ class ClientEvaluation:
     def score(self, weights: torch.Tensor, round_index: int) -> list[dict[str, Any]]:
         """Return the raw measures of every client, in the run's order."""
         rows = []
+        told = None if self.elsewhere is None else self.elsewhere(weights, round_index)
         for client in range(len(self.tests)):
             row: dict[str, Any] = {"client": client}
             if self.names is not None:
                 row["name"] = self.names[client]
-            self.flat.write(weights)
-            try:
-                row = self._others(self.flat, client) | row
-                row |= self._look(self.flat, client, by_class=True)
-                if self.slices is not None:
-                    row |= self._own_slice(self.slices, weights, client, round_index)
-            except Exception as error:
-                # Where clients are protected an error would say something about one's samples.
-                if not self.is_bounded or isinstance(error, NEVER_SILENT):
-                    raise
-                row |= {"examples": len(self.tests[client]), "accuracy": None, "loss": None}
+            if told is None:
+                row |= self.row(weights, client, round_index)
+            else:
+                row |= told[client]
             rows.append(row)
         self.flat.write(weights)
         return rows
+
+    def row(self, weights: torch.Tensor, client: int, round_index: int) -> dict[str, Any]:
+        """Return the raw measures of one client."""
+        self.flat.write(weights)
+        row: dict[str, Any] = {}
+        try:
+            row |= self._others(self.flat, client)
+            row |= self._look(self.flat, client, by_class=True)
+            if self.slices is not None:
+                row |= self._own_slice(self.slices, weights, client, round_index)
+            if self.personal is not None:
+                self.flat.write(self.personal(client, weights, round_index))
+                found = self._look(self.flat, client)
+                row |= {f"own_{key}": found[key] for key in ("accuracy", "loss")}
+        except Exception as error:
+            # Where clients are protected an error would say something about one's samples.
+            if not self.is_bounded or isinstance(error, NEVER_SILENT):
+                raise
+            row |= {"examples": len(self.tests[client]), "accuracy": None, "loss": None}
+        return row
 
     def _own_slice(
         self, slices: Slices, weights: torch.Tensor, client: int, round_index: int
@@ -207,7 +318,7 @@ def make_client_evaluation(
     """Return the evaluation by clients of a run, None where they hold nothing back."""
     if problem.client_tests is None:
         return None
-    method = federation.method
+    method, remote = federation.method, problem.own.remote
     made = ClientEvaluation(
         problem.flat,
         problem.task,
@@ -219,6 +330,8 @@ def make_client_evaluation(
         federation.mechanism.is_bounded,
         problem.selector.available,
         problem.metrics,
+        method.personal_model,
+        None if remote is None else remote.evaluate,
     )
     if config.evaluation_share and not made._has_labels:
         raise InvalidValueError(

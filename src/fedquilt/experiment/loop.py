@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +20,10 @@ from fedquilt.common.observer import as_observer
 from fedquilt.common.vectors import chunks_of
 from fedquilt.config import RunConfig
 from fedquilt.experiment.client_evaluation import ClientEvaluation
+from fedquilt.experiment.preflight import tell_owner
 from fedquilt.federation import Federation
 from fedquilt.method import Method
+from fedquilt.privacy.feasibility import NoiseSoFar
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.checkpoint import check_state, expected_state
@@ -40,7 +40,8 @@ from fedquilt.record.result import (
 from fedquilt.round import RoundRecord, begin_round, finish_round, run_round
 from fedquilt.setup.account import account_notes, check_account_of
 from fedquilt.training import FlatModel
-from fedquilt.training.hardware import on_side_stream, one_thread, record_event
+from fedquilt.training.hardware import on_side_stream, record_event
+from fedquilt.training.task import one_thread
 
 # A checkpoint costs a flush to disk; once a second it costs nothing one would notice.
 CHECKPOINT_SECONDS = 1.0
@@ -127,6 +128,7 @@ class Experiment:
         self._withheld: dict[str, Any] = {}  # and what of it is for the owner alone
         self._pending: _Pending | None = None
         self._unheard: set[int] = set()
+        self._noise = NoiseSoFar(federation.weights.numel())
         federation.method.report_to(self.observer.working)
 
     @property
@@ -146,7 +148,7 @@ class Experiment:
         self._saved_at = time.monotonic()
         stopped = self._begin()
         try:
-            while stopped is None and self._rounds_run < self.config.num_rounds:
+            while stopped is None and self._rounds_run < self.config.num_releases:
                 stopped = self._next_round()
         finally:
             self._finish_pending()  # where the round after it failed or was interrupted
@@ -162,7 +164,7 @@ class Experiment:
             self._save_artifacts(0)
             return None
         done, line = len(self.lines), self.lines[-1]
-        last = done == self.config.num_rounds
+        last = done == self.config.num_releases
         stopped = None if last else self._reason_to_stop(line)
         # It may have been killed between keeping a release and evaluating the model.
         if not was_evaluated(line) and (stopped or self._evaluates(done)):
@@ -222,15 +224,18 @@ class Experiment:
     def _finish(self, record: RoundRecord, seconds: float) -> str | None:
         """Evaluate, keep and show a round; return why none should follow."""
         line = as_line(record, seconds) | self._spent() | self._left_out(record)
+        line |= self.federation.tracker.report()
         private = None
         if self.federation.mechanism.is_bounded:
             line, private = split_private(line)
         done = len(self.lines) + 1
-        last = done == self.config.num_rounds
+        last = done == self.config.num_releases
         stopped = None if last else self._reason_to_stop(line)
         evaluates = self._evaluates(done) or stopped is not None
         # Where that takes long, what was paid for is on disk before.
-        early = evaluates and self.method.evaluates_slowly and self.federation.account is not None
+        asks = self.clients is not None and self.clients.elsewhere is not None
+        slow = self.method.evaluates_slowly or asks
+        early = evaluates and slow and self.federation.account is not None
         if early and self.folder is not None:
             self.folder.append_round(line, private)
             self._save(done)
@@ -240,7 +245,7 @@ class Experiment:
             stopped = None if last else self._reason_to_stop(line)
         self.lines.append(line)
         self._record(line, private, amend=early)
-        self.observer(self.config, line | self._standing(line))
+        self.observer(self.config, line | self._standing())
         return stopped
 
     def _left_out(self, record: RoundRecord) -> dict[str, Any]:
@@ -260,21 +265,15 @@ class Experiment:
         names = ("lowest", "lower_quartile", "median", "upper_quartile", "worst")
         return {"epsilon_spent": dict(zip(names, values, strict=True))}
 
-    def _standing(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Return what an observer is told beside a round's line: how noise stands.
+    def _standing(self) -> dict[str, float]:
+        """Return what an observer is told beside a round's line: how the noise of a bound stands.
 
-        `noise_to_signal` is measured where nothing is claimed; under a claim it is the noise
-        over the longest mean update that the clip allows, √d · noise_std / clip.
+        It is the figure of plans and pages: of all rounds so far.
         """
-        told = {}
-        noise, clip = line.get("noise_std"), line.get("clip_value")
-        scale = line.get("agg_scale", 1.0)  # of noise and signal alike
-        if line.get("noise_norm") is not None and line.get("signal_norm"):
-            told["noise_to_signal"] = line["noise_norm"] / line["signal_norm"]
-        elif noise and clip and self.federation.mechanism.is_bounded and self.method.clients_train:
-            size = self.federation.weights.numel()
-            told["noise_to_signal"] = math.sqrt(size) * noise / (clip * scale)
-        return told
+        if not (self.federation.mechanism.is_bounded and self.method.clients_train):
+            return {}
+        ratio = self._noise.after(self.lines[self._noise.rounds :])
+        return {} if ratio is None else {"noise_to_signal": ratio}
 
     def run_round(self, round_index: int) -> RoundRecord:
         """Run one round; a subclass may guard it."""
@@ -294,7 +293,8 @@ class Experiment:
 
     def _evaluates(self, done: int) -> bool:
         """Tell whether the model is evaluated after so many rounds."""
-        return done % self.config.eval_every == 0 or done == self.config.num_rounds
+        config = self.config
+        return done % config.releases_per_evaluation == 0 or done == config.num_releases
 
     def _evaluate_and_save(self, done: int) -> dict[str, Any]:
         """Evaluate the model and write the method's own files; return the measurements."""
@@ -374,8 +374,12 @@ class Experiment:
             state["weights"] = federation.weights.cpu().numpy()
         run = None if federation.account is None else federation.account.run
         head, name = ("", "") if run is None else (run.head, run.info.name)
-        tensors = flat.module.state_dict()
+        tensors, kept = flat.module.state_dict(), federation.client_state()
+        if kept:
+            self.folder.save_vectors(rounds, kept)
         self.folder.save_checkpoint(rounds, tensors, state, head, run_id=name, whole=whole)
+        if kept:
+            self.folder.drop_vectors(rounds)
 
     def restore(self) -> None:
         """Restore the last checkpoint of the folder."""
@@ -400,6 +404,8 @@ class Experiment:
         weights = saved.state.get("weights")
         try:
             federation.load_state(saved.state)
+            if federation.method.kept:
+                federation.load_client_state(folder.load_vectors(saved.rounds))
         except (LookupError, TypeError, ValueError) as error:
             raise RunFolderError(f"{folder.path}: the checkpoint does not fit: {error}") from error
         vector = flat.read() if weights is None else torch.from_numpy(weights)
@@ -440,8 +446,12 @@ class Experiment:
         path = None if self.folder is None else self.folder.path
         tensors, synthetic = dict(module.state_dict()), self.method.synthetic()
         measured = None if self.clients is None else self.clients.last or None
-        _tell_owner(sorted(self._unheard), path)
-        return RunResult(result, statement, tensors, module, path, synthetic, measured)
+        roster = getattr(self.subject, "roster", None)
+        names = roster.ids if roster is not None and roster.given else None
+        told = _unheard_words(sorted(self._unheard), names, path)
+        for words in told:
+            tell_owner(words)
+        return RunResult(result, statement, tensors, module, path, synthetic, measured, told)
 
     def _close_account(
         self, account: RunAccount, result: dict[str, Any], statement: Statement
@@ -460,17 +470,22 @@ class Experiment:
         return statement
 
 
-def _tell_owner(unheard: list[int], folder: Path | None) -> None:
-    """Say who counted for nothing, on a terminal alone: what goes elsewhere, others may read."""
-    if not unheard or not sys.stderr.isatty():
-        return
-    some = ", ".join(map(str, unheard[:10])) + (", ..." if len(unheard) > 10 else "")
+def _unheard_words(
+    unheard: list[int], names: Sequence[str] | None, folder: Path | None
+) -> tuple[str, ...]:
+    """Say who counted for nothing: by name where the user gave names."""
+    if not unheard:
+        return ()
+    some = ", ".join(str(names[one] if names else one) for one in unheard[:10])
+    some += ", ..." if len(unheard) > 10 else ""
+    many = "s" * (len(unheard) > 1)
+    called = "" if names else f"number{many} "
     where = "" if folder is None else f"; rounds in {folder / 'private.jsonl'}"
     words = (
-        f"for the owner alone: {len(unheard)} clients counted for nothing in a round or in all, as "
-        f"the model cannot take what they hold or their update was not finite: {some}{where}"
+        f"{len(unheard)} client{many} counted for nothing in a round or in all, as the model "
+        f"cannot take what they hold or their update was not finite: {called}{some}{where}"
     )
-    print(words, file=sys.stderr)
+    return (words,)
 
 
 def limit_notes(lines: Sequence[Mapping[str, Any]], max_agg_norm: float) -> list[str]:

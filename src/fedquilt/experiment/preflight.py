@@ -12,6 +12,7 @@ import sys
 import torch
 
 from fedquilt.common import trees
+from fedquilt.common.quorum import fewest, protocol_bytes
 from fedquilt.config import RunConfig
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.population import CohortSelector
@@ -19,7 +20,8 @@ from fedquilt.privacy.accounting import Adjacency, gaussian_mu
 from fedquilt.privacy.feasibility import Feasibility, plan_privacy
 from fedquilt.privacy.noise import BandedNoise, noise_source
 from fedquilt.privacy.policies import make_policy
-from fedquilt.setup.mechanism import make_allocator
+from fedquilt.privacy.secure import modulus_bits
+from fedquilt.setup.mechanism import make_allocator, recipe_of, secure_settings
 from fedquilt.setup.task import FederatedTask
 
 # A private quantile takes so much of every join (`setup.mechanism.make_certified`).
@@ -29,15 +31,22 @@ GOES_ON = (
     "the run goes on all the same: Ctrl-C stops it (nothing has been spent yet), and `fedquilt "
     "plan` with the same options says what to change"
 )
-"""What follows the verdict that a run is hopeless."""
+STILL_GOES_ON = GOES_ON.replace("nothing has been spent yet", "its rounds so far are charged")
+"""What follows the verdict that a run is hopeless; the second, where it is resumed."""
 
 
-def preflight_lines(config: RunConfig, problem: FederatedTask) -> list[str]:
-    """Return the lines that a run says before its first round."""
+def preflight_lines(config: RunConfig, problem: FederatedTask, resumed: bool = False) -> list[str]:
+    """Return the lines that a run says before its first round: who comes, the noise, the recipe."""
     lines = [cohort_line(problem.selector)]
     found = outlook(config, problem)
     if found is not None:
-        lines += [found.line, *([GOES_ON] if found.verdict == "hopeless" else [])]
+        lines.append(found.line)
+        lines += [STILL_GOES_ON if resumed else GOES_ON] if found.verdict == "hopeless" else []
+    recipe = recipe_of(config, problem.flat)
+    lines += [] if recipe is None else [recipe]
+    evaluates = problem.client_tests is not None or config.client_test_fraction
+    if problem.test is None and evaluates and config.is_bounded(covered=True):
+        lines.append("no test set: what clients measure is for the owner (client_metrics)")
     return lines
 
 
@@ -49,23 +58,31 @@ def outlook(config: RunConfig, problem: FederatedTask) -> Feasibility | None:
     return noise_feasibility(config, problem.selector, _noised(config, problem))
 
 
-def tell_owner_of_missing_values(config: RunConfig, problem: FederatedTask) -> None:
-    """Say whose samples have NaN or infinity, before anything is spent, on a terminal alone.
+def tell_owner_of_missing_values(config: RunConfig, problem: FederatedTask) -> tuple[str, ...]:
+    """Say whose samples have NaN or infinity, before anything is spent, to the owner alone.
 
     In modes with noise such a client is not refused, because an error would say something about
     its data: its update is not finite, and counts as zero at full charge.
     """
-    if not MODE_TABLE[config.mode].noised or not sys.stderr.isatty():
-        return
-    holders = clients_with_missing_values(problem)
-    if holders:
-        some = ", ".join(holders[:5]) + (", ..." if len(holders) > 5 else "")
-        print(
-            f"for the owner alone: {len(holders)} of {len(problem.task.clients)} clients hold "
-            f"samples with NaN or infinity ({some}): their updates will count as zero, at full "
-            "charge; fill or drop such values before the run",
-            file=sys.stderr,
-        )
+    holders = clients_with_missing_values(problem) if MODE_TABLE[config.mode].noised else []
+    if not holders:
+        return ()
+    some = ", ".join(holders[:5]) + (", ..." if len(holders) > 5 else "")
+    words = (
+        f"{len(holders)} of {len(problem.task.clients)} clients hold samples with NaN or infinity "
+        f"({some}): their updates count as zero, at full charge; fill or drop such values before "
+        "the run"
+    )
+    tell_owner(words)
+    return (words,)
+
+
+def tell_owner(words: str) -> None:
+    """Say something on a terminal or in a notebook: what goes elsewhere, others may read."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # what rich puts there says no
+    if stream.isatty() or shell is not None:
+        print(f"for the owner alone: {words}", file=sys.stderr)
 
 
 def clients_with_missing_values(problem: FederatedTask) -> list[str]:
@@ -90,7 +107,8 @@ def cohort_line(selector: CohortSelector) -> str:
     count, mean = selector.availability.num_clients, selector.mean_cohort
     if mean >= count:
         return f"all {count} clients join every round"
-    return f"on average {mean:.3g} of {count} clients join a round"
+    when = "round" if selector.window == 1 else f"window of {selector.window} rounds"
+    return f"on average {mean:.3g} of {count} clients join a {when}"
 
 
 def _noised(config: RunConfig, problem: FederatedTask) -> int:
@@ -111,7 +129,7 @@ def noise_feasibility(config: RunConfig, selector: CohortSelector, parameters: i
         return _of_documents(config, selector, parameters)
     if selector.secret:
         return _amplified(config, selector, parameters)
-    count, rounds = selector.availability.num_clients, config.num_rounds
+    count, rounds = selector.availability.num_clients, config.num_releases
     rate = selector.expected_cohort / count
     moved = Adjacency.of(config.adjacency).sensitivity_factor
     policy = make_policy(
@@ -135,7 +153,55 @@ def noise_feasibility(config: RunConfig, selector: CohortSelector, parameters: i
         parameters,
         joins=joins,
         cohort=min(selector.expected_cohort, count * joins / rounds),
-        noise_multiplier=math.sqrt(factor / (policy.expected_charge * share)),
+        noise_multiplier=math.sqrt(factor / (policy.expected_charge * share))
+        * _price(config, policy.expected_charge, selector.expected_cohort, parameters),
+    )
+
+
+def _price(config: RunConfig, charge: float, cohort: float, parameters: int) -> float:
+    """Return by how much the noise on a sum is larger because clients add it; 1: they do not.
+
+    The only release must be paid for as if the fewest survived; of many it is so of the last one,
+    and of the first one where charges are even parts.
+    """
+    if config.secure_aggregation == "off":
+        return 1.0
+    secure, count = secure_settings(config, parameters, charge), max(1, round(cohort))
+    share = secure.settled_share(count, count) if config.num_releases > 1 else 1.0
+    # The clip's part of a charge is what rounding leaves of it.
+    clip = 1.0 - secure.rounding * secure.unit * share / charge
+    return math.sqrt(share * count / max(1, secure.honest(count)) / clip)
+
+
+def secure_plan(config: RunConfig, made: Feasibility) -> dict[str, float]:
+    """Return what secure aggregation costs a client in a round, and its noise beside a server's."""
+    moved = Adjacency.of(config.adjacency).sensitivity_factor
+    charge = (gaussian_mu(config.epsilon, config.delta) / moved) ** 2 / made.joins
+    secure = secure_settings(config, made.parameters, charge)
+    count = max(1, round(made.cohort))
+    least = fewest(count, secure.share, secure.colluding)
+    largest = charge / (secure.unit * secure.settled_share(count, count))
+    bits = modulus_bits(secure, count, count * math.sqrt(largest))
+    sent = {f"bytes_{name}": size for name, size in protocol_bytes(count).items()}
+    return {
+        "clients": count,
+        "least": least,
+        "bits": bits,
+        "bytes_update": -(-bits * made.parameters // 8),
+        **sent,
+        "price": _price(config, charge, made.cohort, made.parameters),
+    }
+
+
+def secure_line(config: RunConfig, made: Feasibility) -> str:
+    """Say it in words."""
+    plan = secure_plan(config, made)
+    keys = plan["bytes_keys"] + plan["bytes_letters"] + plan["bytes_shares"]
+    return (
+        f"secure aggregation: {plan['bits']} bits a number, {plan['bytes_update']:,} bytes a "
+        f"client and round (float32: {4 * made.parameters:,}), {keys:,} more of keys, letters and "
+        f"shares, {plan['bytes_received']:,} received; {plan['least']} of {plan['clients']} must "
+        f"answer; noise {plan['price']:.2f} times that of a trusted server if all do"
     )
 
 
@@ -150,7 +216,7 @@ def _planned(
 ) -> Feasibility:
     return plan_privacy(
         population=selector.availability.num_clients,
-        rounds=config.num_rounds,
+        rounds=config.num_releases,
         epsilon=config.epsilon,
         delta=config.delta,
         parameters=parameters,
@@ -165,10 +231,10 @@ def _planned(
 
 def _amplified(config: RunConfig, selector: CohortSelector, parameters: int) -> Feasibility:
     """Return what to expect under a secret coin, whose noise is calibrated for all exposures."""
-    joins = min(config.max_joins or config.num_rounds, config.num_rounds)
+    joins = min(config.max_joins or config.num_releases, config.num_releases)
     if config.policy != "cap":
-        joins = config.num_rounds
-    most = selector.availability.num_clients * joins * selector.sampling_rate / config.num_rounds
+        joins = config.num_releases
+    most = selector.availability.num_clients * joins * selector.sampling_rate / config.num_releases
     cohort = min(selector.expected_cohort, most)
     return _planned(config, selector, parameters, joins=joins, cohort=cohort)
 
@@ -180,7 +246,7 @@ def _of_documents(config: RunConfig, selector: CohortSelector, parameters: int) 
     where each of m clients adds noise of its own, sqrt(m) times that.
     """
     multiplier = make_allocator(config).compute_noise_multiplier(
-        config.epsilon / config.num_rounds, 1.0
+        config.epsilon / config.num_releases, 1.0
     )
     cohort = selector.expected_cohort
     if config.mode == "quap_fl_client":
@@ -189,7 +255,7 @@ def _of_documents(config: RunConfig, selector: CohortSelector, parameters: int) 
         config,
         selector,
         parameters,
-        joins=config.num_rounds,
+        joins=config.num_releases,
         cohort=cohort,
         noise_multiplier=multiplier,
     )

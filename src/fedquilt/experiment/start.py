@@ -12,12 +12,8 @@ from pathlib import Path
 
 import torch
 
-from fedquilt.common.errors import (
-    InvalidValueError,
-    RunInterrupted,
-    StorageError,
-    WorkerError,
-)
+from fedquilt.common.errors import InvalidValueError, RunInterrupted, StorageError, WorkerError
+from fedquilt.common.formatting import printable
 from fedquilt.common.observer import as_observer
 from fedquilt.config import RunConfig
 from fedquilt.config.choices import FLOWER_ENGINES
@@ -35,15 +31,16 @@ from fedquilt.setup.account import (
     check_account_not_lost,
     check_identity,
     check_same_clients,
+    first_weights,
     identity_of,
     is_bounded,
     needs_account,
     open_account,
 )
+from fedquilt.setup.basis import Basis, basis_of
 from fedquilt.setup.federation import (
     build_federation,
     build_method,
-    doubts_of,
     engine_for_resume,
     resolve_auto_engine,
 )
@@ -78,8 +75,8 @@ def start_run(
         method = build_method(config, problem)
         stack.callback(method.close)
         if observer is not None:
-            watching.expects(config, preflight_lines(config, problem))
-            tell_owner_of_missing_values(config, problem)
+            watching.expects(config, preflight_lines(config, problem, resumed=resumed))
+        told = tell_owner_of_missing_values(config, problem)
         federation, folder = _open(config, problem, method, folder, output_dir, identity, stack)
         stack.enter_context(method.running())
         clients = make_client_evaluation(config, problem, federation)
@@ -91,7 +88,8 @@ def start_run(
         if resumed:
             experiment.restore()
         try:
-            return experiment.finish(experiment.run())
+            done = experiment.finish(experiment.run())
+            return dataclasses.replace(done, for_owner=(*told, *done.for_owner))
         except KeyboardInterrupt:
             raise RunInterrupted(None if folder is None else str(folder.path)) from None
         except (WorkerError, StorageError, LedgerFileError, LedgerBusyError) as error:
@@ -128,22 +126,27 @@ def _open(
     in the run's folder, or in a temporary one when nothing is kept.
     """
     entered = folder.read_account() if folder is not None else None
+    basis = basis_of(config, problem, method)
     if folder is not None:
         if entered is None:
             check_account_not_lost(config, problem, folder)
         else:
             check_same_clients(problem, entered, folder.path)
         check_identity(problem, folder)
+        earlier = None if entered is None else entered.get("basis")
+        if earlier is not None or folder.has_released():
+            basis = basis.after(earlier)
     run_id = entered["run_id"] if entered else f"{run_stem(config)}-{secrets.token_hex(4)}"
     own_ledger = config.ledger is None and needs_account(config, problem)
     account = None
     if config.ledger is not None:
-        _refuse_doubts(config, problem, method)
+        _refuse_doubts(config, problem, basis)
         place = Path(entered["ledger"]) if entered else Path(config.ledger).expanduser().resolve()
         account = open_account(config, problem, place, run_id, resumed=entered is not None)
         stack.callback(account.close)
     note = {"run_id": run_id, "ledger": "ledger.sqlite", "clients": problem.roster.digest}
-    federation = None if own_ledger else build_federation(config, problem, account, method)
+    note["basis"] = basis.as_json()
+    federation = None if own_ledger else build_federation(config, problem, account, method, basis)
     if folder is None and output_dir is not None:
         # Before the configuration: a kill between them leaves no run that has lost its account.
         first = None if account is None else note | {"ledger": str(account.ledger.path.resolve())}
@@ -166,16 +169,18 @@ def _open(
         stack.callback(account.close)
         if folder is not None and entered is None:
             folder.write_account(note)
-    return federation or build_federation(config, problem, account, method), folder
+    federation = federation or build_federation(config, problem, account, method, basis)
+    if folder is not None and entered is not None:
+        folder.note_basis(basis.as_json())
+    return federation, folder
 
 
-def _refuse_doubts(config: RunConfig, problem: FederatedTask, method: Method) -> None:
+def _refuse_doubts(config: RunConfig, problem: FederatedTask, basis: Basis) -> None:
     """Refuse to enter charges that are not true into a ledger that outlives the run."""
-    doubts = doubts_of(config, method)
-    if doubts and is_bounded(config, problem):
+    if basis.doubts and is_bounded(config, problem):
         raise InvalidValueError(
             f"ledger={config.ledger!r} must be left out: nothing is known of what clients would "
-            f"spend, because {'; '.join(doubts)}"
+            f"spend, because {'; '.join(map(printable, basis.doubts))}"
         )
 
 
@@ -187,7 +192,8 @@ def _identity_soon(problem: FederatedTask) -> Future[dict[str, str]] | None:
     if problem.task.device.type != "cuda":
         return None
     pool = ThreadPoolExecutor(1)
-    identity = pool.submit(identity_of, problem, secrets.token_bytes(32))
+    begins = first_weights(problem)  # before anybody trains in them
+    identity = pool.submit(identity_of, problem, secrets.token_bytes(32), begins)
     pool.shutdown(wait=False)
     return identity
 

@@ -5,6 +5,7 @@
 | `engine` | step 3 of the round: orders out, replies in, a deadline, refusals |
 | `wire` | orders and replies as records of Flower; compressed updates |
 | `node` | a client's side: its own data, the method's work on them, `client_app` |
+| `site`, `policy` | before a node's app: what the data holder allows, its account, its clip |
 | `server` | a run on a grid, by a server that holds no training data; `server_app` |
 | `client_registry` | which node is which client: keys, or places in a simulation |
 | `simulate` | `fedquilt run --engine flower` (nodes in this process) and `flower-ray` |
@@ -12,6 +13,10 @@
 | `internals` | the private parts of Flower that have to be touched |
 | `template`, `demo_data` | the app that `fedquilt flower new` writes, and data to try it |
 | `federation`, `processes`, `keys` | a federation on this machine |
+| `control`, `run_notes` | the operator's side of a run: submit, follow, stop; how it stands |
+| `supernode` | Flower's SuperNode with shorter pauses |
+| `superlink` | a SuperLink for its own user |
+| `journal`, `metrics` | the audit log; figures for Prometheus |
 | `proxy`, `prefork` | `python -m fedquilt.flower.gate` and `python -m fedquilt.flower.warm` |
 """
 

@@ -48,6 +48,16 @@ def key_fingerprint(public_key: bytes) -> str:
 
     The key may be PEM, or a line of an OpenSSH `.pub` file.
     """
+    return der_fingerprint(public_der(public_key))
+
+
+def der_fingerprint(der: bytes) -> str:
+    """Return what stands for a public key in its DER form."""
+    return _PREFIX + base64.b16encode(hashlib.sha256(der).digest()).decode().lower()
+
+
+def public_der(public_key: bytes) -> bytes:
+    """Return the DER form of a public key, which may be PEM or of OpenSSH."""
     from cryptography.hazmat.primitives import serialization
 
     text = bytes(public_key).strip()
@@ -58,10 +68,8 @@ def key_fingerprint(public_key: bytes) -> str:
             key = serialization.load_ssh_public_key(text)
     except (ValueError, TypeError) as error:
         raise InvalidValueError(f"a public key cannot be read: {error}") from error
-    der = key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return _PREFIX + base64.b16encode(hashlib.sha256(der).digest()).decode().lower()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_bytes(serialization.Encoding.DER, form))
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,29 @@ class NodeRoster:
                 "free slot"
             )
         self._check_unused(value)
-        old = frozenset(p for p in self.keys[name] if p.startswith(_PREFIX))
+        old = frozenset(self._keys_of(name))
         return replace(self.with_key(name, value), revoked=self.revoked | old)
+
+    def without_keys_of(self, name: str) -> NodeRoster:
+        """Return the roster in which no key of a client counts; its account stays."""
+        if name not in self.keys or name in self.reserved_slots:
+            raise InvalidValueError(
+                f"client {name!r} must be one of {', '.join(map(repr, self.names))}, and no "
+                "free slot"
+            )
+        return replace(self, revoked=self.revoked | frozenset(self._keys_of(name)))
+
+    def is_revoked(self, name: str) -> bool:
+        """Tell whether a client that had a key has none any more that counts."""
+        keys = self._keys_of(name)
+        return bool(keys) and self.revoked.issuperset(keys)
+
+    def current_key(self, name: str) -> str:
+        """Return the newest key of a client; the account of a free slot."""
+        return (self._keys_of(name) or self.keys[name])[-1]
+
+    def _keys_of(self, name: str) -> tuple[str, ...]:
+        return tuple(value for value in self.keys[name] if value.startswith(_PREFIX))
 
     def with_client(self, name: str, value: str) -> NodeRoster:
         """Return the roster with a new client, at a free slot where there is one."""
@@ -212,6 +241,8 @@ class ClientRegistry(Protocol):
     """Who is connected."""
 
     num_clients: int
+    roster_text: str
+    """Names and accounts of the run's clients, as orders tell them; "" where there are none."""
 
     def nodes(self) -> dict[int, int]:
         """Return the node of every client that can be asked now."""
@@ -233,10 +264,17 @@ class KeyRegistry:
         self._grid = grid
         self._number = {account: place for place, account in enumerate(roster.client_ids)}
         self._client_of = roster.client_of()
+        self.names = list(roster.names)
         self._path = None if path is None else Path(path)
         self._read_at: int | None = None
         self._prints: dict[bytes, str | None] = {}
         self.num_clients = len(roster.keys)
+        self.roster_text = json.dumps(dict(zip(roster.names, roster.client_ids, strict=True)))
+
+    @property
+    def accounts(self) -> dict[str, str]:
+        """What people call the clients of the run, by their ids in the ledger."""
+        return {account: self.names[place] for account, place in self._number.items()}
 
     def nodes(self) -> dict[int, int]:
         """Return the newest node of every client that is connected."""
@@ -264,6 +302,9 @@ class KeyRegistry:
             return
         self._read_at = changed
         accounts = roster.client_ids
+        for account, name in zip(accounts, roster.names, strict=True):
+            if account in self._number:  # whoever takes a seat gives it a name
+                self.names[self._number[account]] = name
         self._client_of = {
             value: self._number[accounts[place]]
             for value, place in roster.client_of().items()
@@ -284,6 +325,8 @@ class PlaceRegistry:
 
     Anybody can claim a place: this is for simulations, where all nodes are of one process.
     """
+
+    roster_text = ""
 
     def __init__(self, grid: Grid, num_clients: int, poll: float = 0.05) -> None:
         self._grid = grid

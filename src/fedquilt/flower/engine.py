@@ -5,7 +5,9 @@
 | an answer in time, with its order's token | its vector goes to the round, which clips it | yes |
 | the same, but unusable: too large, of a wrong shape, "failed" | refused; zero in the sum | yes |
 | the same, not finite | zero in the sum | yes |
+| one that is announced and does not come whole | refused and absent at the deadline | no |
 | a second one, one unasked for, of another node, with another token | refused; still waiting | no |
+| word from its site that its policy refuses the order | told to the operator; absent | no |
 | nothing until the deadline, or word from the SuperLink that the node is gone | absent | no |
 
 An unusable answer is charged because refusing it looks at what is in it; one that may be
@@ -17,14 +19,15 @@ everybody exposed is charged, whoever came (`fedquilt.round`).
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
-import logging
 import math
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -34,16 +37,23 @@ from flwr.app import Array, Message, MessageType
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
+from fedquilt.aggregation import Accumulator
 from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.flower import internals, wire
 from fedquilt.flower.client_registry import ClientRegistry
+from fedquilt.flower.replies import Inbox
 from fedquilt.flower.settings import FlowerSettings
-from fedquilt.flower.wire import UnreadableError, compress, decompress
 from fedquilt.method import Method
-from fedquilt.training import ClientUpdate, Engine
-
-log = logging.getLogger(__name__)
+from fedquilt.privacy.mechanism import RoundPlan
+from fedquilt.privacy.secure import SecureSettings
+from fedquilt.training import ClientIds, ClientUpdate, Engine
+from fedquilt.training.compression import (
+    ERROR_FEEDBACK,
+    UnreadableError,
+    decompress,
+    sent_bytes,
+)
 
 Report = Callable[[dict[str, Any]], None]
 """Takes what happened with one client in a round, or with all of them; for the owner alone."""
@@ -76,6 +86,8 @@ class RoundTraffic:
     refused: list[tuple[int | None, str]] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    rows: dict[int, dict[str, Any]] | None = None
+    """What clients measure, where that is what they are asked."""
 
 
 class FlowerEngine(Engine):
@@ -95,6 +107,11 @@ class FlowerEngine(Engine):
         Stands for what never travels (`node.frozen_digest`); nodes compare it with theirs.
     report : callable, optional
         Told what happened with each node; see `Report`.
+    check_stop : callable, optional
+        Raises where the operator wants the run to stop: called before a round is planned, and with
+        `in_round=True` while replies are awaited.
+    run_name : callable, optional
+        Returns what the ledger calls the run: sites write it down with what they send.
     """
 
     def __init__(
@@ -106,21 +123,36 @@ class FlowerEngine(Engine):
         *,
         frozen: str = "",
         report: Report | None = None,
+        check_stop: Callable[..., None] | None = None,
+        run_name: Callable[[], str] | None = None,
     ) -> None:
         self.grid = grid
         self.registry = registry
         self.settings = settings or FlowerSettings()
+        if self.settings.compression == "none" and config.compression != "none":
+            self.settings = dataclasses.replace(
+                self.settings, compression=config.compression, topk=config.compression_share
+            )
         self.frozen = frozen
         self.report = report
+        self._check_stop = check_stop or (lambda **_: None)
+        self._run_name = run_name or (lambda: "")
         self.traffic: list[RoundTraffic] = []
         self._noised = MODE_TABLE[config.mode].noised
         self._secret = config.mode == "certified" and config.amplification
         self._method: Method | None = None
         self._here: Engine | None = None
         self._nodes: dict[int, int] = {}
+        self._inbox = Inbox(grid)
         self._answered: set[str] = set()
         self._config = config
         self._settings_text = ""
+
+    secure: SecureSettings | None = None
+
+    def new_sum(self, plain: Accumulator, plan: RoundPlan) -> Accumulator:
+        """Refuse sums under masks: what these nodes send is plain."""
+        raise InvalidValueError("secure_aggregation='protocol' must have nodes that mask")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -129,11 +161,16 @@ class FlowerEngine(Engine):
         charged = "who never answered is not charged; whatever arrived is, refused or not"
         if self._secret:
             charged = "everybody exposed is charged, whoever answered"
+        masked = "there is no secure aggregation"
+        if self._config.secure_aggregation == "simulated":
+            masked = "secure aggregation is simulated beside it, and protects nothing in this run"
         notes = [
             "clients are Flower nodes: the server sees every client's update by itself, before "
-            "clip and noise; there is no secure aggregation",
+            f"clip and noise; {masked}",
             f"{named}deadline ({self.settings.deadline:g} s), and how late; {charged}",
         ]
+        if self._config.client_test_fraction:
+            notes.append("the server sees what each client measures on samples that it holds back")
         if self.settings.compression != "none":
             notes.append(
                 f"updates travel compressed ({self.settings.compression}); the server clips what "
@@ -143,19 +180,27 @@ class FlowerEngine(Engine):
 
     def serve(self, method: Method) -> None:
         """Learn the method; refuse a compression that its updates do not survive."""
-        compression = self.settings.compression
+        compression, share = self.settings.compression, self._config.evaluation_share
+        if share:
+            raise InvalidValueError(
+                f"evaluation_share={share:g} must be 0 where clients are Flower nodes: no site has "
+                "such a release in its account"
+            )
         if compression != "none" and method.update_size(0, 0) is None:
             raise InvalidValueError(
                 f"flower_compression={compression!r} must be 'none' for tables, whose numbers of "
                 "classes must arrive as they are"
             )
-        if compression == "topk" and (method.holds_parts or not method.clients_train):
+        if compression in ERROR_FEEDBACK and (method.holds_parts or not method.clients_train):
             raise InvalidValueError(
-                "flower_compression='topk' must be 'none', 'bf16' or 'int8' where clients do not "
-                "train the whole model: what it keeps back belongs to fixed places"
+                f"flower_compression={compression!r} must be 'none', 'bf16' or 'int8' where "
+                "clients do not train the whole model: what it keeps back belongs to fixed places"
             )
         self._method, self._here = method, method.engine
         self._settings_text = wire.settings_text(self._config, method.client_widths)
+
+    def follow(self, released: Callable[[], torch.Tensor]) -> None:
+        """A round says from which model its clients begin."""
 
     def present(self) -> NDArray[np.bool_] | None:
         """Wait until enough clients are connected; tell which."""
@@ -165,8 +210,10 @@ class FlowerEngine(Engine):
                 f"flower_min_nodes={wanted} must be <= {count}, the number of clients"
             )
         until = time.monotonic() + self.settings.wait
+        self._check_stop()
         self._nodes = self._looked_up(until)
         while len(self._nodes) < wanted:
+            self._check_stop()
             if time.monotonic() > until:
                 raise NotReadyError(
                     f"{len(self._nodes)} clients are connected after {self.settings.wait:g} s, and "
@@ -181,11 +228,7 @@ class FlowerEngine(Engine):
         return mask
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield what arrives in time, in the order of the cohort."""
         method, here = self._served()
@@ -218,9 +261,7 @@ class FlowerEngine(Engine):
         sizes = Counter(method.update_size(client, round_index) or 0 for client in clients)
         how = self.settings
         return sum(
-            array.nbytes * count
-            for size, count in sizes.items()
-            for array in compress(how.compression, torch.zeros(size), 0, how.topk)[0].values()
+            sent_bytes(how.compression, size, how.topk) * count for size, count in sizes.items()
         )
 
     def close(self) -> None:
@@ -236,7 +277,7 @@ class FlowerEngine(Engine):
     def _looked_up(self, until: float) -> dict[int, int]:
         """Ask who is connected, also of a SuperLink that is just coming back."""
         with internals.acting_as_server(self.grid):
-            nodes: dict[int, int] = _patiently(self.registry.nodes, until)
+            nodes: dict[int, int] = patiently(self.registry.nodes, until)
             return nodes
 
     def _send(
@@ -252,7 +293,6 @@ class FlowerEngine(Engine):
         method, _ = self._served()
         if not self._nodes:
             self._nodes = self._looked_up(until)
-        settings = self._settings_text
         shared: dict[int, tuple[torch.Tensor, Array | None]] = {}
         messages, open_orders = [], []
         for client in clients:
@@ -261,32 +301,97 @@ class FlowerEngine(Engine):
                 continue
             vector = method.outgoing(start, client, round_index)
             array = _shared_array(vector, shared)
-            order = wire.Order(
-                token=secrets.token_hex(16),
-                round_index=round_index,
-                client=client,
-                num_clients=self.registry.num_clients,
-                learning_rate=float(learning_rate),
-                settings=settings,
-                frozen=self.frozen,
-                compression=self.settings.compression,
-                topk=self.settings.topk,
-                monitor=self.settings.monitor,
-                size=method.update_size(client, round_index) or 0,
-            )
+            order = self._order(method, client, round_index, learning_rate, len(clients))
             messages.append(self._message(wire.pack_order(order, array), node, round_index))
             traffic.bytes_down += 0 if array is None else len(array.data)
             open_orders.append(OpenOrder(client, node, order.token, time.monotonic()))
-        numbers = _patiently(lambda: list(self.grid.push_messages(messages)), until)
-        taken = zip(numbers, open_orders, strict=False)
-        return {number: order for number, order in taken if number}
+        return self._pushed(messages, open_orders, round_index, until)
 
-    def _message(self, content: Any, node: int, round_index: int) -> Message:
+    def _pushed(
+        self, messages: list[Message], orders: list[OpenOrder], round_index: int, until: float
+    ) -> dict[str, OpenOrder]:
+        """Hand orders to the SuperLink; return those that it took, by message number."""
+        numbers = patiently(lambda: list(self.grid.push_messages(messages)), until)
+        taken = {number: order for number, order in zip(numbers, orders, strict=False) if number}
+        asked = [order.client for order in taken.values()]
+        self._tell({"round": round_index, "sent": asked, "at": round(time.time(), 1)})
+        return taken
+
+    def evaluate(self, weights: torch.Tensor, round_index: int) -> dict[int, dict[str, Any]]:
+        """Return what clients measure of a model on samples that they hold back, by their names.
+
+        Whoever is connected is asked; nothing is known of who refuses or does not answer in time.
+        """
+        method, _ = self._served()
+        traffic = RoundTraffic(round_index, rows={})
+        until = time.monotonic() + self.settings.deadline
+        self._nodes = self._looked_up(until)
+        array, kind = wire.as_array(weights.detach().cpu().numpy()), MessageType.EVALUATE
+        messages, orders = [], []
+        for client, node in self._nodes.items():
+            order = self._order(method, client, round_index, 0.0, len(self._nodes))
+            messages.append(self._message(wire.pack_order(order, array), node, round_index, kind))
+            orders.append(OpenOrder(client, node, order.token, time.monotonic()))
+        asked = self._pushed(messages, orders, round_index, until)
+        # Replies to orders that clients still train on stay where they are.
+        training, self._inbox = self._inbox, Inbox(self.grid)
+        try:
+            deque(self._arrivals(asked, method, traffic, until), maxlen=0)
+        finally:
+            self._inbox = training
+        rows = traffic.rows or {}
+        self._tell({"round": round_index, "evaluated": sorted(rows)})
+        names: Sequence[str] = getattr(self.registry, "names", ())
+        named = [{"name": name} for name in names] or [{}] * self.registry.num_clients
+        unknown: dict[str, Any] = {"accuracy": None, "loss": None}
+        return {who: name | rows.get(who, unknown) for who, name in enumerate(named)}
+
+    def _order(
+        self, method: Method, client: int, round_index: int, learning_rate: float, cohort: int
+    ) -> wire.Order:
+        return wire.Order(
+            token=secrets.token_hex(16),
+            round_index=round_index,
+            client=client,
+            num_clients=self.registry.num_clients,
+            learning_rate=float(learning_rate),
+            settings=self._settings_text,
+            frozen=self.frozen,
+            compression=self.settings.compression,
+            topk=self.settings.topk,
+            monitor=self.settings.monitor,
+            size=method.update_size(client, round_index) or 0,
+            cohort=cohort,
+            roster=self.registry.roster_text,
+            run=self._run_name(),
+            **self._promise(method.plan, client),
+        )
+
+    def _promise(self, plan: RoundPlan | None, client: int) -> dict[str, Any]:
+        """Return the clip, noise and charge of a client, where they are fixed before it trains.
+
+        A site clips by itself to the bound that it is told.  The bits of a private quantile are
+        taken of updates before their clip, so there nothing is promised.
+        """
+        if plan is None or plan.charges is None or self._config.clipping == "quantile":
+            return {}
+        if client not in plan.clips:
+            return {}
+        charge = plan.charges[plan.clients == client][0]
+        return {
+            "clip": float(plan.clips[client]),
+            "noise_std": float(plan.noise_std),
+            "charge": float(charge),
+        }
+
+    def _message(
+        self, content: Any, node: int, round_index: int, kind: str = MessageType.TRAIN
+    ) -> Message:
         with internals.acting_as_server(self.grid):
             return Message(
                 content,
                 node,
-                MessageType.TRAIN,
+                kind,
                 ttl=self.settings.deadline,
                 group_id=str(round_index),
             )
@@ -300,40 +405,38 @@ class FlowerEngine(Engine):
     ) -> Iterator[tuple[int, ClientUpdate | None]]:
         """Yield clients with what they sent, None for those who will not; until the deadline."""
         while orders and time.monotonic() < until:
-            replies, unreadable = self._pull(list(orders))
-            for number in unreadable:
-                order = orders.pop(number)
-                yield self._refused(order, traffic, "the message cannot be read", method)
-            for reply in replies:
-                judged = self._judge(reply, orders, method, traffic)
-                if judged is not None:
-                    yield judged
-            if orders and not replies and not unreadable:
-                time.sleep(min(self.settings.poll, max(0.0, until - time.monotonic())))
+            self._check_stop(in_round=True)
+            yield from self._pulled(orders, method, traffic, until)
+        for number in self._inbox.give_up():
+            if number in orders:
+                self._tell_refusal(traffic, orders[number].client, "announced and never uploaded")
         traffic.absent += [order.client for order in orders.values()]
 
-    def _pull(self, numbers: list[str]) -> tuple[list[Message], list[str]]:
-        """Return the replies that are there, and the orders whose reply cannot be read.
+    def _pulled(
+        self,
+        orders: dict[str, OpenOrder],
+        method: Method,
+        traffic: RoundTraffic,
+        until: float,
+    ) -> Iterator[tuple[int, ClientUpdate | None]]:
+        """Yield what has arrived by now; where nothing has, wait for a moment."""
+        limit_of = partial(self._largest, orders, method, traffic.round_index)
+        replies, unusable = self._inbox.pull(list(orders), limit_of)
+        for number, reason in unusable.items():
+            yield self._refused(orders.pop(number), traffic, reason, method)
+        for reply in replies:
+            judged = self._judge(reply, orders, method, traffic)
+            if judged is not None:
+                yield judged
+        if orders and not replies and not unusable:
+            time.sleep(min(self.settings.poll, max(0.0, until - time.monotonic())))
 
-        One hostile message can spoil a pull of many, so then they are pulled one by one.
-        """
-        try:
-            return list(self.grid.pull_messages(numbers)), []
-        except (httpx.HTTPError, ConnectionError) as error:
-            log.warning("the SuperLink does not answer (%s); trying again", type(error).__name__)
-            time.sleep(_RETRY_SECONDS)
-            return [], []
-        except Exception:  # made by a node: it may be anything
-            log.exception("a reply cannot be read; pulling them one by one")
-        replies, unreadable = [], []
-        for number in numbers:
-            try:
-                replies += list(self.grid.pull_messages([number]))
-            except (httpx.HTTPError, ConnectionError):
-                continue
-            except Exception:
-                unreadable.append(number)
-        return replies, unreadable
+    def _largest(
+        self, orders: dict[str, OpenOrder], method: Method, round_index: int, number: str
+    ) -> int:
+        """Return how many bytes of arrays the reply to an order may have."""
+        size = method.update_size(orders[number].client, round_index)
+        return _LARGEST_TABLE if size is None else 8 * size + 4096
 
     def _judge(
         self,
@@ -360,24 +463,40 @@ class FlowerEngine(Engine):
         if reply.has_error():
             orders.pop(number)
             return self._refused(order, traffic, f"error {reply.error.code}", method)
-        if not hmac.compare_digest(wire.reply_token(reply.content), order.token):
+        token = wire.reply_token(reply.content).encode(errors="replace")
+        if not hmac.compare_digest(token, order.token.encode()):
             self._tell_refusal(traffic, order.client, "forged: another token")
             return None
+        limit = self._largest(orders, method, traffic.round_index, number)
         orders.pop(number)
         self._answered.add(number)
-        return self._read(reply, order, method, traffic)
+        return self._read(reply, order, method, traffic, limit)
 
     def _read(
-        self, reply: Message, order: OpenOrder, method: Method, traffic: RoundTraffic
-    ) -> tuple[int, ClientUpdate]:
-        """Return what a client sent; what cannot be used counts as NaN, and is charged."""
+        self,
+        reply: Message,
+        order: OpenOrder,
+        method: Method,
+        traffic: RoundTraffic,
+        limit: int,
+    ) -> tuple[int, ClientUpdate | None]:
+        """Return what a client sent; what cannot be used counts as NaN, and is charged.
+
+        A site that refuses an order has sent nothing: it is absent.
+        """
         size = method.update_size(order.client, traffic.round_index)
-        limit = _LARGEST_TABLE if size is None else 8 * size + 4096
         try:
             answer = wire.unpack_reply(reply.content, limit)
             traffic.bytes_up += sum(array.nbytes for array in answer.arrays.values())
+            if answer.refusal:
+                self._tell_refusal(traffic, order.client, f"by its site: {answer.refusal}")
+                traffic.absent.append(order.client)
+                return order.client, None
             if answer.failed:
                 raise UnreadableError("the node failed")
+            if traffic.rows is not None:
+                traffic.rows[order.client] = wire.read_row(answer.row)
+                return order.client, None
             vector = decompress(self.settings.compression, answer.arrays, size, torch.float32)
             objection = method.objection(vector)
             if objection is not None:
@@ -463,7 +582,7 @@ def _shared_array(
     return shared[id(vector)][1]
 
 
-def _patiently(call: Callable[[], Any], until: float) -> Any:
+def patiently(call: Callable[[], Any], until: float) -> Any:
     """Call, and call again while the SuperLink is away."""
     while True:
         try:

@@ -26,18 +26,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedquilt.common.errors import FedquiltError, InvalidValueError, NotReadyError
+from fedquilt.common.schema import COUNT, NUMBER, ListOf, Object
 from fedquilt.common.storage import lock_file, open_log, storage_errors, write_file
-from fedquilt.common.untrusted import read_lines
-from fedquilt.flower import keys, processes
+from fedquilt.common.untrusted import read_lines, records
+from fedquilt.flower import journal, keys, processes
 from fedquilt.flower.client_registry import NodeRoster, key_fingerprint, roster_of_keys
-from fedquilt.flower.simulate import OFFLINE
+from fedquilt.flower.control import Control, app_options, check_overrides, control_client
+from fedquilt.flower.policy import POLICY, read_policy, write_policy
+from fedquilt.flower.run_notes import RunNotes, submitted
 from fedquilt.flower.template import fab_hash
 from fedquilt.privacy.run_account import state_folder
+
+_TOLD = Object({}, {"sent": ListOf(COUNT), "at": NUMBER})
+"""A line of `nodes.jsonl`, as far as it says whose reply a run waits for."""
 
 
 class LocalFederation:
@@ -93,6 +99,9 @@ class LocalFederation:
         keys.make_secret(self.folder / "nodes.secret")
         public = {name: self._node_key(name) for name in names}
         self._write_roster(public, reserved_slots)
+        roster = self.roster()
+        newer = {name: f"{name}-key{len(roster.keys[name])}" for name in names}  # as `_new_key`
+        held = {path.name for path in (self.folder / "nodes").iterdir()}
         config = {
             "app": str(app),
             "trusted": trusted,
@@ -102,8 +111,10 @@ class LocalFederation:
                 name: {
                     "port": ports[2 + place],
                     "config": given.get(name, f"partition-id={place} num-partitions={len(names)}"),
+                    **({"key": newer[name]} if newer[name] in held else {}),
                 }
                 for place, name in enumerate(names)
+                if not roster.is_revoked(name)  # it would never be let in
             },
             **options,
         }
@@ -115,8 +126,10 @@ class LocalFederation:
         wanted = len(self.config()["nodes"])
         self._check_said()
         self._make_folders()
+        self._check_policies()
         with self._alone() as lock:
             processes.remove_database(self.folder)
+            journal.note(self.folder, "up", nodes=wanted)
             started = self._start(lock)
         until = time.monotonic() + wait
         while len(self.online()) < wanted:
@@ -127,6 +140,22 @@ class LocalFederation:
                     f"{str(self.folder / 'logs')!r}"
                 )
             time.sleep(1.0)
+
+    def _check_policies(self) -> None:
+        """Refuse to start a node without the policy that its site has, or had."""
+        config = self.config()
+        for name in config["nodes"]:
+            path = processes.policy_of(self.folder, name)
+            if path is not None and not path.exists():
+                raise InvalidValueError(
+                    f"{str(path)!r} must be there: the site of node {name!r} had this policy "
+                    "(`fedquilt site init` writes one; without nodes/"
+                    f"{name}.guarded the node runs with none)"
+                )
+            if path is not None and not config.get("warm", True):
+                raise InvalidValueError(
+                    f"--cold must be left out: Flower's own processes would not ask {str(path)!r}"
+                )
 
     def _make_folders(self) -> None:
         """Make the folders for their owner alone; an older federation's becomes so."""
@@ -188,6 +217,8 @@ class LocalFederation:
             status = self.status() or {"pid": None, "processes": {}}
             names = {job["pid"]: name for name, job in status["processes"].items()}
             names[status["pid"]] = "supervisor"
+        if processes.members(self.folder):
+            journal.note(self.folder, "down")
         processes.send(self.folder, signal.SIGTERM, 30.0)
         killed = processes.send(self.folder, signal.SIGKILL, 10.0)
         if self.exists():
@@ -235,26 +266,67 @@ class LocalFederation:
 
     def keys_seen(self) -> dict[str, str]:
         """Return the fingerprint of every key that the SuperLink knows, and its node's status."""
+        seen: dict[str, str] = {}
+        self._with_nodes(
+            lambda _, nodes: seen.update(
+                (key_fingerprint(bytes(node.public_key)), node.status) for node in nodes
+            )
+        )
+        return seen
+
+    def _with_nodes(self, work: Callable[[Any, Any], None]) -> None:
+        """Do something with the nodes that the SuperLink knows, where it answers."""
         if not processes.members(self.folder) or not self._superlink_answers():
-            return {}
+            return
         import httpx
         from flwr.proto.control_pb2 import ListNodesRequest
-        from flwr.supercore.control import ControlHttpClient
 
-        address = f"127.0.0.1:{self.config()['ports']['superlink']}"
-        client = ControlHttpClient.from_server_address(
-            server_address=address,
-            insecure=False,
-            root_certificates=(self.folder / "ca.crt").read_bytes(),
-            interceptors=[],
-        )
-        try:
-            nodes = client.ListNodes(ListNodesRequest()).nodes_info
-        except httpx.HTTPError:  # it has just ended, and is started again
-            return {}
-        finally:
-            client.close()
-        return {key_fingerprint(bytes(node.public_key)): node.status for node in nodes}
+        port = self.config()["ports"]["superlink"]
+        away = contextlib.suppress(httpx.HTTPError)  # it has just ended, and is started again
+        with away, control_client(port, self.folder / "ca.crt") as client:
+            work(client, client.ListNodes(ListNodesRequest()).nodes_info)
+
+    def node_states(self) -> dict[str, str]:
+        """Return how each client of the roster stands, in a word or two.
+
+        A process of this machine that has ended is known at once; the SuperLink takes 20 s.
+        """
+        config, roster, online = self.config(), self.roster(), self.online()
+        jobs = (self.status() or {"processes": {}})["processes"]
+        waited = self._waited_for()
+        states = {}
+        for number, name in enumerate(roster.names):
+            alive = name in jobs and processes.is_member(jobs[name]["pid"], self.folder)
+            if name in roster.reserved_slots:
+                states[name] = "free"
+            elif roster.is_revoked(name):
+                states[name] = "revoked"
+            elif name not in config["nodes"]:
+                states[name] = "left"
+            elif not alive:
+                states[name] = "dead"
+            elif name not in online:
+                states[name] = "connecting"
+            elif number in waited:
+                states[name] = f"at work for {waited[number]:.0f} s"
+            else:
+                states[name] = "connected"
+        return states
+
+    def _waited_for(self) -> dict[int, float]:
+        """Return whose reply a run waits for, and for how many seconds."""
+        alive = [notes for notes in submitted(self.config()["output"]) if notes.is_alive()]
+        folder = (alive[-1].read() or {}).get("folder") if alive else None
+        path = Path(folder or "") / "nodes.jsonl"
+        waited: dict[int, float] = {}
+        for told in records(read_lines(path), _TOLD) if folder else ():
+            if "sent" in told:
+                waited = dict.fromkeys(told["sent"], float(told.get("at", 0.0)))
+            elif "asked" in told:
+                waited = {}
+            elif isinstance(told.get("client"), int):
+                waited.pop(told["client"], None)
+        return {client: max(0.0, time.time() - at) for client, at in waited.items()}
 
     def roster(self) -> NodeRoster:
         """Return who is who."""
@@ -262,8 +334,22 @@ class LocalFederation:
 
     # -- runs
 
-    def run(self, overrides: Mapping[str, Any] | None = None, *, stream: bool = True) -> int:
-        """Submit the app as a run; return the exit code of `flwr run`."""
+    def run(
+        self,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        stream: bool = True,
+        say: Callable[[str], object] = print,
+    ) -> int:
+        """Submit the app as a run and follow it; return 0 if it was finished, otherwise 1.
+
+        Without `stream` it is only submitted.
+        """
+        notes = self.submit(overrides or {})
+        return self.control().follow(notes, say) if stream else 0
+
+    def submit(self, overrides: Mapping[str, Any]) -> RunNotes:
+        """Submit the app as a run; return its notes."""
         config = self.config()
         if not self.is_up():  # its processes are this user's own
             self._check_said()
@@ -272,13 +358,13 @@ class LocalFederation:
                 f"app={config['app']!r} must be the one that nodes trust, and has changed since: "
                 f"`fedquilt flower trust {config['app']}` lets them run it"
             )
-        given = " ".join(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
-        command = [_program("flwr"), "run", self.config()["app"], keys.CONNECTION]
-        command += ["--stream"] if stream else []
-        command += ["--run-config", given] if given else []
-        return subprocess.run(
-            command, env=self._environment(), check=False, umask=processes.UMASK
-        ).returncode
+        check_overrides(config["app"], overrides)
+        return self.control().submit(config["app"], overrides)
+
+    def control(self) -> Control:
+        """Return how runs are submitted and followed."""
+        config = self.config()
+        return Control(config["ports"]["superlink"], self.folder / "ca.crt", Path(config["output"]))
 
     def wait(self, rounds: int | None = None, seconds: float = 600.0) -> Path:
         """Wait until a run is finished, or has so many rounds; return its folder."""
@@ -308,30 +394,75 @@ class LocalFederation:
         for name in nodes if self.is_up() else ():
             self._wait_for_processes(without=f"{name}.app")
         self._write_config({**config, "trusted": value, "nodes": nodes})
+        journal.note(self.folder, "trusted", app=value)
         return value
 
     def join(self, name: str, node_config: str) -> bool:
-        """Let a node join: a key, a line of the roster, processes.
+        """Let a node join: a key, a line of the roster, a policy of its site, processes.
 
         Returns whether it takes part in a run that goes on, from its next round: it has an
         account which that run has named when it began, a reserved slot or the one it had before.
         """
         config = self._supervised_config()
-        before = set(self.roster().client_ids)
-        self._write_roster({name: self._node_key(name)})
+        before, roster = set(self.roster().client_ids), self.roster()
         known = config["nodes"].get(name, {"port": processes.free_ports(1)[0]})
+        if name in roster.keys and roster.is_revoked(name):
+            known["key"] = self._new_key(name)[0]
+        else:
+            self._write_roster({name: self._node_key(name)})
+        trusted, site = config.get("trusted"), self.folder / processes.SITES / name
+        policy = {"apps": (trusted,) if trusted else (), "client": self.roster().keys[name][0]}
+        write_policy(site / POLICY, **policy)
         config["nodes"][name] = {**known, "config": node_config}
         self._write_config(config)
+        journal.note(self.folder, "joined", client=name, account=self.roster().keys[name][0])
         return self.roster().keys[name][0] in before
+
+    def objection_of(self, name: str) -> str:
+        """Return why a node's policy refuses runs of the app as it is configured; else nothing."""
+        from fedquilt.flower.server import settings_of_app
+
+        try:
+            policy = read_policy(self.folder / processes.SITES / name / POLICY)
+            policy.check_settings(settings_of_app(app_options(self.config()["app"])))
+        except FedquiltError as error:
+            return str(error)
+        return ""
+
+    def revoke(self, name: str) -> None:
+        """Let no key of a node count any more: its processes end, its account stays.
+
+        It may come back with another key: `join` makes one.
+        """
+        config = self._supervised_config()
+        roster = self.roster().without_keys_of(name)
+        roster.write(self.folder / processes.ROSTER)  # the server reads it before its next round
+        if config["nodes"].pop(name, None) is not None:
+            self._write_config(config)
+            if self.is_up():
+                self._wait_for_processes(without=name)
+        self._unregister(roster)
+        journal.note(self.folder, "revoked", client=name)
+
+    def _unregister(self, roster: NodeRoster) -> None:
+        """Let the SuperLink forget revoked keys."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        def forget(client: Any, nodes: Any) -> None:
+            for node in nodes:
+                value = key_fingerprint(bytes(node.public_key))
+                if value in roster.revoked and node.status != "unregistered":
+                    client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+
+        self._with_nodes(forget)
 
     def leave(self, name: str) -> None:
         """Let a node leave: its processes end, its line of the roster and its account stay."""
         config = self._supervised_config()
-        if config["nodes"].pop(name, None) is None:
-            raise InvalidValueError(
-                f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
-            )
+        _node_of(config, name)
+        del config["nodes"][name]
         self._write_config(config)
+        journal.note(self.folder, "left", client=name)
 
     def rotate(self, name: str) -> str:
         """Give a node a new key; its account stays the one of its first key.
@@ -340,22 +471,24 @@ class LocalFederation:
         Returns its fingerprint.
         """
         config = self._supervised_config()
-        if name not in config["nodes"]:
-            raise InvalidValueError(
-                f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
-            )
-        number = len(self.roster().keys.get(name, ())) + 1  # one that it lacks is refused below
-        stem = f"{name}-key{number}"
-        public = keys.make_node_key(self.folder / "nodes" / stem)
-        roster = self.roster().rotated(name, key_fingerprint(public))
-        roster.write(self.folder / processes.ROSTER)
-        options = config["nodes"].pop(name)
+        options = _node_of(config, name)
+        stem, value = self._new_key(name)
+        del config["nodes"][name]
         self._write_config(config)  # the old process ends ...
         if self.is_up():
             self._wait_for_processes(without=name)
         config["nodes"][name] = {**options, "key": stem}
         self._write_config(config)  # ... before the new one begins
-        return key_fingerprint(public)
+        journal.note(self.folder, "rotated", client=name, key=value)
+        return value
+
+    def _new_key(self, name: str) -> tuple[str, str]:
+        """Make a new key of a client, the only one that counts; return its file and fingerprint."""
+        number = len(self.roster().keys.get(name, ())) + 1  # one that it lacks is refused below
+        stem = f"{name}-key{number}"
+        value = key_fingerprint(keys.make_node_key(self.folder / "nodes" / stem))
+        self.roster().rotated(name, value).write(self.folder / processes.ROSTER)
+        return stem, value
 
     # -- small things
 
@@ -421,11 +554,17 @@ class LocalFederation:
         name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:32]
         return state_folder().parent / "federations" / name
 
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **OFFLINE, "FLWR_HOME": str(self.folder / "flwr")}
-
     def _superlink_answers(self) -> bool:
         return processes.answers(self.config()["ports"]["superlink"])
+
+
+def _node_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if name not in config["nodes"]:
+        raise InvalidValueError(
+            f"node {name!r} must be one of {', '.join(map(repr, config['nodes']))}"
+        )
+    found: dict[str, Any] = config["nodes"][name]
+    return found
 
 
 def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.org") -> str:
@@ -434,9 +573,9 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
     lines = [
         "# on the server: the SuperLink on loopback, the gate before it, the server's apps",
         f"fedquilt flower setup server . --host {host}",
-        "flower-superlink --host 127.0.0.1 --port 8000 --ssl-ca-certfile ca.crt \\",
-        "  --ssl-certfile server.pem --ssl-keyfile server.key --enable-supernode-auth \\",
-        "  --database state.db --isolation process \\",
+        "python -m fedquilt.flower.superlink --host 127.0.0.1 --port 8000 \\",
+        "  --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\",
+        "  --enable-supernode-auth --database state.db --isolation process \\",
         "  --superexec-auth-secret-file superlink.secret \\",
         "  --disable-runtime-dependency-installation",
         "python -m fedquilt.flower.gate --host 0.0.0.0 --port 443 --superlink 127.0.0.1:8000 \\",
@@ -451,12 +590,14 @@ def commands_for_hosts(config: Mapping[str, Any], host: str = "server.example.or
         "fedquilt flower enroll NAME NAME.pub --roster roster.json",
         "# on every node, with its own key (node.pub is what the server enrolls)",
         "fedquilt flower setup node .",
-        f"flower-supernode --superlink {host}:443 --root-certificates ca.crt \\",
+        f"python -m fedquilt.flower.supernode --superlink {host}:443 --root-certificates ca.crt \\",
         "  --auth-supernode-private-key node --host 127.0.0.1 --port 9094 \\",
         "  --isolation process --superexec-auth-secret-file node.secret \\",
         "  --node-config 'data=\"/srv/data.npz\"'",
+        "# its policy: the NAME.site.toml that `enroll` wrote beside NAME.pub, or one of its own",
+        f"fedquilt site init site.toml --app {trusted}",
         "python -m fedquilt.flower.warm --runtime-api-address 127.0.0.1:9094 --insecure \\",
-        f"  --superexec-auth-secret-file node.secret --trust {trusted}",
+        f"  --superexec-auth-secret-file node.secret --trust {trusted} --site site.toml",
     ]
     return "\n".join(lines)
 
@@ -467,10 +608,6 @@ def _read_note(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
-
-
-def _program(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
 
 
 def rounds_of(run: Path) -> int:

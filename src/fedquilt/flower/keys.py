@@ -162,8 +162,6 @@ def _host(host: str) -> x509.GeneralName:
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     encoded = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     write_file(path, encoded, 0o600)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -26,14 +26,18 @@ from fedquilt.common.randomness import torch_seed
 from fedquilt.config import MODE_TABLE, RunConfig
 from fedquilt.data import as_samples
 from fedquilt.data.samples import is_empty
+from fedquilt.experiment.client_evaluation import ClientEvaluation
 from fedquilt.flower import wire
-from fedquilt.flower.wire import compress
+from fedquilt.flower.keeper import SecureNode, answered
 from fedquilt.observe.meters import Sampler
 from fedquilt.observe.samples import Metrics, PowerUnavailableError, Reach
+from fedquilt.privacy.noise import SecretNoise
 from fedquilt.setup.account import is_bounded
 from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_method
 from fedquilt.setup.task import FederatedTask, UserComponents
+from fedquilt.slices.method import Slices
+from fedquilt.training.compression import ERROR_FEEDBACK, compress
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 
@@ -42,12 +46,13 @@ log = logging.getLogger(__name__)
 MakeModel = Callable[[], nn.Module]
 ClientData = Callable[[Context], object]
 NodeOf = Callable[[Context, wire.Order], "Node | NodeOfNobody"]
+SecureOf = Callable[[Context], SecureNode]
 
 CUSTOM = "custom"
 """What a configuration says where an object was brought."""
 
 _RESIDUAL = "fedquilt-residual"
-_REMEMBERED = 16
+_REMEMBERED_BYTES = 1 << 28
 
 
 def new_model(make_model: MakeModel, seed: int) -> nn.Module:
@@ -104,7 +109,10 @@ class Node:
 
     def __init__(self, config: RunConfig, problem: FederatedTask) -> None:
         self.config = config
-        self.method = build_method(config.replace(engine=_engine(problem)), problem)
+        self.problem = problem
+        self.method = build_method(
+            config.replace(engine=_engine(problem), compression="none"), problem
+        )
         self.frozen = frozen_digest(problem)
         self._counts = not MODE_TABLE[config.mode].noised
         self._losses = not is_bounded(config, problem)
@@ -132,11 +140,7 @@ class Node:
 
     def answer(self, order: wire.Order, sent: torch.Tensor, state: RecordDict) -> RecordDict:
         """Do what an order asks and return the reply."""
-        if order.frozen != self.frozen:
-            raise InvalidValueError(
-                "the model's frozen values must be the server's: make_model must make the same "
-                "model whenever it is called with the same seed"
-            )
+        self._check_frozen(order)
         usage = Usage() if order.monitor else None
         update = self.method.work(sent, order.client, order.round_index, order.learning_rate)
         arrays = self._compressed(order, update.delta, state)
@@ -148,16 +152,35 @@ class Node:
             monitor=None if usage is None else usage.end(),
         )
 
+    def evaluate(self, order: wire.Order, sent: torch.Tensor) -> RecordDict:
+        """Say what this client measures of a model on the samples that it holds back."""
+        self._check_frozen(order)
+        own, here = self.problem, self.method
+        client = ClientEvaluation(
+            own.flat, own.task, own.client_tests or (), None,
+            here if isinstance(here, Slices) else None, None, SecretNoise(),
+            is_bounded=True, present=lambda index: np.zeros(0, dtype=np.int64),
+        )  # fmt: skip
+        row = client.row(sent, order.client, order.round_index)
+        return wire.pack_reply(order.token, {}, row=row)
+
+    def _check_frozen(self, order: wire.Order) -> None:
+        if order.frozen != self.frozen:
+            raise InvalidValueError(
+                "the model's frozen values must be the server's: make_model must make the same "
+                "model whenever it is called with the same seed"
+            )
+
     def _compressed(self, order: wire.Order, delta: torch.Tensor, state: RecordDict) -> Any:
         if order.compression == "none":  # nothing random, and nothing kept back
             return compress("none", delta, 0)[0]
         seed = torch_seed(self.config.seed, "compression", order.round_index, order.client)
-        if order.compression != "topk":
+        if order.compression not in ERROR_FEEDBACK:
             return compress(order.compression, delta, seed)[0]
         kept = state.array_records.get(_RESIDUAL)
         if kept is not None:
             delta = delta + torch.from_numpy(wire.read_arrays(kept, 1 << 40)["residual"].copy())
-        arrays, read = compress("topk", delta, seed, order.topk)
+        arrays, read = compress(order.compression, delta, seed, order.topk)
         residual = (delta - read).to(torch.float32).cpu().numpy()
         if np.isfinite(residual).all():  # what is not finite would spoil all later rounds
             state[_RESIDUAL] = ArrayRecord({"residual": wire.as_array(residual)})
@@ -174,6 +197,10 @@ class NodeOfNobody:
         """Return the zeros."""
         arrays, _ = compress(order.compression, torch.zeros(order.size), 0, order.topk)
         return wire.pack_reply(order.token, arrays)
+
+    def evaluate(self, order: wire.Order, sent: torch.Tensor) -> RecordDict:
+        """Return that there is nothing to measure anything on."""
+        return wire.pack_reply(order.token, {}, row={"examples": 0, "accuracy": None})
 
 
 def _engine(problem: FederatedTask) -> str:
@@ -221,7 +248,8 @@ class OwnData:
                 return NodeOfNobody()
             facts = (data, order.client, order.num_clients, self._own)
             self._nodes[key] = Node.of_data(config, model, *facts)
-            if len(self._nodes) > _REMEMBERED:
+            weights = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+            while len(self._nodes) > max(1, _REMEMBERED_BYTES // max(1 << 16, weights)):
                 self._nodes.popitem(last=False)
         self._nodes.move_to_end(key)
         return self._nodes[key]
@@ -236,7 +264,11 @@ def answer(message: Message, context: Context, node_of: NodeOf) -> Message:
     token = wire.reply_token(message.content)
     try:
         order, sent = wire.unpack_order(message.content)
-        content = node_of(context, order).answer(order, sent, context.state)
+        node = node_of(context, order)
+        if message.metadata.message_type == MessageType.EVALUATE:
+            content = node.evaluate(order, sent)
+        else:
+            content = node.answer(order, sent, context.state)
     except Exception:  # the server is told that it failed, never why
         log.exception("this node could not do its part of the round")
         content = wire.pack_reply(token, None)
@@ -266,12 +298,21 @@ def client_app(
     return app_of(OwnData(make_model, client_data, UserComponents(loss=loss, optimizer=optimizer)))
 
 
-def app_of(node_of: NodeOf) -> ClientApp:
-    """Return the app of nodes that are made in some way."""
+def app_of(node_of: NodeOf, secure: SecureOf | None = None) -> ClientApp:
+    """Return the app of nodes that are made in some way.
+
+    `secure` has each node's part of masked rounds, in a simulation.  Elsewhere what answers them
+    stands before the app, in the node's own processes (`keeper`).
+    """
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        masks = None if secure is None else secure(context)
+        return answered(message, context, masks, lambda m, c: answer(m, c, node_of))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
         return answer(message, context, node_of)
 
     @app.query()

@@ -5,7 +5,7 @@
 (as `Federation.up` runs it) starts what `federation.json` in the folder describes and keeps it
 running: the SuperLink on loopback, the proxy before it, the server's apps, and for every node a
 SuperNode and its prefork server.  What ends is started again, after a pause; a SuperNode that was
-killed is refused by its SuperLink for about a minute, so it is tried until it is let in.
+killed is refused by its SuperLink for about 20 seconds, so it is tried until it is let in.
 `nodes` in the file may change meanwhile: nodes then join and leave.  The supervisor imports
 torch once; prefork servers are forks of it.
 
@@ -45,11 +45,16 @@ from fedquilt.common.schema import (
 )
 from fedquilt.common.storage import open_log, write_file
 from fedquilt.common.untrusted import read_json
-from fedquilt.flower import prefork
+from fedquilt.flower import internals, prefork, supernode
+from fedquilt.flower.journal import cut_logs
+from fedquilt.flower.policy import POLICY
+from fedquilt.flower.run_notes import began_at
 from fedquilt.flower.simulate import OFFLINE
 
 CONFIG, STATUS, ROSTER = "federation.json", "status.json", "roster.json"
 DATABASE = "state.db"
+SITES = "sites"
+"""The folder of a federation in which NAME/site.toml is the policy of a node's site."""
 MARK = "FEDQUILT_FLOWER_FEDERATION"
 UMASK = 0o077
 _FILE_BYTES = 1 << 24
@@ -91,6 +96,17 @@ def check_node_name(name: str) -> None:
             f"node name {name[:80]!r} must be at most 64 letters, digits, '-' and '_', and none of "
             f"{', '.join(sorted(_SHARED))}"
         )
+
+
+def policy_of(folder: Path, name: str) -> Path | None:
+    """Return the policy of a node's site; of one that is gone, too, and the node takes no order.
+
+    That there was one is remembered beside the node's key.
+    """
+    path, remembered = folder / SITES / name / POLICY, folder / "nodes" / f"{name}.guarded"
+    if os.path.lexists(path) and not remembered.exists():
+        write_file(remembered, b"", 0o600)
+    return path if remembered.exists() else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -155,6 +171,7 @@ class Supervisor:
             self._add("gate", self._proxy)
             self._add("serverapp", self._server_apps)
             while not self._ended:
+                cut_logs(self.folder / "logs")
                 self._follow_config()
                 self._tick()
                 time.sleep(_TICK)
@@ -169,7 +186,7 @@ class Supervisor:
         return self._command(
             "superlink",
             [
-                *("flower-superlink", "--host", "127.0.0.1"),
+                *("python", "-m", "fedquilt.flower.superlink", "--host", "127.0.0.1"),
                 *("--port", str(self._port("superlink"))),
                 *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem"),
                 *("--ssl-keyfile", "server.key", "--enable-supernode-auth"),
@@ -186,6 +203,9 @@ class Supervisor:
             *("gate", "--port", str(self._port("gate")), "--ssl-certfile", "server.pem"),
             *("--ssl-keyfile", "server.key", "--root-certificates", "ca.crt"),
             *("--superlink", f"127.0.0.1:{self._port('superlink')}"),
+            *("--metrics", self.config["output"]),
+            # All nodes are at one address here.
+            *("--connections", str(max(128, 16 * len(self.config["nodes"])))),
         ]
 
         def work() -> None:
@@ -205,16 +225,22 @@ class Supervisor:
 
     def _node(self, name: str) -> int:
         options = self.config["nodes"][name]
-        return self._command(
-            name,
-            [
-                *("flower-supernode", "--superlink", f"127.0.0.1:{self._port('gate')}"),
-                *("--root-certificates", "ca.crt", "--host", "127.0.0.1"),
-                *("--auth-supernode-private-key", f"nodes/{options.get('key', name)}"),
-                *("--port", str(options["port"]), "--node-config", options["config"]),
-                *("--isolation", "process", "--superexec-auth-secret-file", "nodes.secret"),
-            ],
-        )
+        arguments = [
+            *("flower-supernode", "--superlink", f"127.0.0.1:{self._port('gate')}"),
+            *("--root-certificates", "ca.crt", "--host", "127.0.0.1"),
+            *("--auth-supernode-private-key", f"nodes/{options.get('key', name)}"),
+            *("--port", str(options["port"]), "--node-config", options["config"]),
+            *("--isolation", "process", "--superexec-auth-secret-file", "nodes.secret"),
+        ]
+        if not self.config.get("warm", True):
+            return self._command(name, arguments)
+
+        def work() -> None:
+            sys.argv = arguments
+            internals.forget_exit_handlers()
+            supernode.main()
+
+        return prefork.fork(work, self._log(name))
 
     def _node_apps(self, name: str) -> int:
         return self._prefork(
@@ -223,6 +249,8 @@ class Supervisor:
             "nodes.secret",
             root_certificates=None,
             trusted=self.config.get("trusted"),
+            policy=policy_of(self.folder, name),
+            key=f"nodes/{self.config['nodes'][name].get('key', name)}",
         )
 
     def _prefork(
@@ -233,8 +261,10 @@ class Supervisor:
         *,
         root_certificates: str | None,
         trusted: str | None,
+        policy: Path | None = None,
+        key: str | None = None,
     ) -> int:
-        if not self.config.get("warm", True):
+        if policy is None and not self.config.get("warm", True):
             tls = ["--root-certificates", root_certificates] if root_certificates else []
             return self._command(
                 name,
@@ -251,6 +281,9 @@ class Supervisor:
                 root_certificates=root_certificates,
                 secret_file=secret,
                 trusted=trusted,
+                policy=None if policy is None else str(policy),
+                key=key,
+                roster=None if key is None else ROSTER,
             ),
             self._log(name),
         )
@@ -365,7 +398,8 @@ class Supervisor:
 
     def _command(self, name: str, arguments: list[str]) -> int:
         """Start one of Flower's commands, from beside this interpreter."""
-        program = Path(sys.executable).parent / arguments[0]
+        beside = Path(sys.executable).parent / arguments[0]
+        program = sys.executable if arguments[0] == "python" else beside
         with open(open_log(self._log(name)), "ab") as log:
             started = subprocess.Popen(
                 [str(program), *arguments[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL
@@ -394,27 +428,6 @@ def answers(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def began_at(pid: int | None) -> str | None:
-    """Return when a process began, as the kernel says: the same number may be given again."""
-    if pid is None:
-        return None
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def is_running(pid: Any, began: Any) -> bool:
-    """Tell whether a process of a status file is still the same one, and alive."""
-    if not isinstance(pid, int):
-        return False
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state != "Z" and began_at(pid) == began
 
 
 def is_member(pid: int | None, folder: Path) -> bool:

@@ -31,7 +31,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.observer import Observer, as_observer
+from fedquilt.common.observer import Observer, Observers, as_observer
 from fedquilt.common.storage import append_line
 from fedquilt.config import RunConfig, build_config, package_names
 from fedquilt.config.files import kind_of
@@ -40,16 +40,23 @@ from fedquilt.config.run import option_names
 from fedquilt.data import Samples, as_samples
 from fedquilt.experiment.api import run_task
 from fedquilt.experiment.loop import Watching
+from fedquilt.flower import internals, journal
+from fedquilt.flower.buffered_engine import BufferedEngine
 from fedquilt.flower.client_registry import ClientRegistry, KeyRegistry, NodeRoster, PlaceRegistry
 from fedquilt.flower.engine import FlowerEngine
+from fedquilt.flower.masked_engine import engine_of
 from fedquilt.flower.node import (
     CUSTOM,
     MakeModel,
     frozen_digest,
     new_model,
 )
+from fedquilt.flower.run_notes import RUNNING, RunNotes
 from fedquilt.flower.settings import FlowerSettings, split_settings
+from fedquilt.observe.progress import headline_of
 from fedquilt.observe.trackers import tracked
+from fedquilt.population.fleet import BufferedSelector
+from fedquilt.privacy.ledger.names import write_names
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import task_from
@@ -66,38 +73,71 @@ NODES_FILE = "nodes.jsonl"
 """What happened with every node, and what it reported of itself; for the owner alone."""
 
 
-class NodesFile(Observer):
-    """Writes an engine's reports into the run's folder, and passes everything else on."""
+_NOTED = ("round", "client", "name", "refused")
 
-    def __init__(self, watching: Watching | None) -> None:
-        self._inner = as_observer(watching)
+
+class NodesFile(Observer):
+    """Writes an engine's reports into the run's folder.
+
+    `registry` says what people call the clients; beside the ledger their names are kept for them.
+    """
+
+    def __init__(
+        self, registry: ClientRegistry | None = None, notes: RunNotes | None = None
+    ) -> None:
         self._path: Path | None = None
+        self._registry, self._notes = registry, notes
+        self._kept: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._run = ""
+
+    def run_name(self) -> str:
+        """Return what the ledger calls the run; an empty text where nothing is kept."""
+        return self._run
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; its file can be read by the owner alone."""
         if self._path is not None:
-            append_line(self._path, json.dumps(line, allow_nan=False), 0o600)
+            client = line.get("client")
+            name = None if client is None else self.name_of(client)
+            named = line if name is None else {**line, "name": name}
+            append_line(self._path, json.dumps(named, allow_nan=False), 0o600)
+            if "refused" in line:
+                kept = {key: named[key] for key in _NOTED if key in named}
+                folder = self._path.parent
+                journal.note(folder.parent, "refused", run=folder.name, **kept)
+                said = f"{name or 'a client'} stays away: refused {line['refused']}"
+                follows_data = not str(line["refused"]).startswith("by its site")
+                if self._notes is not None and not follows_data and said not in self._said:
+                    self._said.add(said)
+                    self._notes.say(said)
 
-    def expects(self, config: Any, lines: Sequence[str]) -> None:
-        """Pass on what the run may expect."""
-        self._inner.expects(config, lines)
+    def name_of(self, client: int) -> str | None:
+        """Return what people call a client; None where nobody has said."""
+        names: Sequence[str] = getattr(self._registry, "names", ())
+        return names[client] if client < len(names) else None
 
     def opened(self, config: Any, folder: Path) -> None:
         """Learn where the run's folder is."""
         self._path = folder / NODES_FILE
-        self._inner.opened(config, folder)
+        self._run = (RunFolder.open(folder).read_account() or {"run_id": ""})["run_id"]
+        if self._notes is not None:
+            self._notes.write(RUNNING, folder=folder)
+        self._keep_names()
 
     def __call__(self, config: Any, line: dict[str, Any]) -> None:
-        """Pass a round's line on."""
-        self._inner(config, line)
+        """Keep names that are new."""
+        self._keep_names()
 
-    def working(self, what: str, share: float) -> None:
-        """Pass progress on."""
-        self._inner.working(what, share)
-
-    def on_artifact(self, path: Path) -> None:
-        """Pass a file's name on."""
-        self._inner.on_artifact(path)
+    def _keep_names(self) -> None:
+        """Write what clients are called beside the ledger, when that has changed."""
+        names: dict[str, str] = getattr(self._registry, "accounts", {})
+        if names == self._kept or self._path is None:
+            return
+        entered = RunFolder.open(self._path.parent).read_account()
+        if entered is not None:
+            write_names(entered["ledger"], names)
+        self._kept = dict(names)
 
 
 def without_data(problem: FederatedTask) -> FederatedTask:
@@ -107,17 +147,15 @@ def without_data(problem: FederatedTask) -> FederatedTask:
     """
     nobody = [np.zeros(0, dtype=np.int64)] * len(problem.task.clients)
     task = dataclasses.replace(problem.task.public(), clients=nobody, is_remote=True)
-    return dataclasses.replace(problem, task=task)
+    tests = None if problem.client_tests is None else nobody
+    return dataclasses.replace(problem, task=task, client_tests=tests)
 
 
 def served_problem(problem: FederatedTask, engine: FlowerEngine) -> FederatedTask:
     """Return a problem whose clients are the nodes of an engine."""
-    if problem.client_tests is not None:
-        raise InvalidValueError(
-            "client_test_fraction must be 0 where clients are Flower nodes: the server evaluates, "
-            "and it has none of the samples that they would hold back"
-        )
     engine.frozen = frozen_digest(problem)
+    if isinstance(engine, BufferedEngine) and isinstance(problem.selector, BufferedSelector):
+        engine.join(problem.selector)
     return dataclasses.replace(problem, own=dataclasses.replace(problem.own, remote=engine))
 
 
@@ -134,6 +172,7 @@ def run_on_grid(
     resume: str | Path | None = None,
     observer: Watching | None = None,
     own: UserComponents | None = None,
+    notes: RunNotes | None = None,
 ) -> RunResult:
     """Run a user's model on nodes that hold the data.
 
@@ -152,13 +191,23 @@ def run_on_grid(
         A run's folder to continue.
     own
         A loss, an optimiser and metrics that are objects; the nodes' app has the same.
+    notes
+        Where the run says how it stands, and its operator that it shall stop.
     """
     own = own or UserComponents()
     config = _config(options, resume, own)
     test = as_samples(test_data() if callable(test_data) else test_data, "test")
     model = new_model(make_model, config.seed)
-    nodes_file = NodesFile(observer)
-    engine = FlowerEngine(grid, registry, config, settings, report=nodes_file.write)
+    nodes_file = NodesFile(registry, notes)
+    engine = engine_of(
+        grid,
+        registry,
+        config,
+        settings,
+        report=nodes_file.write,
+        check_stop=None if notes is None else notes.check_stop,
+        run_name=nodes_file.run_name,
+    )
     own = dataclasses.replace(own, remote=engine)
     config, problem = _problem(config, model, test, engine, client_ids, own)
     return run_task(
@@ -166,8 +215,16 @@ def run_on_grid(
         served_problem(problem, engine),
         output_dir=None if resume is not None else output_dir,
         resume=resume,
-        observer=nodes_file,
+        observer=Observers(nodes_file, as_observer(observer)),
     )
+
+
+def settings_of_app(run_config: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a run that an app's configuration asks for."""
+    options, _ = split_settings(run_config)
+    options = package_names(kind_of(options), options, warns=False)
+    options.pop("num_clients", None)
+    return _config(options, None, UserComponents())
 
 
 def _config(
@@ -258,6 +315,21 @@ def run_from(
     own: UserComponents | None = None,
 ) -> RunResult:
     """Run what a run configuration and the operator's environment describe."""
+    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
+    notes = RunNotes(output_dir, internals.run_number(grid))
+    with notes.kept():
+        return _run_from(grid, run_config, make_model, test_data, own, output_dir, notes)
+
+
+def _run_from(
+    grid: Grid,
+    run_config: Mapping[str, Any],
+    make_model: MakeModel,
+    test_data: Callable[[], object],
+    own: UserComponents | None,
+    output_dir: str,
+    notes: RunNotes,
+) -> RunResult:
     options, settings = split_settings(run_config)
     options = package_names(kind_of(options), options, warns=True)
     count = options.pop("num_clients", None)
@@ -267,7 +339,6 @@ def run_from(
             f"{named[0]} must not stand in a run configuration: the server's operator decides it "
             f"({_PREFIX}...)"
         )
-    output_dir = os.environ.get(_PREFIX + "OUTPUT", "./results")
     roster_file = os.environ.get(_PREFIX + "ROSTER")
     client_ids = None
     registry: KeyRegistry | PlaceRegistry
@@ -275,6 +346,7 @@ def run_from(
     if roster_file:
         roster = _roster_of_run(roster_file, resume)
         registry, client_ids = KeyRegistry(grid, roster, roster_file), roster.client_ids
+        notes.names = registry.accounts
     else:
         registry = PlaceRegistry(grid, int(count or len(list(grid.get_node_ids()))))
     for name in ("ledger", "population"):
@@ -283,7 +355,11 @@ def run_from(
             options[name] = value
     if "yes" in (os.environ.get(_PREFIX + name) for name in _UNBOUNDED):
         options["allow_unbounded"] = True
-    with tracked(os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog()) as observer:
+    trackers, log = os.environ.get(_PREFIX + "TRACKER") or "none", ServerLog(notes, registry)
+    about = {"mode": options.get("mode"), **({} if resume is None else {"of": resume.name})}
+    began = "started" if resume is None else "resumed"
+    noted = journal.noting(output_dir, began, notes.run_id, **about)
+    with noted, tracked(trackers, log) as observer:
         return run_on_grid(
             grid,
             registry,
@@ -296,6 +372,7 @@ def run_from(
             resume=resume,
             observer=observer,
             own=own,
+            notes=notes,
         )
 
 
@@ -323,14 +400,24 @@ def _to_resume(output_dir: str) -> Path:
 class ServerLog(Observer):
     """Says what a run may expect and how far it is, from what is public alone."""
 
+    def __init__(self, notes: RunNotes, registry: ClientRegistry) -> None:
+        self._notes, self._registry = notes, registry
+
     def expects(self, config: Any, lines: Sequence[str]) -> None:
-        """Say what the noise will do, before anything is spent."""
+        """Say what the noise will do, and what a new ledger fixes, before anything is spent."""
         for line in lines:
-            print(line, flush=True)
+            self._notes.say(line)
+        if config.ledger and config.is_bounded(covered=True) and not Path(config.ledger).exists():
+            life = f"epsilon {config.allowance or config.epsilon:g} in its life (`allowance`)"
+            takes = f"this run may take {config.epsilon:g} of it"
+            self._notes.say(f"the ledger is new: every client may give away {life}, and {takes}")
 
     def __call__(self, config: Any, line: dict[str, Any]) -> None:
-        """Say how far the run is."""
-        accuracy = line.get("test_accuracy")
-        shown = "" if accuracy is None else f", accuracy {accuracy:.4f}"
-        missing = f", {len(line['absent'])} absent" if line.get("absent") else ""
-        print(f"round {line['round'] + 1} of {config.num_rounds}{missing}{shown}", flush=True)
+        """Say how far the run is, with the task's own measure."""
+        measured = headline_of(line)
+        shown = f", {measured}" if measured else ""
+        names: Sequence[str] = getattr(self._registry, "names", ())
+        absent = line.get("absent") or ()
+        who = ", ".join(names[client] for client in absent if client < len(names))
+        missing = f", {len(absent)} absent{f' ({who})' if who else ''}" if absent else ""
+        self._notes.say(f"round {line['round'] + 1} of {config.num_releases}{missing}{shown}")

@@ -9,11 +9,10 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import COMPRESSIONS
 
 PREFIX = "flower_"
 """In a run configuration these settings are written with it: `flower_deadline = 60.0`."""
-
-COMPRESSIONS = ("none", "bf16", "int8", "topk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,8 @@ class FlowerSettings:
     deadline : float
         Seconds from the order to the last moment at which a reply counts.  It is the order's
         time to live as well, so no node works on a round that is over.
+    step_deadline : float
+        The same for each of the short steps of secure aggregation, in which nobody trains.
     min_nodes : int
         How many clients must be connected before a round begins.
     wait : float
@@ -32,10 +33,9 @@ class FlowerSettings:
     poll : float
         Seconds between two looks for replies.
     compression : str
-        How updates travel: `none`, `bf16`, `int8` (stochastic quantisation) or `topk` (the
-        largest entries, with error feedback).
+        How updates travel (`training/compression.py`); `none`: as the run's own option says.
     topk : float
-        The share of entries that `topk` sends.
+        The share of entries that `topk`, `randomk` and `ternary` send.
     monitor : bool
         Let nodes report processor, memory, network and power to the server.  How long a
         client computes tells how much it holds: the file is the owner's alone.
@@ -44,6 +44,7 @@ class FlowerSettings:
     """
 
     deadline: float = 600.0
+    step_deadline: float = 60.0
     min_nodes: int = 1
     wait: float = 600.0
     poll: float = 0.1
@@ -53,7 +54,7 @@ class FlowerSettings:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "wait", "poll"):
+        for name in ("deadline", "step_deadline", "wait", "poll"):
             checks.number(PREFIX + name, getattr(self, name), above=0, at_most=1e7)
         checks.integer(PREFIX + "min_nodes", self.min_nodes, at_least=1)
         checks.choice(PREFIX + "compression", self.compression, COMPRESSIONS)

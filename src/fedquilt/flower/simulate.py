@@ -25,15 +25,18 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedquilt.common import optional
 from fedquilt.common.errors import InvalidValueError, NotReadyError
+from fedquilt.common.observer import Observers, as_observer
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.experiment.api import resume_run, run_config, run_in_memory
 from fedquilt.experiment.loop import Watching
 from fedquilt.flower import internals, wire
-from fedquilt.flower.client_registry import PlaceRegistry
-from fedquilt.flower.engine import FlowerEngine
+from fedquilt.flower.client_registry import PlaceRegistry, key_fingerprint
+from fedquilt.flower.keeper import Identity, Keeper, SecureNode
+from fedquilt.flower.masked_engine import engine_of
 from fedquilt.flower.node import Node, app_of
 from fedquilt.flower.server import NodesFile, served_problem, without_data
 from fedquilt.flower.settings import FlowerSettings
+from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult, load
 from fedquilt.setup.build_task import build_task
@@ -116,19 +119,45 @@ def _run(
     settings: FlowerSettings,
 ) -> RunResult:
     """Run with the nodes of a grid, or with those of this process."""
-    watch = NodesFile(observer)
+    nodes_file = NodesFile()
+    watch = Observers(nodes_file, as_observer(observer))
 
     def prepare(config: RunConfig, problem: FederatedTask) -> FederatedTask:
         count = len(problem.task.clients)
-        here = grid or InProcessGrid(app_of(OneForAll(config, problem)), count)
+        here = grid or _nodes_here(config, problem, count)
         everybody = dataclasses.replace(settings, min_nodes=count)
         places = PlaceRegistry(here, count)
-        engine = FlowerEngine(here, places, config, everybody, report=watch.write)
+        engine = engine_of(here, places, config, everybody, report=nodes_file.write)
         return served_problem(without_data(problem), engine)
 
     if resume is not None:
         return resume_run(resume, watch, prepare)
     return (run_in_memory if in_memory else run_config)(config, watch, prepare)
+
+
+def _nodes_here(config: RunConfig, problem: FederatedTask, count: int) -> InProcessGrid:
+    """Return the nodes of this process, for masked rounds with keys that they all know."""
+    node_of = OneForAll(config, problem)
+    if config.secure_aggregation != "protocol":
+        return InProcessGrid(app_of(node_of), count)
+    nodes, public = secure_nodes(count, noise_source(config.noise_seed))
+    app = app_of(node_of, lambda context: nodes[int(context.node_config["partition-id"])])
+    return InProcessGrid(app, count, public_keys=public)
+
+
+def secure_nodes(
+    count: int, noise: NoiseSource | None = None
+) -> tuple[list[SecureNode], list[bytes]]:
+    """Return nodes that know one another's new keys, and the keys as a SuperLink has them."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    from fedquilt.aggregation.secure.order import new_signing_key
+
+    keys = [new_signing_key() for _ in range(count)]
+    public = [k.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for k in keys]
+    names = {key_fingerprint(key): f"node{place}" for place, key in enumerate(public)}
+    keepers = [Keeper(Identity(key, lambda: names)) for key in keys]
+    return [SecureNode(keeper, noise) for keeper in keepers], public
 
 
 def _with_ray(config: RunConfig, run: Any) -> RunResult:

@@ -1,4 +1,4 @@
-"""Orders and replies, as the records that Flower carries, and updates in fewer bytes.
+"""Orders and replies, as the records that Flower carries.
 
 An order says which client of the run a node is, what to compute, and a random token.  The
 reply returns the token: Flower checks the key behind a request, but not that the node of
@@ -7,51 +7,73 @@ the key is the one whose answer it claims to be.
 Vectors are sent as raw little-endian numbers of an allowed type.  Nothing that arrives is
 unpickled or evaluated, and its size is compared before it is read.
 
-| compression | what travels | bytes a number |
-|---|---|---|
-| `none` | float32 (float64 where the model is) | 4 |
-| `bf16` | the upper half of float32, rounded to nearest even | 2 |
-| `int8` | stochastic quantisation: x = s q / 127, E[q] = 127 x / s, s the largest of a block | 1 |
-| `topk` | the k entries of largest size, with their places (Stich et al. 2018) | 8 k / n |
-
-Rounding may lengthen a vector.  The bound of a claim does not depend on that: the server
-clips what it has decompressed, and never trusts a clip of the client's.
-
-`topk` keeps at the client what it did not send and adds it to the next update (error
-feedback, Karimireddy et al. 2019).  What a client sends still follows from its own data and
-earlier releases alone, and is clipped in every round.
+How updates are compressed is in `training/compression.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedquilt import __version__
-from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.errors import DataError, InvalidValueError
+from fedquilt.common.schema import (
+    ANY_NUMBER,
+    COUNT,
+    NAME,
+    MapOf,
+    Object,
+    Scalar,
+    Schema,
+    check,
+    maybe,
+)
+from fedquilt.common.untrusted import parse_json
 from fedquilt.config import RunConfig, plain_config
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
 from fedquilt.slices.selection import is_table, one_for_each
+from fedquilt.training.compression import Arrays, UnreadableError
+from fedquilt.training.compression import bounded as bounded
+from fedquilt.training.compression import compress as compress
+from fedquilt.training.compression import decompress as decompress
 
 _RAW = "fedquilt.raw"
 _TYPES = ("float32", "float64", "int8", "int16", "int32")
 _MOST_ARRAYS = 4
+_LONGEST_REASON = 300
+_LONGEST_ROW = 1 << 16
+_SHARE = maybe(Scalar("a number from 0 to 1", frozenset({int, float}), least=0, most=1))
+_ROW: dict[str, Schema] = {
+    "accuracy": _SHARE,
+    "own_accuracy": _SHARE,
+    "loss": ANY_NUMBER,
+    "own_loss": ANY_NUMBER,
+    "examples": COUNT,
+    "width": NAME,
+    "classes": MapOf(Object({"examples": COUNT, "accuracy": _SHARE})),
+}
+_PLAIN = {"str": str, "int": int, "float": float, "bool": bool}
 
 
 @dataclass(frozen=True)
 class Order:
     """What a node is asked to do: the facts of one client's part of a round.
 
-    `size` is how many numbers it shall send; 0: as many as it has.
+    `size` is how many numbers it shall send; 0: as many as it has.  Where the server promises
+    noise, `clip` is the client's bound in this round, `noise_std` the noise on the sum and
+    `charge` what the server's ledger has reserved for it, in squared GDP units of zero-out;
+    0: nothing is promised.  `cohort` is how many are asked, and `roster` the names and accounts
+    of the run's clients, as JSON, in the order of their numbers ("" in a simulation).  `run` is
+    what the server's ledger calls the run.
     """
 
     token: str
@@ -65,7 +87,20 @@ class Order:
     topk: float
     monitor: bool
     size: int = 0
+    clip: float = 0.0
+    noise_std: float = 0.0
+    charge: float = 0.0
+    cohort: int = 0
+    roster: str = ""
+    run: str = ""
     version: str = __version__
+
+    def members(self) -> list[tuple[str, str]]:
+        """Return the name and the account of every client of the run."""
+        named = json.loads(self.roster or "{}")
+        if not isinstance(named, dict) or not all(isinstance(x, str) for x in named.values()):
+            raise InvalidValueError("the roster of an order must be names and accounts")
+        return list(named.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +109,8 @@ class Reply:
 
     token: str
     failed: bool
+    refusal: str
+    row: str
     arrays: Arrays
     num_examples: int | None
     loss: float | None
@@ -122,6 +159,12 @@ def unpack_order(content: RecordDict) -> tuple[Order, torch.Tensor]:
             f"fedquilt of the server is {facts.get('version')!r} and must be {__version__!r}, "
             "as on this node"
         )
+    kinds = {field.name: _PLAIN[str(field.type)] for field in fields(Order)}
+    wrong = sorted(facts.keys() ^ kinds.keys()) or [
+        name for name, kind in kinds.items() if type(facts[name]) is not kind
+    ]
+    if wrong:
+        raise InvalidValueError(f"an order must have {wrong[0][:40]!r} as its protocol says")
     arrays = read_arrays(content.array_records.get("arrays", ArrayRecord()), 1 << 40)
     vector = torch.from_numpy(arrays["vector"].copy()) if "vector" in arrays else torch.zeros(0)
     return Order(**facts), vector  # type: ignore[arg-type]
@@ -134,9 +177,20 @@ def pack_reply(
     num_examples: int | None = None,
     loss: float | None = None,
     monitor: Mapping[str, float] | None = None,
+    refusal: str = "",
+    row: Mapping[str, Any] | None = None,
 ) -> RecordDict:
-    """Return a reply; None for the arrays: the node failed, and says no more about it."""
-    content = RecordDict({"config": ConfigRecord({"token": token, "failed": arrays is None})})
+    """Return a reply; None for the arrays: the node failed, and says no more about it.
+
+    `refusal` is why a site does not take the order, in words that follow from the order, the
+    site's policy and its account alone.  `row` is what a client measures of the model.
+    """
+    facts: dict[str, Any] = {"token": token, "failed": arrays is None}
+    if refusal:
+        facts["refusal"] = refusal
+    if row is not None:
+        facts["row"] = json.dumps(row)
+    content = RecordDict({"config": ConfigRecord(facts)})
     if arrays is not None:
         # An empty array has no place in a message; that it is missing says the same.
         full = {name: as_array(array) for name, array in arrays.items() if len(array)}
@@ -165,6 +219,8 @@ def unpack_reply(content: RecordDict, limit: int) -> Reply:
     return Reply(
         token=str(config.get("token", "")),
         failed=config.get("failed") is True,
+        refusal=str(config.get("refusal", ""))[:_LONGEST_REASON],
+        row=str(config.get("row", ""))[:_LONGEST_ROW],
         arrays=read_arrays(content.array_records.get("arrays", ArrayRecord()), limit),
         num_examples=count,
         loss=loss if isinstance(loss, float) else None,
@@ -174,6 +230,22 @@ def unpack_reply(content: RecordDict, limit: int) -> Reply:
             if isinstance(value, float) and np.isfinite(value)
         },
     )
+
+
+def read_row(text: str) -> dict[str, Any]:
+    """Return what a client says that it measures; raise `UnreadableError` for anything else."""
+    whose = "what a client measures"
+    try:
+        row = parse_json(text.encode(errors="replace"), whose, DataError)
+        check(row, Object({"examples": COUNT}, _ROW), whose, DataError)
+    except DataError as error:
+        raise UnreadableError(str(error)[:_LONGEST_REASON]) from None
+    return {name: row[name] for name in _ROW if name in row}
+
+
+def token_of(message: Message) -> str:
+    """Return the token of a message; an empty text of one that holds an error and nothing else."""
+    return reply_token(message.content) if message.has_content() else ""
 
 
 def reply_token(content: RecordDict) -> str:
@@ -204,116 +276,3 @@ def _numbers(name: str, array: Array) -> NDArray[Any]:
     if len(array.data) != array.shape[0] * kind.itemsize:
         raise UnreadableError(f"array {name[:40]!r} must hold as many bytes as its shape says")
     return np.frombuffer(array.data, dtype=kind).astype(np.dtype(array.dtype), copy=False)
-
-
-Arrays = dict[str, NDArray[Any]]
-_BLOCK = 2048
-_LEVELS = 127
-
-
-class UnreadableError(ValueError):
-    """Arrays are not what their compression makes; says in which way."""
-
-
-def compress(
-    name: str, vector: torch.Tensor, seed: int, share: float = 0.1
-) -> tuple[Arrays, torch.Tensor]:
-    """Return the arrays of an update, and the vector that the server will read from them."""
-    if name == "none":
-        return {"vector": vector.detach().cpu().numpy()}, vector
-    plain = vector.detach().cpu().to(torch.float32)
-    arrays = _COMPRESSORS[name](plain, seed, share)
-    return arrays, decompress(name, arrays, plain.numel(), torch.float32).to(vector)
-
-
-def decompress(
-    name: str, arrays: Mapping[str, NDArray[Any]], size: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the vector of `size` numbers that arrays stand for; raise `UnreadableError`.
-
-    None for the size: as many as there are, which only `none` can say.
-    """
-    if size is None:
-        arrays = {"vector": np.zeros(0, np.float32), **arrays}
-        return _plain(arrays, len(arrays["vector"])).to(dtype)
-    if name not in _DECOMPRESSORS:
-        raise InvalidValueError(
-            f"compression={name!r} must be one of {', '.join(map(repr, _DECOMPRESSORS))}"
-        )
-    return _DECOMPRESSORS[name](arrays, size).to(dtype)
-
-
-def _array(
-    arrays: Mapping[str, NDArray[Any]], name: str, kind: str, size: int | None
-) -> NDArray[Any]:
-    """Return one of the arrays when it has the type and the length that it must have."""
-    if name not in arrays:
-        raise UnreadableError(f"array {name!r} is missing")
-    array = arrays[name]
-    if array.dtype != np.dtype(kind):
-        raise UnreadableError(f"array {name!r} of type {array.dtype} must be {kind}")
-    if array.ndim != 1 or (size is not None and len(array) != size):
-        raise UnreadableError(f"array {name!r} of shape {array.shape} must be ({size},)")
-    return array
-
-
-def _plain(arrays: Mapping[str, NDArray[Any]], size: int) -> torch.Tensor:
-    array = arrays.get("vector")
-    kind = "float64" if array is not None and array.dtype == np.float64 else "float32"
-    return torch.from_numpy(_array(arrays, "vector", kind, size).copy())
-
-
-def _to_bf16(vector: torch.Tensor, seed: int, share: float) -> Arrays:
-    return {"bf16": vector.to(torch.bfloat16).view(torch.int16).numpy()}
-
-
-def _from_bf16(arrays: Mapping[str, NDArray[Any]], size: int) -> torch.Tensor:
-    bits = torch.from_numpy(_array(arrays, "bf16", "int16", size).copy())
-    return bits.view(torch.bfloat16).to(torch.float32)
-
-
-def _to_int8(vector: torch.Tensor, seed: int, share: float) -> Arrays:
-    """Round up or down by a coin: without bias, and at most one level off."""
-    blocks = torch.nn.functional.pad(vector, (0, -len(vector) % _BLOCK)).view(-1, _BLOCK)
-    scale = blocks.abs().amax(dim=1)
-    source = torch.Generator().manual_seed(seed)
-    unit = torch.where(scale > 0, _LEVELS / scale, 0.0)[:, None]
-    levels = torch.floor(blocks * unit + torch.rand(blocks.shape, generator=source))
-    levels = torch.nan_to_num(levels).clamp(-_LEVELS, _LEVELS).to(torch.int8)
-    return {"int8": levels.flatten()[: len(vector)].numpy(), "scale": scale.numpy()}
-
-
-def _from_int8(arrays: Mapping[str, NDArray[Any]], size: int) -> torch.Tensor:
-    levels = torch.from_numpy(_array(arrays, "int8", "int8", size).copy()).to(torch.float32)
-    scale = torch.from_numpy(_array(arrays, "scale", "float32", -(-size // _BLOCK)).copy())
-    return levels * (scale / _LEVELS).repeat_interleave(_BLOCK)[:size]
-
-
-def _to_topk(vector: torch.Tensor, seed: int, share: float) -> Arrays:
-    count = max(1, round(share * len(vector)))
-    index = torch.topk(vector.abs(), count).indices.sort().values
-    return {"index": index.to(torch.int32).numpy(), "value": vector[index].numpy()}
-
-
-def _from_topk(arrays: Mapping[str, NDArray[Any]], size: int) -> torch.Tensor:
-    index = torch.from_numpy(_array(arrays, "index", "int32", None).copy()).to(torch.int64)
-    value = torch.from_numpy(_array(arrays, "value", "float32", len(index)).copy())
-    inside = bool(((index >= 0) & (index < size)).all()) and bool((index.diff() > 0).all())
-    if not inside:
-        raise UnreadableError("places must ascend within the vector")
-    vector = torch.zeros(size)
-    vector[index] = value
-    return vector
-
-
-_COMPRESSORS: dict[str, Callable[[torch.Tensor, int, float], Arrays]] = {
-    "bf16": _to_bf16,
-    "int8": _to_int8,
-    "topk": _to_topk,
-}
-_DECOMPRESSORS: dict[str, Callable[[Mapping[str, NDArray[Any]], int], torch.Tensor]] = {
-    "none": _plain,
-    "bf16": _from_bf16,
-    "int8": _from_int8,
-    "topk": _from_topk,
-}

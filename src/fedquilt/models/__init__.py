@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import BESIDE_MODEL, DRAWN_MODELS
+from fedquilt.models.adapters import merge_cores, with_cores
 from fedquilt.models.features import FeatureModel, OwnFront, make_feature_model
 from fedquilt.models.lora import lora, merge_lora
 from fedquilt.models.networks import (
@@ -43,7 +46,9 @@ __all__ = [
     "ResNet18",
     "lora",
     "make_model",
+    "merge_cores",
     "merge_lora",
+    "with_cores",
 ]
 
 
@@ -63,6 +68,7 @@ MODELS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "lstm": lambda shape, classes: CharLSTM(classes),
     "hog-linear": lambda shape, classes: make_feature_model("hog-linear", shape, classes),
     "scatter-linear": lambda shape, classes: make_feature_model("scatter-linear", shape, classes),
+    **{name: partial(make_feature_model, name) for name in (BESIDE_MODEL, *DRAWN_MODELS)},
 }
 _MADE_FOR: dict[tuple[int, ...], str] = {
     (1, 8, 8): "digits",

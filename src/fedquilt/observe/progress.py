@@ -21,6 +21,7 @@ from fedquilt.common.observer import Observer
 SECONDS = 20.0
 """Between two plain lines."""
 _LINES = 10
+_BESIDE_A_BAR = 75  # columns of a terminal that words and figures take
 FEATURES = "features"
 """What a frozen feature extractor makes of all samples, before the first round."""
 
@@ -60,7 +61,7 @@ class Progress(Observer):
         self._every_round = every_round
         self._sink = sink
         self._limited = False
-        self._preparing = False
+        self._preparing = self._begun = False
 
     def __enter__(self) -> Progress:
         if self._sink is None and draws_bars(self._stream):
@@ -77,13 +78,13 @@ class Progress(Observer):
     def expects(self, config: Any, lines: Sequence[str]) -> None:
         """Say what the run may expect."""
         self._timed = not config.is_bounded(covered=True)
-        self._prepared(config.num_rounds)
+        self._prepared(config.num_releases)
         for line in lines:
             self._say(line)
 
     def __call__(self, config: Any, line: dict[str, Any]) -> None:
         """Show a finished round; its line holds public values only."""
-        self._done, total = line["round"] + 1, config.num_rounds
+        self._done, total = line["round"] + 1, config.num_releases
         self._timed = line.get("seconds") is not None
         self._accuracy = headline_of(line) or self._accuracy
         self._say_of_limit(line)
@@ -106,11 +107,13 @@ class Progress(Observer):
             self._bar.update(self._task, completed=int(100 * share), total=100, doing=what)
         elif self._bar is not None:
             self._bar.update(self._task, doing=f"{what} {share:4.0%}")
-        elif self._timed and time.monotonic() - self._said_at >= SECONDS:
-            self._say(f"round {self._done + 1}, {what} {share:.0%}")
+        elif (self._timed or not self._begun) and time.monotonic() - self._said_at >= SECONDS:
+            within = f"round {self._done + 1}, " if self._begun else ""
+            self._say(f"{within}{what} {share:.0%}")
 
     def _prepared(self, rounds: int) -> None:
         """Begin the bar anew where it showed what came before the rounds."""
+        self._begun = True
         if self._bar is not None and self._preparing:
             self._preparing = False
             fields = {"accuracy": self._accuracy, "doing": ""}
@@ -169,7 +172,7 @@ class RunsProgress(Observer):
 
     def __enter__(self) -> RunsProgress:
         if draws_bars(self._stream):
-            self._bar = _make_bar(self._stream)
+            self._bar = _make_bar(self._stream, in_percent=True)
             self._bar.start()
             self._task = self._bar.add_task("", total=self._rounds, accuracy="", doing="")
         return self
@@ -283,7 +286,7 @@ def headline_of(line: dict[str, Any]) -> str:
     measured = [key for key in line if key.startswith("test_") and line[key] is not None]
     if not measured:
         return ""
-    first = "test_accuracy" if "test_accuracy" in measured else measured[0]
+    first = (*(key for key in measured if key != "test_loss"), *measured)[0]
     return f"{first.removeprefix('test_')} {line[first]:.4f}"
 
 
@@ -313,22 +316,24 @@ def in_notebook() -> bool:
     return type(found).__name__ == "ZMQInteractiveShell"
 
 
-def _make_bar(stream: TextIO) -> Any:
+def _make_bar(stream: TextIO, *, in_percent: bool = False) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
     )
 
+    console = Console(file=stream)
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        BarColumn(min(40, max(5, console.width - _BESIDE_A_BAR))),
+        TaskProgressColumn() if in_percent else MofNCompleteColumn(),
         TextColumn("{task.fields[accuracy]}"),
         TextColumn("{task.fields[doing]}"),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(file=stream), transient=True)
+    return Progress(*columns, console=console, transient=True)

@@ -35,7 +35,7 @@ class Tracker(Protocol):
         """Write what is left and stop; `failed` says that the run did not end well."""
 
 
-def step_of(line: Mapping[str, Any]) -> int:
+def step_number(line: Mapping[str, Any]) -> int:
     """Return how many rounds are over after this one: rounds count from 0, steps from 1."""
     return checks.integer("round", line.get("round"), at_least=0) + 1
 
@@ -114,7 +114,7 @@ class TensorBoardTracker:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Write one round, and flush it: a killed run keeps its rounds."""
-        step = step_of(line)
+        step = step_number(line)
         clock = self._opened if withholds_time(line) else None
         if self._writer is None:
             self._writer = self._module.SummaryWriter(str(self._folder), purge_step=step)
@@ -195,7 +195,7 @@ class WandbTracker:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Send one round to wandb's own process, which writes it down."""
-        row = step_of(line), scalars_of(line)
+        row = step_number(line), scalars_of(line)
         if self._kept or withholds_time(line):
             self._kept.append(row)
         else:
@@ -341,7 +341,7 @@ class MlflowTracker:
             self._send(line)
 
     def _send(self, line: Mapping[str, Any]) -> None:
-        step, stamp = step_of(line), self._stamp(line)
+        step, stamp = step_number(line), self._stamp(line)
         metrics = [
             self._entities.Metric(name, float(value), stamp, step)
             for name, value in scalars_of(line).items()

@@ -40,7 +40,7 @@ from fedquilt.observe.tracker_kinds import (
     load_mlflow,
     load_tensorboard,
     load_wandb,
-    step_of,
+    step_number,
     wandb_mode,
 )
 
@@ -51,12 +51,7 @@ NONE = "none"
 
 
 def open_trackers(
-    names: str,
-    folder: str | Path,
-    *,
-    project: str,
-    run_name: str,
-    config: Mapping[str, Any],
+    names: str, folder: str | Path, *, project: str, run_name: str, config: Mapping[str, Any]
 ) -> Trackers:
     """Open the trackers of a run, as a context manager that closes them.
 
@@ -158,7 +153,7 @@ class Trackers:
         InvalidValueError
             If the line has no whole number >= 0 as its "round".
         """
-        step_of(line)
+        step_number(line)
         if os.getpid() != self._pid:
             return
         with self._lock:

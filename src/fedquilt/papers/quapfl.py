@@ -25,13 +25,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import write_file
 from fedquilt.common.vectors import norm
-from fedquilt.config import (
-    HYPERPARAMETERS,
-    OUTPUT_CONFIG,
-    TARGET_ACCURACY,
-    RunConfig,
-    plain_config,
-)
+from fedquilt.config import HYPERPARAMETERS, OUTPUT_CONFIG, TARGET_ACCURACY, RunConfig, plain_config
 from fedquilt.config.documents import settings_from_hyperparameters
 from fedquilt.experiment.loop import Experiment, limit_notes
 from fedquilt.experiment.preflight import preflight_lines
@@ -53,7 +47,7 @@ from fedquilt.setup.build_task import task_from
 from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
 from fedquilt.setup.task import FederatedTask
-from fedquilt.training import ClientUpdate, Engine, FlatModel, evaluate
+from fedquilt.training import ClientIds, ClientUpdate, Engine, FlatModel, evaluate
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -441,11 +435,7 @@ class _OwnTraining(Engine):
         self._server = server
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         server = self._server
         scale = learning_rate if server._divides_by_rate else 1.0

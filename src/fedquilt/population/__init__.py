@@ -21,7 +21,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,46 @@ class Availability:
             present = sum(len(clients) for clients in self.trace.values())
             return min(1.0, max(present, 1) / (rounds * self.num_clients))
         return 1.0 if self.probabilities is None else UNIFORM_PROBABILITY
+
+    def expected_within(self, rounds: int, coin: float = 1.0) -> float:
+        """Return the share that an operator expects to come at least once in some rounds.
+
+        Of whom a coin keeps each time with probability c: 1 - E[(1 - c q)^w], with q of the
+        public law; for Beta(2, 5) and c = 1 that is 1 - 30 / ((w + 5) (w + 6)).  A trace is cut
+        into windows of w rounds and counted.
+        """
+        if rounds == 1:
+            return self.expected_rate * coin
+        if self.trace is not None:
+            windows = -(-(1 + max(self.trace, default=0)) // rounds)
+            came = {(t // rounds, i) for t, there in self.trace.items() for i in there.tolist()}
+            return min(1.0, max(len(came), 1) / (windows * self.num_clients)) * coin
+        if self.probabilities is None:
+            return 1.0 - (1.0 - coin) ** rounds
+        if self.is_uniform:
+            return 1.0 - (1.0 - coin * UNIFORM_PROBABILITY) ** rounds
+        q = (np.arange(10_000) + 0.5) / 10_000  # midpoints: right to eight digits
+        density = 30.0 * q * (1.0 - q) ** 4
+        return 1.0 - float(np.mean(density * (1.0 - coin * q) ** rounds))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether everybody has the same coin."""
+        coins = self.probabilities
+        return coins is not None and bool(np.all(coins == UNIFORM_PROBABILITY))
+
+    def within(self, rounds: int) -> Availability:
+        """Return the availability of windows of so many rounds, by clients' own coins."""
+        if rounds == 1:
+            return self
+        if self.trace is not None:
+            windows: dict[int, list[NDArray[np.int64]]] = {}
+            for index in sorted(self.trace):
+                windows.setdefault(index // rounds, []).append(self.trace[index])
+            trace = {k: np.unique(np.concatenate(there)) for k, there in windows.items()}
+            return Availability(self.num_clients, trace=trace)
+        coins = self.probabilities
+        return Availability(self.num_clients, None if coins is None else 1 - (1 - coins) ** rounds)
 
     def mean_present(self, limit: int) -> float:
         """Return how many are there in a round on average, at most `limit` counted.
@@ -219,11 +259,20 @@ class CohortSelector:
     """Step 1 of a round: availability, then selection, from the run's seed.
 
     `uniform` and `weighted` pick at most `limit` clients, the latter in
-    proportion to the clients' propensities; `poisson` keeps each available
+    proportion to the clients' propensities; `energy` picks those that have `spent` least, equal
+    ones by a draw; `poisson` keeps each available
     client with the coin limit / num_clients.  A `secret` coin is drawn from the
     operating system, not from the seed, and is the only thing that amplifies
     privacy: `sampling_rate` says by how much, so that whoever accounts for a run
     asks its sampler.
+
+    With `window` w > 1 a cohort is gathered over w rounds of availability and selection, of
+    `num_rounds` in all: cohort k holds who was picked in one of the rounds kw to kw + w - 1, and
+    nobody twice, as who was picked is not there for the rest of the window.  The model stands
+    still meanwhile, so it is one round of the federation, with one plan, one sum and one
+    release, and everything that is proved of a round holds for it as it stands: client i has
+    one vector within its clip c_i in the one sum of the window, which moves by at most c_i and
+    costs (c_i / s)^2, once, however often the client was there.
     """
 
     def __init__(
@@ -235,7 +284,11 @@ class CohortSelector:
         limit: int,
         seed: int,
         secret: bool = False,
+        window: int = 1,
+        num_rounds: int | None = None,
     ) -> None:
+        if secret and window != 1:
+            raise InvalidValueError(f"rounds_per_release={window} must be 1 for amplification")
         if secret and rule != "poisson":
             raise InvalidValueError(
                 f"selection={rule!r} must be 'poisson' for amplification: "
@@ -246,6 +299,9 @@ class CohortSelector:
         self.limit = limit
         self.seed = seed
         self.secret = secret
+        self.window = checks.integer("rounds_per_release", window, at_least=1)
+        self._num_rounds = num_rounds
+        self.spent: Callable[[], NDArray[np.float64]] | None = None
         # A weight of zero would bar a client for ever.
         self._weights = np.maximum(propensity, 1e-9) if rule == "weighted" else None
 
@@ -261,6 +317,11 @@ class CohortSelector:
     @property
     def expected_cohort(self) -> float:
         """How many clients a round has on average, from public knowledge alone."""
+        if self.window > 1:
+            coin = self._coin if self.rule == "poisson" else 1.0
+            share = self.availability.expected_within(self.window, coin)
+            most = float(self.availability.num_clients if coin < 1 else self.window * self.limit)
+            return max(1.0, min(share * self.availability.num_clients, most))
         present = self.availability.expected_rate * self.availability.num_clients
         if self.rule == "poisson":
             return max(1.0, present * self._coin)
@@ -273,17 +334,42 @@ class CohortSelector:
         Unlike `expected_cohort` it knows the drawn probabilities, which no server does, and
         that a limit only ever takes away; it is for people to read.
         """
-        if self.rule == "poisson":
-            return self.availability.mean_present(self.availability.num_clients) * self._coin
-        return self.availability.mean_present(self.limit)
+        if self.rule != "poisson":
+            return self.availability.within(self.window).mean_present(self.window * self.limit)
+        everybody = self.availability.num_clients
+        if self.window == 1 or self.availability.trace is not None:
+            return self.availability.within(self.window).mean_present(everybody) * self._coin
+        coins = self.availability.probabilities
+        kept = np.full(everybody, self._coin) if coins is None else coins * self._coin
+        return Availability(everybody, kept).within(self.window).mean_present(everybody)
+
+    def _rounds_of(self, index: int) -> range:
+        """Return the rounds of a window; the last one may be shorter."""
+        first = index * self.window
+        last = first + self.window
+        return range(first, last if self._num_rounds is None else min(last, self._num_rounds))
 
     def available(self, round_index: int) -> NDArray[np.int64]:
-        """Return who is there in a round, picked or not."""
-        rng = generator(self.seed, "select", round_index)
-        return self.availability.available(round_index, rng)
+        """Return who is there in a round, picked or not; at the end of a window, in its last."""
+        last = self._rounds_of(round_index)[-1]
+        return self.availability.available(last, generator(self.seed, "select", last))
 
-    def select(self, round_index: int, allowed: NDArray[np.bool_] | None = None) -> Cohort:
-        """Return the cohort of a round, ascending; `allowed` masks who may be picked."""
+    def _gather(self, window_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        """Return whom the rounds of a window pick, ascending."""
+        count = self.availability.num_clients
+        waiting = np.ones(count, dtype=np.bool_) if allowed is None else allowed.copy()
+        before = waiting.copy()
+        for index in self._rounds_of(window_index):
+            waiting[self.select(index, waiting, gather=False).clients] = False
+        picked = np.flatnonzero(before & ~waiting)
+        return Cohort(picked, picked)
+
+    def select(
+        self, round_index: int, allowed: NDArray[np.bool_] | None = None, *, gather: bool = True
+    ) -> Cohort:
+        """Return the cohort of a round or window, ascending; `allowed` masks who may be picked."""
+        if self.window > 1 and gather:
+            return self._gather(round_index, allowed)
         rng = generator(self.seed, "select", round_index)
         available = self.availability.available(round_index, rng)
         if allowed is not None:
@@ -292,6 +378,9 @@ class CohortSelector:
             return Cohort(available[secret_coins(available.size) < self._coin], available)
         if self.rule == "poisson":
             picked = poisson_cohort(available, self._coin, rng)
+        elif self.rule == "energy" and self.spent is not None:
+            order = np.lexsort((rng.random(available.size), self.spent()[available]))
+            picked = np.sort(available[order[: self.limit]])
         else:
             weights = None if self._weights is None else self._weights[available]
             picked = select_cohort(available, self.limit, rng, weights)
@@ -384,6 +473,10 @@ class ParticipationTracker:
             "participating_clients": joined,
             "never_participated": self.num_clients - joined,
         }
+
+    def report(self) -> dict[str, Any]:
+        """Return what a round's line says of who took part so far, beside the cohort."""
+        return {}
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return the counters as arrays, for a checkpoint."""

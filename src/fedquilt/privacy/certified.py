@@ -78,21 +78,15 @@ from numpy.typing import NDArray
 from fedquilt.common.vectors import StreamingNorm, cached_norm, chunks_of, is_finite, norm
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.clip import PrivateQuantile
-from fedquilt.privacy.mechanism import (
-    Contribution,
-    NoiseReport,
-    RoundPlan,
-    RoundTally,
-    Summed,
-)
+from fedquilt.privacy.mechanism import Contribution, NoiseReport, RoundPlan, RoundTally, Summed
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.policies import JoinFacts, Policy
 from fedquilt.privacy.statement import NOT_COVERED, Statement, cautions
 
 # Keeps the norm of a clipped vector below its bound through float64 rounding.
-_SHAVE = 1 - 1e-12
+SHAVE = 1 - 1e-12
 # Below this, squares underflow and a norm is no longer to be trusted for scaling up.
-_NOTHING = 1e-100
+NOTHING = 1e-100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +116,8 @@ class CertifiedSettings:
         What the claim is about; the account converts charges to it.
     sum_sensitivity : float
         S: zeros in the place of a vector x move the sum by at most S |x|; 1 of a plain one.
+    window : int
+        Over how many rounds the cohort of a release is gathered (`CohortSelector`).
     """
 
     tensor_names: tuple[str, ...]
@@ -135,6 +131,7 @@ class CertifiedSettings:
     notes: tuple[str, ...] = ()
     adjacency: Adjacency = Adjacency.ZERO_OUT
     sum_sensitivity: float = 1.0
+    window: int = 1
 
 
 class Certified:
@@ -254,10 +251,10 @@ class Certified:
         if has_own_rule:
             vector = self.bound_vector(contribution.vector, limit / self.sensitivity)
             length = norm(vector) if is_finite(vector) else math.inf
-        if length > limit or (self.settings.normalise and length > _NOTHING):
+        if length > limit or (self.settings.normalise and length > NOTHING):
             if not math.isfinite(length):
                 vector, length = torch.zeros_like(vector), limit
-            scale = limit / length * _SHAVE
+            scale = limit / length * SHAVE
             return Contribution(client, vector, 1.0, contribution.finite, scale)
         if has_own_rule:
             return Contribution(client, vector, 1.0, contribution.finite)
@@ -360,9 +357,15 @@ class Certified:
             )
         if self.quantile is not None:
             notes.append("the clip bound follows a private quantile, whose cost is included")
+        if self.settings.window > 1:
+            notes.append(
+                f"the model stands still for {self.settings.window} rounds, and whoever comes in "
+                "them counts once, in one release: charges and joins are of releases"
+            )
         if self.noise.bands > 1:
             notes.append(
-                f"noise correlated over {self.noise.bands} rounds; "
+                f"noise correlated over {self.noise.bands} "
+                f"{'rounds' if self.settings.window == 1 else 'releases'}; "
                 "no client joins twice within them"
             )
         return tuple(notes)

@@ -29,12 +29,13 @@ cancels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.formatting import format_bound
-from fedquilt.common.text_table import text_table
+from fedquilt.common.formatting import format_bound, text_table
 from fedquilt.privacy.accounting import (
     Adjacency,
     Release,
@@ -47,6 +48,28 @@ from fedquilt.privacy.accounting import epsilon as total_epsilon
 _WEAK_EPSILON = 10.0
 WORKABLE, HOPELESS = 0.55, 1.5
 """Ratios of the run: below the first it is workable, from the second on hopeless."""
+
+
+class NoiseSoFar:
+    """The noise of all rounds so far against the largest signal they could carry.
+
+    √(d Σ noise_std²) / Σ clip, with d noised numbers: after the last round it is the ratio of the
+    run.  It is public, because it follows from options and charges.
+    """
+
+    def __init__(self, noised: int) -> None:
+        self._noised = noised
+        self._noise = self._signal = 0.0
+        self.rounds = 0
+
+    def after(self, lines: Iterable[Mapping[str, Any]]) -> float | None:
+        """Count the lines of further rounds; return the ratio, None before there is noise."""
+        for line in lines:
+            self.rounds += 1
+            if line.get("noise_std") and line.get("clip_value"):
+                self._noise += line["noise_std"] ** 2
+                self._signal += line["clip_value"] * line.get("agg_scale", 1.0)
+        return math.sqrt(self._noised * self._noise) / self._signal if self._signal else None
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,8 @@ class Feasibility:
         """Noise, verdict and the first thing to change, in one line."""
         ratio, first = self.noise_to_signal_run, ""
         if not self.workable:
-            first = f"; first {self.advice[0][0].lower()}{self.advice[0][1:]}"
+            advice = f"{self.advice[0][0].lower()}{self.advice[0][1:]}"
+            first = f"; {advice}" if " not enough" in advice else f"; first {advice}"
         size = f"{ratio:.2g} of" if ratio < 1 else f"{ratio:.3g} times"
         return f"noise over the run: {size} a typical update, {self.verdict}{first}"
 
@@ -203,8 +227,8 @@ def plan_table(plan: Feasibility) -> str:
     rows = [
         ("verdict", plan.verdict),
         ("clients in the population", f"{plan.population:,}"),
-        ("clients per round", f"{plan.cohort:,.3g}"),
-        ("rounds", f"{plan.rounds:,}"),
+        ("clients a release", f"{plan.cohort:,.3g}"),
+        ("releases", f"{plan.rounds:,}"),
         ("joins of a client", f"{plan.joins:,.3g}"),
         ("sampling rate", f"{plan.sampling_rate:g}"),
         ("trainable parameters", f"{plan.parameters:,}"),
@@ -215,7 +239,7 @@ def plan_table(plan: Feasibility) -> str:
         ("noise / signal of a round", f"{plan.noise_to_signal_round:.3g}"),
         ("noise / signal of the run", f"{plan.noise_to_signal_run:.3g}"),
         ("most parameters that would work", f"{plan.usable_parameters:,}"),
-        ("fewest clients per round that would work", f"{plan.usable_cohort:,}"),
+        ("fewest clients a release that would work", f"{plan.usable_cohort:,}"),
     ]
     return text_table((), rows)
 

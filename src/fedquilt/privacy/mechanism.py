@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,11 @@ class RoundPlan:
         everybody holds everything.
     clip_value : float, optional
         The clip bound of the round (step 4), None where nothing is clipped.
+    least, bits : int
+        Under secure aggregation the fewest clients whose sum may be opened, and the length of
+        the integers that it sums.
+    settled_share : callable, optional
+        Under secure aggregation which share of `charges` is settled where so many have survived.
     """
 
     round_index: int
@@ -61,6 +66,15 @@ class RoundPlan:
     rates: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     coverage: torch.Tensor | None = None
     clip_value: float | None = None
+    least: int = 0
+    bits: int = 0
+    settled_share: Callable[[int], float] | None = None
+
+    def charges_of(self, here: NDArray[np.bool_]) -> NDArray[np.float64] | None:
+        """Return what is settled of those who are here: with more of them it may be less."""
+        if self.charges is None or self.settled_share is None or not here.any():
+            return None if self.charges is None else self.charges[here]
+        return self.charges[here] * self.settled_share(int(here.sum()))
 
 
 @dataclass(eq=False)

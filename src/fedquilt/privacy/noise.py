@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
 
@@ -56,6 +56,14 @@ class DeviceStream(Protocol):
 
     def normal_on(self, device: torch.device, size: int) -> torch.Tensor:
         """Return `size` independent standard normal numbers in float64, on the device."""
+
+
+@runtime_checkable
+class WordStream(Protocol):
+    """A stream of fair bits, which discrete noise is made of."""
+
+    def words(self, size: int) -> NDArray[np.uint64]:
+        """Return `size` independent words of 64 fair bits."""
 
 
 class NoiseSource(Protocol):
@@ -87,6 +95,10 @@ class SecretNoise:
     def stream(self, *keys: int) -> SecretNoise:
         """Return itself: secret noise is never drawn twice, so keys do not matter."""
         return self
+
+    def words(self, size: int) -> NDArray[np.uint64]:
+        """Return `size` independent words of 64 fair bits."""
+        return np.frombuffer(secret_bytes(8 * size), dtype=np.uint64)
 
     def normal(self, size: int) -> NDArray[np.float64]:
         """Return `size` independent standard normal numbers in float64."""
@@ -160,6 +172,9 @@ class _SeededStream:
     def normal(self, size: int) -> NDArray[np.float64]:
         return self._generator.standard_normal(size)
 
+    def words(self, size: int) -> NDArray[np.uint64]:
+        return self._generator.integers(0, 2**64, size, dtype=np.uint64)
+
 
 def noise_source(seed: int | None, device: torch.device | None = None) -> NoiseSource:
     """Return secret noise, or the seeded source when a seed is given.
@@ -171,6 +186,13 @@ def noise_source(seed: int | None, device: torch.device | None = None) -> NoiseS
     if device is not None and device.type == "cuda" and find_spec("triton") is not None:
         return DeviceNoise()
     return SecretNoise()
+
+
+def words_of(stream: NoiseStream) -> Callable[[int], NDArray[np.uint64]]:
+    """Return what draws the fair bits of a stream."""
+    if not isinstance(stream, WordStream):
+        raise TypeError(f"{type(stream).__name__} must have words for discrete noise")
+    return stream.words
 
 
 def normal_where(device: torch.device, size: int, stream: NoiseStream) -> torch.Tensor:

@@ -110,10 +110,7 @@ class AmplifiedCertified(Certified):
             *stated.notes,
         )
         return replace(
-            stated,
-            epsilon_max=float(amplified[0]),
-            epsilon_median=float(amplified[1]),
-            notes=notes,
+            stated, epsilon_max=float(amplified[0]), epsilon_median=float(amplified[1]), notes=notes
         )
 
     def _epsilon(self, exposures: int) -> float:

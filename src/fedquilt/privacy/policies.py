@@ -201,6 +201,12 @@ class Policy(Protocol):
     def charges(self, facts: JoinFacts) -> FloatArray:
         """Return what each of these clients may spend on joining this round."""
 
+    def most(self, facts: JoinFacts) -> FloatArray:
+        """Return what a join may cost at worst where that is known after it, at most what is left.
+
+        Under secure aggregation a join costs more the fewer clients answer.
+        """
+
     def reference_charge(self, charges: FloatArray) -> float:
         """Return the charge that is clipped at exactly C, which fixes the noise."""
 
@@ -225,6 +231,10 @@ class EvenPolicy:
     def charges(self, facts: JoinFacts) -> FloatArray:
         """Return the even part for everybody, never more than is left."""
         return np.minimum(self.expected_charge, facts.remaining)
+
+    def most(self, facts: JoinFacts) -> FloatArray:
+        """Leave whole parts for the joins to come."""
+        return _beside_later(facts, self.expected_charge, self.joins)
 
     def reference_charge(self, charges: FloatArray) -> float:
         """Return the even part: the noise is constant."""
@@ -262,6 +272,10 @@ class AdaptivePolicy:
         expected = 1 + max(0, self.num_rounds - facts.round_index - 1) * rate
         return np.asarray(facts.remaining / expected)
 
+    def most(self, facts: JoinFacts) -> FloatArray:
+        """Return all that is left: what a join takes beyond its part, later ones have less."""
+        return facts.remaining
+
     def reference_charge(self, charges: FloatArray) -> float:
         """Return the typical charge: the noise is constant."""
         return self.expected_charge
@@ -285,6 +299,7 @@ class PaperPolicy:
     ) -> None:
         self._allocator = allocator
         self._warmup_rounds = warmup_rounds
+        self._num_rounds = num_rounds
         largest = allocator.epsilon_base * (1 + allocator.alpha)
         self._kappa = largest * math.sqrt(num_rounds / budget)
 
@@ -306,9 +321,22 @@ class PaperPolicy:
             epsilon = self._allocator.compute_privacy_budget(float(rates.mean()))
         return np.minimum((epsilon / self._kappa) ** 2, facts.remaining)
 
+    def most(self, facts: JoinFacts) -> FloatArray:
+        """Leave the dearest charge for each of the joins to come."""
+        dearest = self.expected_charge * (1 + self._allocator.alpha) ** 2
+        return _beside_later(facts, dearest, self._num_rounds)
+
     def reference_charge(self, charges: FloatArray) -> float:
         """Return what this round gives: the noise follows the schedule, the clip is C."""
         return float(charges.max(initial=self.expected_charge))
+
+
+def _beside_later(facts: JoinFacts, charge: float, joins: int) -> FloatArray:
+    """Return what is left beside a charge for each of `joins` joins but those before and this."""
+    later = np.maximum(0.0, joins - 1 - facts.joins)
+    return np.asarray(
+        np.maximum(np.minimum(charge, facts.remaining), facts.remaining - later * charge)
+    )
 
 
 def make_policy(

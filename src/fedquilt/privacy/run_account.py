@@ -17,7 +17,6 @@ no witness at all; the statement of a resumed run says so.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -425,11 +424,13 @@ def open_witness(run_id: str, folder: Path) -> Witness | None:
     """Return the witness of a run, None where the state folder cannot be written or locked."""
     name = hashlib.sha256(run_id.encode()).hexdigest()[:32]
     try:
+        import fcntl  # posix only
+
         place = state_folder()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         handle = os.open(place / name, flags, 0o600)
-    except (OSError, RuntimeError):  # no home, or a read-only one
+    except (ImportError, OSError, RuntimeError):  # no locks, no home, or a read-only one
         return None
     noted = None
     try:

@@ -137,6 +137,9 @@ class Statement:
             f"at delta {format_bound(self.delta, 6)}"
         )
 
+    def __str__(self) -> str:
+        return self.as_text()
+
     def as_text(self, width: int | None = None) -> str:
         """Return the statement in words, one fact a line, or in lines of at most `width`."""
         lines = [

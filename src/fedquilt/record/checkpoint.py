@@ -161,12 +161,12 @@ class CheckpointFiles:
             {"base": split.token} if split.token else {}
         )
         if split.base is not None:
-            base = {f"state/{key}": _tensor(array) for key, array in split.base.items()}
+            base = {f"state/{key}": as_tensor(array) for key, array in split.base.items()}
             storage.write_file(self._base_path(split.token), as_safetensors(base, metadata))
         tensors = {f"model/{name}": tensor for name, tensor in model.items()}
         parts = {"state": split.whole, "places": split.places, "values": split.values}
         for part, arrays in parts.items():
-            tensors |= {f"{part}/{key}": _tensor(array) for key, array in arrays.items()}
+            tensors |= {f"{part}/{key}": as_tensor(array) for key, array in arrays.items()}
         metadata |= {
             "schema_version": str(_WITH_BASE if split.token else SCHEMA_VERSION),
             "rounds": str(rounds),
@@ -315,7 +315,7 @@ class CheckpointFiles:
         return hashlib.sha256(content).hexdigest()
 
 
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
+def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return an array as a tensor, in its own memory where that can be written."""
     import torch
 
@@ -331,10 +331,7 @@ _IN_WORDS = {"f": "floats", "i": "whole numbers", "b": "truth values"}
 
 
 def expected_state(
-    like: Mapping[str, NDArray[Any]],
-    size: int,
-    path: Path,
-    found: Mapping[str, TensorSpec],
+    like: Mapping[str, NDArray[Any]], size: int, path: Path, found: Mapping[str, TensorSpec]
 ) -> list[str]:
     """Return which arrays of a checkpoint to load, all of types and shapes that fit.
 

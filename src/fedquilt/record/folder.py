@@ -8,12 +8,14 @@
 | checkpoint-base-*.safetensors | long arrays of that state | now and then |
 | result.json | the finished run | once, at the end |
 | private.jsonl | raw measurements of a mode that claims a bound, mode 0600 | after every round |
-| ledger.json | where the run's account is, a digest of its clients, mode 0600 | at the start |
-| clients.json | digests of who holds what, and of the data, mode 0600 | at the start |
+| ledger.json | where the account is, whose, what the claim rests on, mode 0600 | at the start |
+| clients.json | digests of who holds what, of data and first weights, mode 0600 | at the start |
+| client_vectors-N.safetensors | what clients keep after N rounds, mode 0600 | with checkpoints |
 | client_metrics.jsonl | what each client measures on its own samples, mode 0600 | at evaluations |
 | synthetic/round_0003.safetensors | a condensation's images after some round | at evaluations |
 | condensed.safetensors | its final images | once, at the end |
 | baselines.json | what stands beside a condensation | at the start, after each baseline |
+| attacks.json, inversion.png | what attacks of the owner found, mode 0600 | by `fedquilt attack` |
 
 A kill at any moment leaves the last checkpoint whole: files are written beside
 their final name, flushed to disk and renamed.  Lines of rounds.jsonl beyond the
@@ -35,6 +37,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 import warnings
@@ -48,9 +51,10 @@ from fedquilt.common.formatting import printable
 from fedquilt.common.schema import Schema, check
 from fedquilt.common.storage import storage_errors
 from fedquilt.config import RunConfig, plain_config, write_config_file
-from fedquilt.record.checkpoint import Checkpoint, CheckpointFiles, Expected
+from fedquilt.record.checkpoint import Checkpoint, CheckpointFiles, Expected, as_tensor
 from fedquilt.record.schema import (
     ACCOUNT,
+    ATTACKS,
     BASELINES,
     CLIENT_METRICS,
     CLIENTS,
@@ -72,9 +76,11 @@ _OF_ROUNDS = (
 _FILES = (
     *_OF_ROUNDS,
     *("config.toml", "result.json", "ledger.json", "clients.json", "baselines.json", ".lock"),
+    *("attacks.json", "inversion.png"),
     *(f"ledger.sqlite{end}" for end in ("", "-journal", "-wal", "-shm")),
 )
 
+_VECTORS = "client_vectors-*.safetensors"
 _JUST_MADE_SECONDS = 60.0
 
 
@@ -127,7 +133,10 @@ class RunFolder:
             is_folder = folder.path.is_dir()
             has_config = (folder.path / "config.toml").is_file()
         if not is_folder:
-            raise RunFolderError(f"run folder {str(path)!r} must be a folder, which it is not")
+            found = "is a file" if folder.path.exists() else "does not exist"
+            if found == "is a file" and folder.path.suffix == ".sqlite":
+                found += f"; a ledger is shown by  fedquilt ledger show {shlex.quote(str(path))}"
+            raise RunFolderError(f"run folder {str(path)!r} must be a folder; it {found}")
         if not has_config:
             raise RunFolderError(f"run folder {str(path)!r} must hold a config.toml; it has none")
         folder._check_own()
@@ -137,7 +146,8 @@ class RunFolder:
         """Refuse a folder with links, pipes or devices in the place of its files."""
         with readable(self.path):
             images = self._images()
-            own = (*(self.path / name for name in _FILES), *self._checkpoint.bases())
+            names = (self.path / name for name in _FILES)
+            own = (*names, *self._checkpoint.bases(), *self.path.glob(_VECTORS))
             for path in (*own, *images.glob("round_*")):
                 storage.check_regular(path)
 
@@ -272,12 +282,18 @@ class RunFolder:
         storage.remove_leftovers(images)
 
     def write_account(self, account: dict[str, Any]) -> None:
-        """Write ledger.json: where the account of this run is, and whose it is.
+        """Write ledger.json: where this run's account is, whose it is, what its claim rests on.
 
         The digest of its clients depends on what they hold: it is for the owner only.
         """
         text = json.dumps({"schema_version": SCHEMA_VERSION, **account}, indent=1)
         storage.write_file(self.path / "ledger.json", text.encode(), 0o600)
+
+    def note_basis(self, basis: dict[str, Any]) -> None:
+        """Write into ledger.json what the claim rests on from here on."""
+        kept = self._read_json("ledger.json", ACCOUNT, untrusted.NOTE_BYTES) or {}
+        if kept.get("basis") != json.loads(json.dumps(basis)):
+            self.write_account({**kept, "basis": basis})
 
     def write_clients(self, digests: dict[str, str]) -> None:
         """Write clients.json: what a resumed run compares its clients and data with.
@@ -290,6 +306,12 @@ class RunFolder:
     def read_clients(self) -> dict[str, Any] | None:
         """Return what clients.json says, None for a run of an older fedquilt."""
         return self._read_json("clients.json", CLIENTS, untrusted.NOTE_BYTES)
+
+    def digests(self) -> dict[str, str]:
+        """Return, for the owner, what tells own parts, data and first weights from others."""
+        kept = self.read_clients() or {}
+        data = f"{kept['clients']} {kept['tested']}" if "tested" in kept else ""
+        return {"held": kept.get("held", ""), "data": data, "begins": kept.get("begins", "")}
 
     def read_account(self) -> dict[str, Any] | None:
         """Return what ledger.json says, None for a run without a ledger.
@@ -374,6 +396,34 @@ class RunFolder:
         """
         return self._checkpoint.load(expected)
 
+    def save_vectors(self, rounds: int, arrays: dict[str, NDArray[Any]]) -> None:
+        """Write what clients keep after so many rounds, before the checkpoint of the same."""
+        tensors = {key: as_tensor(array) for key, array in arrays.items()}
+        content = storage.as_safetensors(tensors, {"rounds": str(rounds)})
+        storage.write_file(self._vectors(rounds), content, 0o600)
+
+    def drop_vectors(self, rounds: int) -> None:
+        """Remove what clients kept after other rounds, once the checkpoint is written."""
+        for path in self.path.glob(_VECTORS):
+            if path != self._vectors(rounds):
+                with contextlib.suppress(OSError):  # in nobody's way
+                    path.unlink()
+
+    def load_vectors(self, rounds: int) -> dict[str, NDArray[Any]]:
+        """Return what clients kept after so many rounds."""
+        path, wrong = self._vectors(rounds), "is not what clients keep of this run"
+        with readable(self.path):
+            storage.check_regular(path)
+            if not path.exists():
+                raise RunFolderError(f"{path} is missing: the run cannot go on without it")
+        with untrusted.opened_tensors(path, wrong, RunFolderError, framework="np") as opened:
+            if opened.metadata.get("rounds") != str(rounds):
+                raise RunFolderError(f"{path} {wrong}")
+            return {name: opened.get(name) for name in opened.specs}
+
+    def _vectors(self, rounds: int) -> Path:
+        return self.path / _VECTORS.replace("*", str(rounds))
+
     def checkpoint_head(self) -> str:
         """Return the ledger's head that the checkpoint has kept, "" when there is none."""
         return self._checkpoint.head()
@@ -405,6 +455,19 @@ class RunFolder:
         """Return the baselines computed so far."""
         content = self._read_json("baselines.json", BASELINES)
         return {} if content is None else dict(content["rows"])
+
+    def write_attack(self, name: str, found: Any, picture: bytes | None = None) -> None:
+        """Write what one attack found beside the others, for the owner alone."""
+        content = {"schema_version": SCHEMA_VERSION, **self.read_attacks(), name: found}
+        text = json.dumps(content, indent=1)
+        storage.write_file(self.path / "attacks.json", text.encode(), 0o600)
+        if picture is not None:
+            storage.write_file(self.path / "inversion.png", picture, 0o600)
+
+    def read_attacks(self) -> dict[str, Any]:
+        """Return what attacks found, by their names; empty: nobody attacked."""
+        content = self._read_json("attacks.json", ATTACKS) or {}
+        return {key: value for key, value in content.items() if key != "schema_version"}
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result of a finished run, None while it is unfinished."""

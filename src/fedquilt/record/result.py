@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.common.colors import LIGHT
+from fedquilt.common.colors import LIGHT, identities
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.formatting import format_bound
 from fedquilt.config import RunConfig
+from fedquilt.config.modes import mode_colors
 from fedquilt.data import ImageDataset, load_condensed
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder, finite
@@ -130,6 +131,7 @@ def build_history(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
     for name in dict.fromkeys(key for line in evaluated for key in line):
         own = name.startswith(OF_CLIENTS) and name not in ROUND_KEYS
         if own or name.startswith(MEASURED):
+            history.pop(name, None)  # in the order of the lines: the headline comes first
             history[name] = [line.get(name) for line in evaluated]
     return history
 
@@ -167,6 +169,9 @@ class RunResult:
         The synthetic set that a condensation has grown.
     client_metrics : list of dict or None
         What each client measured last on the samples it holds back: raw, for the owner's eyes.
+    for_owner : tuple of str
+        What clients' data did to the run, for the owner's eyes: who holds missing values, who
+        counted for nothing.
     """
 
     result: dict[str, Any] = field(repr=False)
@@ -176,6 +181,7 @@ class RunResult:
     folder: Path | None
     synthetic: ImageDataset | None = field(default=None, repr=False)
     client_metrics: list[dict[str, Any]] | None = field(default=None, repr=False)
+    for_owner: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -360,8 +366,9 @@ def result_as_html(result: Mapping[str, Any], statement: Statement) -> str:
     bounded = statement.is_bounded
     claim, *others = statement.as_text().splitlines()
     alone = claim.removeprefix("claim").strip()
-    lifetime = _lifetime(result, statement)
-    head = html.escape(alone if lifetime is None else lifetime)
+    lifetime = lifetime_of(result, statement)
+    whole = "every client, over all runs of its ledger: epsilon <= "
+    head = html.escape(alone if lifetime is None else f"{whole}{format_bound(lifetime)}")
     metric, values = _headline(history)
     facts = [
         ("run", f"{metadata['dataset']}, {result['mode']}, seed {metadata['seed']}"),
@@ -378,7 +385,7 @@ def result_as_html(result: Mapping[str, Any], statement: Statement) -> str:
         f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
         for name, text in facts
     )
-    chart = _chart(metric, history.get("evaluation_rounds") or (), values)
+    chart = _chart(result["mode"], metric, history.get("evaluation_rounds") or (), values)
     color = _GOOD if bounded else _BAD
     return (
         f"<div><p style='border-left:5px solid {color};padding-left:.6em'><strong>{head}</strong>"
@@ -386,24 +393,23 @@ def result_as_html(result: Mapping[str, Any], statement: Statement) -> str:
     )
 
 
-def _lifetime(result: Mapping[str, Any], statement: Statement) -> str | None:
-    """Say what all runs of a shared ledger have cost; None where this run is all of it."""
+def lifetime_of(result: Mapping[str, Any], statement: Statement) -> float | None:
+    """Return the worst client's epsilon over all runs of a shared ledger, until this one ended.
+
+    None where this run is all of it.
+    """
     ledger = result.get("ledger") or {}
     settings = result["metadata"].get("hyperparameters") or {}
     worst = float(ledger.get("lifetime_epsilon_max", 0.0))
     shared = settings.get("ledger") is not None and not settings.get("amplification")
-    if not shared or worst <= statement.epsilon_max * (1 + 1e-6):
-        return None
-    return f"every client, over all runs of its ledger: epsilon <= {format_bound(worst)}"
+    return worst if shared and worst > statement.epsilon_max * (1 + 1e-6) else None
 
 
 def _headline(history: Mapping[str, Any]) -> tuple[str, Sequence[float | None]]:
-    """Return what the run is judged by: the accuracy, or the first metric it has instead."""
+    """Return what the run is judged by: its first metric, where it has none the loss."""
     keys = [key for key in history if key.startswith("test_")]
     known = [key for key in keys if any(value is not None for value in history[key] or ())]
-    others = [key for key in known if key not in ("test_accuracy", "test_loss")]
-    has_accuracy = "test_accuracy" in known or not known
-    key = "test_accuracy" if has_accuracy else (*others, "test_loss")[0]
+    key = (*(key for key in known if key != "test_loss"), *known, "test_accuracy")[0]
     return key.removeprefix("test_").replace("_", " "), history.get(key) or ()
 
 
@@ -411,7 +417,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _chart(metric: str, rounds: Sequence[float], values: Sequence[float | None]) -> str:
+def _chart(mode: str, metric: str, rounds: Sequence[float], values: Sequence[float | None]) -> str:
     """Return the metric by round as an SVG; nothing where there is nothing to draw."""
     points = [
         (float(x), float(y))
@@ -429,13 +435,17 @@ def _chart(metric: str, rounds: Sequence[float], values: Sequence[float | None])
         f"{_HEIGHT - 20 - y / top * (_HEIGHT - 30):.1f}"
         for x, y in points
     )
+    (look,) = identities([mode], mode_colors())
+    stroke = f"stroke='{LIGHT[look.color]}' stroke-width='2'"
+    if look.dash:
+        stroke += f" stroke-dasharray='{' '.join(map(str, look.dash))}'"
     name = html.escape(metric, quote=True)
     label = f"test {name} from round {first:.0f} to {last:.0f}, at last {points[-1][1]:.4f}"
     return (
         f"<svg role='img' aria-label='{label}' width='{_WIDTH}' height='{_HEIGHT}' "
         f"viewBox='0 0 {_WIDTH} {_HEIGHT}'>"
         f"<line x1='30' x2='{_WIDTH - 10}' y1='{_HEIGHT - 20}' y2='{_HEIGHT - 20}' stroke='#888'/>"
-        f"<polyline points='{placed}' fill='none' stroke='{LIGHT['blue']}' stroke-width='2'/>"
+        f"<polyline points='{placed}' fill='none' {stroke}/>"
         f"<text x='0' y='16' font-size='11' fill='#888'>{top:.3g}</text>"
         f"<text x='0' y='{_HEIGHT - 16}' font-size='11' fill='#888'>0</text>"
         f"<text x='{_WIDTH // 2}' y='{_HEIGHT - 4}' font-size='11' fill='#888' "

@@ -130,7 +130,7 @@ ROUND_KEYS: dict[str, RoundKey] = {
     ),
     "epsilon": _round_key(_OPTIONS, needed=True, source="noise", history="privacy_budgets"),
     "noise_std": _round_key(
-        "follows from options and charges, times agg_scale where there is one",
+        "follows from options, charges and who answered, times agg_scale where there is one",
         needed=True,
         source="noise",
         history="noise_levels",
@@ -164,6 +164,8 @@ ROUND_KEYS: dict[str, RoundKey] = {
     "seconds": _round_key(column=True),
     "bytes_up": _of_server("bytes_up", _SHAPES),
     "bytes_down": _of_server("bytes_down", _SHAPES),
+    "joules": _of_server("joules", "participation times a table that was given: " + _JOINS),
+    "clock": _of_server("clock", _OPTIONS),
     "groups": _of_server("groups", ""),
     "matching_loss": _of_server("matching_loss", _RELEASED),
     "epoch_avg_loss": _of_server("epoch_avg_loss", _RELEASED),
@@ -396,6 +398,8 @@ STATE_KEYS: dict[str, StateKey] = {
     "tracker.total_rounds": StateKey(_JOINS, limits=lambda rounds: (rounds, rounds)),
     "tracker.participation_count": StateKey(_JOINS, limits=_rounds_so_far),
     "tracker.ema_value": StateKey(_JOINS, limits=_amount),
+    "tracker.spent": StateKey(_JOINS, limits=_amount),
+    "tracker.level": StateKey(_JOINS, limits=lambda rounds: (-1, sys.float_info.max)),
     "tracker.ema_round": StateKey(_JOINS, limits=_last_round),
     "mechanism.last_join": StateKey(_JOINS, limits=_last_round),
     "mechanism.nominal_epsilon": StateKey(_JOINS, limits=_amount),
@@ -409,6 +413,8 @@ STATE_KEYS: dict[str, StateKey] = {
     "account.spent": StateKey(_CHARGES, limits=_amount),
     "server.first": StateKey(_RELEASED, "vector"),
     "server.second": StateKey(_RELEASED, "vector"),
+    "late.sum": StateKey(_RELEASED, "vector"),
+    "server.control": StateKey(_RELEASED, "vector"),
     "server.images": StateKey(_RELEASED),
     "server.means_total": StateKey(_RELEASED),
     "server.head": StateKey(_RELEASED),
@@ -432,18 +438,28 @@ OWNER_FILES: dict[str, str] = {
     "private.jsonl": "raw measurements",
     "nodes.jsonl": "when each Flower node answered, what was refused of it, what it used",
     "ledger.json": "a digest of what clients hold",
+    "ledger.sqlite.names.json": "what people call the clients",
     "clients.json": "digests of what clients hold",
     "client_metrics.jsonl": "what each client measures on its own samples",
+    "client_vectors-*.safetensors": "what clients keep from round to round",
     "baselines.json": "computed from raw data",
     "monitor.jsonl": "what rounds and tiers used: how long clients take tells how much they hold",
     "monitor.png": "the same, drawn",
 }
 """Files of a bounded run for its owner only, mode 0600."""
 
-ACCOUNT = Object({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT})
+_BASIS = Object(
+    {
+        "sum": TEXT,
+        "sensitivity": Nullable(NUMBER),
+        **dict.fromkeys(("own", "digests", "doubts", "beliefs"), _TEXTS),
+    }
+)
+ACCOUNT = Object({"ledger": TEXT, "run_id": TEXT}, {"clients": TEXT, "basis": _BASIS})
 
 CLIENTS = Object(
-    {"clients": TEXT, "salt": TEXT}, dict.fromkeys(("training", "test", "validation"), TEXT)
+    {"clients": TEXT, "salt": TEXT},
+    dict.fromkeys(("held", "begins", "tested", "training", "test", "validation"), TEXT),
 )
 
 _MEASURED = Object({"client": COUNT}, {"name": TEXT, "width": NAME, "examples": COUNT})
@@ -461,6 +477,26 @@ _BASELINE = Object(
 )
 
 BASELINES = Object({"rows": MapOf(_BASELINE)}, {"wanted": Nullable(ListOf(NAME))})
+
+
+ATTACKS = Object(
+    {},
+    {
+        "inversion": Object(
+            {"client": COUNT, "images": COUNT, "psnr": MapOf(NUMBER), "blank": NUMBER, "png": TEXT}
+        ),
+        "membership": ListOf(
+            Object(
+                {
+                    "attack": NAME,
+                    **dict.fromkeys(("auc", "allowed_auc"), NUMBER),
+                    **dict.fromkeys(("right_alarms", "allowed_alarms"), MapOf(NUMBER)),
+                    **dict.fromkeys(("members", "others"), COUNT),
+                }
+            )
+        ),
+    },
+)
 
 
 def check_schema(record: Any, path: Path, wanted: int = SCHEMA_VERSION) -> None:

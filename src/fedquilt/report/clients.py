@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common.errors import RunFolderError
+from fedquilt.common.formatting import four_digits, text_table
 from fedquilt.common.spread import LOWER_IS_BETTER, client_spread, grouped
-from fedquilt.common.text_table import text_table
 from fedquilt.report.runs import series_of
 from fedquilt.report.series import ROUND, in_title, run_label
 from fedquilt.report.style import (
@@ -106,7 +106,7 @@ def client_tables(result: Mapping[str, Any], metrics: Metrics, worst: int = 5) -
     known.sort(key=lambda row: -row[key] if falls else row[key])
     columns = list(dict.fromkeys((key, "loss")))
     lowest = [
-        (_name(row)[:40], row["examples"], *(_figure(row.get(one)) for one in columns))
+        (_name(row)[:40], row["examples"], *(four_digits(row.get(one)) for one in columns))
         for row in known[:worst]
     ]
     parts = [
@@ -135,10 +135,6 @@ def _in_words(key: str) -> str:
     """Return a metric's name within a sentence."""
     name = in_title(key)
     return name if name.isupper() else name.lower()
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _name(row: Mapping[str, Any]) -> str:

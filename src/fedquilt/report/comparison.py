@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedquilt.common.errors import InvalidValueError, RunFolderError
-from fedquilt.common.formatting import format_bound
+from fedquilt.common.formatting import format_bound, four_digits, text_table, wrapped
 from fedquilt.common.storage import write_file
-from fedquilt.common.text_table import text_table
 from fedquilt.report.runs import (
+    NO_GUARANTEE,
     RunSeries,
     differences,
     entries_of,
@@ -25,23 +25,20 @@ from fedquilt.report.runs import (
     levels,
     series_of,
 )
-from fedquilt.report.series import ROUND, Array
 from fedquilt.report.style import (
     GREY,
     Look,
-    accuracy_limits,
-    draw_band,
+    draw_metric,
     drawing,
     figure_path,
     figure_settings,
     in_words,
-    label_ends,
     looks_of,
     padded,
     panel_title,
     save_figure,
+    short_names,
     text_color,
-    whole_rounds,
 )
 
 if TYPE_CHECKING:
@@ -123,13 +120,32 @@ def metric_text(row: Mapping[str, Any]) -> str:
 def render_comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of `comparison_table` as text; `noise` is shown where rows have it."""
     metrics = " or ".join(dict.fromkeys(row["metric"] for row in rows))
-    head = ["mode", f"{metrics} ± std", "seeds", "what it may claim"]
-    body = [[row["mode"], metric_text(row), str(len(row["seeds"])), row["claim"]] for row in rows]
+    claims, notes = _claims([row["claim"] for row in rows])
+    head = ["mode", f"{metrics} ± std", "seeds", "may claim"]
+    body = [
+        [row["mode"], metric_text(row), str(len(row["seeds"])), claim]
+        for row, claim in zip(rows, claims, strict=True)
+    ]
     if any(row.get("noise") for row in rows):
         head.append("noise")
+        notes.append("noise: over the run, as a multiple of a typical update")
         for row, cells in zip(rows, body, strict=True):
             cells.append(row.get("noise") or "-")
-    return text_table(head, body, right=(2,))
+    return "\n".join([text_table(head, body, right=(2,)), *map(wrapped, notes)])
+
+
+def _claims(claims: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return claims without what all bounds share, and a line that says it once."""
+    shared = {
+        about for _, about in (claim.split(" for ", 1) for claim in claims if " for " in claim)
+    }
+    if len(shared) != 1:
+        return list(claims), []
+    short = [
+        "nothing (ε = ∞)" if claim == NO_GUARANTEE else claim.partition(" for ")[0]
+        for claim in claims
+    ]
+    return short, [f"may claim: for {shared.pop()}"]
 
 
 _COLUMNS = {
@@ -221,17 +237,15 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "level": row["level"],
         "label": row["label"],
-        "mean": _four(row["mean"]),
-        "std": _four(row["std"]),
-        "interval": "-" if interval is None else f"{_four(interval[0])} to {_four(interval[1])}",
+        "mean": four_digits(row["mean"]),
+        "std": four_digits(row["std"]),
+        "interval": "-"
+        if interval is None
+        else f"{four_digits(interval[0])} to {four_digits(interval[1])}",
         "seeds": str(len(row["seeds"])),
         "epsilon_max": format_bound(row["epsilon_max"]) if bounded else "∞",
         "claim": row["claim"],
     }
-
-
-def _four(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _titles(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -241,10 +255,15 @@ def _titles(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table for a terminal."""
-    body = [[_cells(row)[name] for name in _COLUMNS if name != "level"] for row in rows]
-    titles = [title for name, title in _titles(rows).items() if name != "level"]
-    return text_table(titles, body)
+    """Return the table for a terminal; the claim says what the worst client's ε is."""
+    names = [name for name in _COLUMNS if name not in ("level", "epsilon_max")]
+    claims, notes = _claims([row["claim"] for row in rows])
+    cells = [{**_cells(row), "claim": claim} for row, claim in zip(rows, claims, strict=True)]
+    titles = {**_titles(rows), "claim": "may claim"}
+    table = text_table(
+        [titles[name] for name in names], [[row[name] for name in names] for row in cells]
+    )
+    return "\n".join([table, *map(wrapped, notes)])
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -328,36 +347,12 @@ def plot_comparison(
 
 
 def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look]) -> None:
-    name = f"Test {series[0].metric_name.lower()}"
-    title = f"{name} by round"
-    ends: list[tuple[str, float, float, str]] = []
-    everything: list[Array] = []
-    label = ROUND
-    reached: list[Array] = []
-    for one, look in zip(series, looks, strict=True):
-        positions, values, label = one.curve()
-        mean = values.mean(axis=0) if values.size else np.zeros(0)
-        shown = np.isfinite(mean)
-        if not shown.any():
-            continue
-        marker = look.marker if shown.sum() <= 5 else ""
-        axes.plot(positions, mean, **look.line, linewidth=2, marker=marker, markersize=5)
-        draw_band(axes, positions, values, look.color)
-        last = np.flatnonzero(shown)[-1]
-        ends.append((one.label, float(positions[last]), float(mean[last]), look.color))
-        everything.append(values.ravel())
-        reached.append(positions)
-    if not ends:
-        panel_title(axes, title)
-        in_words(axes, "no evaluation that all seeds of a mode share")
+    title = f"Test {series[0].metric_name.lower()} by round"
+    drawn = draw_metric(axes, series, looks)
+    if not drawn:
+        in_words(axes, "no evaluation that all seeds of a mode share", title)
         return
-    if series[0].metric == "test_accuracy":
-        accuracy_limits(axes, np.concatenate(everything))
-    axes.set_ylabel(name)
-    whole_rounds(axes, np.concatenate(reached), label)
-    label_ends(axes, ends)
-    drawn = {end[0] for end in ends}
-    absent = [one.label for one in series if one.label not in drawn]
+    absent = [one.label for one in series if one not in drawn]
     notes = ["line: mean over the seeds; band: lowest to highest seed"]
     notes += [f"nothing finite to draw for {', '.join(absent)}"] if absent else []
     panel_title(axes, title, notes)
@@ -373,8 +368,8 @@ def _draw_finals(
     axes.set_ylim(len(rows), 0)
     axes.set_yticks([])
     axes.set_xlabel(f"Test {metric} at the end of the run")
-    for index, row in enumerate(rows):
-        _draw_mode(axes, index, row, looks[index])
+    for index, name in enumerate(short_names([row["mode"] for row in rows])):
+        _draw_mode(axes, index, {**rows[index], "mode": name}, looks[index])
     panel_title(axes, f"Final {metric} and claim", ["dots: one seed each; bar: their mean"])
 
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from fedquilt.common.colors import DARK, LIGHT, identities
 from fedquilt.common.formatting import format_bound
-from fedquilt.common.spread import client_spread
-from fedquilt.report.clients import client_groups
+from fedquilt.common.spread import LOWER_IS_BETTER, client_spread
+from fedquilt.config.modes import mode_colors
+from fedquilt.report.clients import client_groups, headline_of_clients
 from fedquilt.report.runs import (
     RunSeries,
     asked_epsilon,
@@ -33,11 +34,14 @@ from fedquilt.report.runs import (
     rank,
 )
 from fedquilt.report.series import shorts
-from fedquilt.report.style import mode_colors
 
 SCRIPTS = (
     *("dom.js", "chart.js", "roster.js", "clients.js", "sections.js"),
     *("ledger.js", "live.js", "main.js"),
+)
+UNSEEN = (
+    "The model grew from that of an earlier run, which is not on this page: what clients gave "
+    "away there is not counted."
 )
 PRIVATE_WARNING = (
     "PRIVATE: this page shows raw measurements and what clients hold. No statement covers them. "
@@ -106,9 +110,11 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
         for index in one.members:
             runs[index]["series"] = place
     for run in runs:
+        if run.get("tiers"):
+            run["tiers"] = {**run["tiers"], "looks": _styles(list(run["tiers"]["widths"]))}
         if run.get("measured"):
-            run["measured"] = _measured(run["measured"], run["joins"])
-    looks = _styles(series)
+            run["measured"] = _measured(run["measured"], run["joins"], run["evaluation"]["metric"])
+    looks = _styles([one.looks_as for one in series])
     return {
         **view,
         "runs": runs,
@@ -117,22 +123,31 @@ def with_comparison(view: Mapping[str, Any]) -> dict[str, Any]:
         "pairs": _pairs(series),
         "figures": _figures(view, runs, series) if series else [],
         "tradeoff": _tradeoff(series, looks),
+        "lead": _lead(series).members[0] if series else None,
     }
 
 
 def _figures(
     view: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], series: Sequence[RunSeries]
 ) -> list[dict[str, str]]:
-    """Return the three large figures of a page: how good, how private, who joined.
-
-    They are of the best series that bounds anything, or of the best one.
-    """
-    bounded = [s for s in series if s.epsilon is not None and math.isfinite(s.epsilon)]
-    ended = [s for s in series if s.epsilon is not None]
-    lead = min(bounded or ended or series, key=rank)
+    """Return the three large figures of a page: how good, how private, who joined."""
+    lead = _lead(series)
     own = [runs[member] for member in lead.members]
     named = f"{lead.label}: " if len(series) > 1 else ""
-    return [_metric_figure(lead, own, named), _claim_figure(view, own, named), _joined_figure(own)]
+    together, mine = view.get("together") or (), set(lead.members)
+    claim = _claim_figure(together, lead.members, own, named)
+    related = mine.union(*(one["members"] for one in together if mine & set(one["members"])))
+    if claim["kind"] == "kept" and any(runs[place].get("unseen") for place in related):
+        claim["text"] += f" {UNSEEN}"
+        claim["kind"] = "open"
+    return [_metric_figure(lead, own, named), claim, _joined_figure(own, named)]
+
+
+def _lead(series: Sequence[RunSeries]) -> RunSeries:
+    """Return whom the first screen speaks of: the best series that bounds anything, or the best."""
+    bounded = [s for s in series if s.epsilon is not None and math.isfinite(s.epsilon)]
+    ended = [s for s in series if s.epsilon is not None]
+    return min(bounded or ended or series, key=rank)
 
 
 def _metric_figure(one: RunSeries, own: Sequence[Mapping[str, Any]], named: str) -> dict[str, str]:
@@ -140,14 +155,17 @@ def _metric_figure(one: RunSeries, own: Sequence[Mapping[str, Any]], named: str)
     digits = ".4f" if is_share(one.metric) else ".4g"
     shown = "-" if found.mean is None else f"{found.mean:{digits}}"
     seeds = f"mean of {found.count} seeds" if found.count > 1 else "one seed"
-    spread = "" if found.sd is None else f" ± {found.sd:{digits}} (standard deviation)"
+    spread = "" if found.sd is None else f" ±\u00a0{found.sd:{digits}} (standard deviation)"
     first = own[0]
     done = f"{first['rounds']} rounds"
     if not first.get("finished", True):
         done = f"round {first['rounds']} of {first['planned']}"
     text = f"{named}{seeds}{spread}, after {done}"
+    name = f"Test {in_sentence(one.metric_name)}"
+    if not any(entry.history.get(entry.metric) for entry in one.entries):
+        name, text = "Not measured", f"{named}no measure on test data, after {done}"
     return {
-        "name": f"Test {in_sentence(one.metric_name)}",
+        "name": name,
         "figure": shown,
         "text": text,
         "kind": "",
@@ -160,14 +178,37 @@ def in_sentence(name: str) -> str:
 
 
 def _claim_figure(
-    view: Mapping[str, Any], own: Sequence[Mapping[str, Any]], named: str
+    together: Sequence[Mapping[str, Any]],
+    members: Sequence[int],
+    own: Sequence[Mapping[str, Any]],
+    named: str,
 ) -> dict[str, str]:
-    together = max(view.get("together") or (), key=lambda t: float(t["epsilon"]), default=None)
-    if together is not None:
-        text = f"over all of {together['where']} together. {together['guess']}"
-        kind = "kept" if together["bounded"] else "none"
-        return {"name": "Every client", "figure": together["figure"], "text": text, "kind": kind}
-    claim = max((run["claim"] for run in own), key=_given_away)
+    """Return what may be claimed of these runs: together with those that they share clients with.
+
+    What other runs of the page claim together says nothing of them.
+    """
+    whole = _worst_together([one for one in together if set(members) & set(one["members"])])
+    inside = () if whole is None else whole["members"]
+    alone = [run["claim"] for i, run in zip(members, own, strict=True) if i not in inside]
+    claim = max(alone or [run["claim"] for run in own], key=_given_away)
+    if whole is not None and (not alone or float(whole["epsilon"]) >= _given_away(claim)):
+        text = f"over all of {whole['where']} together. {whole['guess']}"
+        kind = "kept" if whole["bounded"] else "none"
+        return {"name": "Every client", "figure": whole["figure"], "text": text, "kind": kind}
+    found = _own_claim_figure(claim, own, named)
+    others = _worst_together(together)
+    if others is not None:
+        found["text"] += f" For {others['where']} together it is {others['figure']}: see below."
+    return found
+
+
+def _worst_together(together: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return max(together, key=lambda one: float(one["epsilon"]), default=None)
+
+
+def _own_claim_figure(
+    claim: Mapping[str, Any], own: Sequence[Mapping[str, Any]], named: str
+) -> dict[str, str]:
     spent = ((own[0].get("spend") or {}).get("rounds") or {}).get("max")
     if not claim["finished"] and spent:
         text = f"{named}spent so far by the client that spent most; the claim is made at the end"
@@ -193,13 +234,15 @@ def _given_away(claim: Mapping[str, Any]) -> float:
     return math.inf if given is None else float(given)
 
 
-def _joined_figure(own: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _joined_figure(own: Sequence[Mapping[str, Any]], named: str) -> dict[str, str]:
+    """Return who joined: of the first run, and which one that is where there are several."""
     run = own[0]
+    named += f"seed {run['seed']}: " if len(own) > 1 else ""
     joins, rounds = run["joins"], max(1, run["rounds"])
     joined = sum(count > 0 for count in joins)
     did = "were available" if run["roster_is"] == "available" else "joined"
     mean = sum(joins) / max(1, len(joins)) / rounds
-    parts = [f"{did} at least once, on average in {mean:.0%} of the rounds"]
+    parts = [f"{named}{did} at least once, on average in {100 * mean:.0f} % of the rounds"]
     out = [n for n in run["per_round"].get("without_allowance") or () if n is not None]
     if out and out[-1]:
         parts.append(f"{out[-1]} had nothing left to pay with at the end")
@@ -210,39 +253,48 @@ def _joined_figure(own: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _tradeoff(
     series: Sequence[RunSeries], looks: Sequence[Mapping[str, str]]
 ) -> list[dict[str, Any]]:
-    """Return the metric against the epsilon that was asked, where settings differ in that alone."""
+    """Return the metric against the epsilon that was asked, where settings differ in that alone.
+
+    Of runs that also differ otherwise, as those of a comparison of modes, it says nothing.
+    """
     families: dict[str, list[int]] = {}
     for place, one in enumerate(series):
         if one.epsilon is not None and math.isfinite(one.epsilon) and one.spread.mean is not None:
             rest = [part for part in one.label.split(", ") if not part.startswith("epsilon=")]
             families.setdefault(", ".join(rest), []).append(place)
+    if any(len({asked_epsilon(series[i]) for i in own}) < 2 for own in families.values()):
+        return []
     found = []
     for name, places in families.items():
         places.sort(key=lambda place: asked_epsilon(series[place]))
         own = [series[place] for place in places]
         finals = [[v for v in one.by_seed.values() if v is not None] for one in own]
-        if len({asked_epsilon(one) for one in own}) > 1:
-            found.append(
-                {
-                    **looks[places[0]],
-                    "name": name,
-                    "x": shorts(asked_epsilon(one) for one in own),
-                    "y": shorts(one.spread.mean for one in own),
-                    "low": shorts(min(values) for values in finals),
-                    "high": shorts(max(values) for values in finals),
-                }
-            )
+        found.append(
+            {
+                **looks[places[0]],
+                "name": name,
+                "x": shorts(asked_epsilon(one) for one in own),
+                "y": shorts(one.spread.mean for one in own),
+                "low": shorts(min(values) for values in finals),
+                "high": shorts(max(values) for values in finals),
+            }
+        )
     return found
 
 
-def _measured(found: Mapping[str, Any], joins: Sequence[int]) -> dict[str, Any]:
-    """Return the accuracy of each client on its own samples, and its spread over groups."""
+def _measured(found: Mapping[str, Any], joins: Sequence[int], metric: str) -> dict[str, Any]:
+    """Return what each client measured on its own samples, and the spread of the headline."""
     rows = found["rows"]
-    everybody = {"all clients": client_spread([row.get("accuracy") for row in rows], "mean")}
-    groups = {**everybody, **client_groups(rows, joins)}
+    key = headline_of_clients(rows, (metric,))
+    names = dict.fromkeys((key, *(name for row in rows for name in row)))
+    shown = [name for name in names if any(isinstance(row.get(name), float) for row in rows)]
+    falls, values = key in LOWER_IS_BETTER, [row.get(key) for row in rows]
+    everybody = {"all clients": client_spread(values, "mean", lower_is_better=falls)}
+    groups = {**everybody, **client_groups(rows, joins, key)}
     return {
         "rounds": found["rounds"],
-        "clients": {str(row["client"]): _five(row.get("accuracy")) for row in rows},
+        "metrics": shown,
+        "clients": {str(r["client"]): {name: _five(r.get(name)) for name in shown} for r in rows},
         "groups": [
             {
                 "name": name,
@@ -292,9 +344,9 @@ def _five(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _styles(series: Sequence[RunSeries]) -> list[dict[str, str]]:
+def _styles(modes: Sequence[str]) -> list[dict[str, str]]:
     """Return how each series looks: colour, dash and marker."""
-    looks = identities([one.mode for one in series], mode_colors())
+    looks = identities(modes, mode_colors())
     return [
         {"color": one.color, "dash": " ".join(map(str, one.dash)), "marker": one.marker}
         for one in looks
@@ -337,7 +389,9 @@ def _title(data: Mapping[str, Any]) -> str:
         return f"Ledger {data['ledger']['name']}"
     runs = data["runs"]
     if len(runs) == 1:
-        return f"{runs[0]['dataset']}, {runs[0]['mode']}, seed {runs[0]['seed']}"
+        run = runs[0]
+        method = {"full": "", "condense": "condensation, "}.get(run["method"], f"{run['method']}, ")
+        return f"{run['dataset']}, {method}{run['mode']}, seed {run['seed']}"
     return f"{len(runs)} runs on {', '.join(sorted({run['dataset'] for run in runs}))}"
 
 
@@ -351,11 +405,14 @@ def _warning(data: Mapping[str, Any]) -> str:
 
 def _claims(data: Mapping[str, Any]) -> str:
     """Return the claims for a reader without scripts."""
-    said = []
+    said = [
+        f"<h2>{html.escape(one['headline'])}</h2><p>{html.escape(one['text'])}</p>"
+        for one in data.get("together", ())
+    ]
     for run in data.get("runs", ()):
         claim = run["claim"]
-        stated = html.escape(str(claim.get("text") or claim["headline"]))
-        said.append(f"<h2>{html.escape(run['name'])}</h2><pre>{stated}</pre>")
+        head = f"<h2>{html.escape(run['name'])}</h2><p>{html.escape(claim['headline'])}</p>"
+        said.append(f"{head}<pre>{html.escape(claim.get('text') or '')}</pre>")
     return "".join(said)
 
 

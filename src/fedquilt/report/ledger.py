@@ -1,20 +1,24 @@
-"""A ledger for people: tables of who spent what, and spend against joins as a figure."""
+"""Budgets for people: who has spent what of a ledger, and what the noise of a plan will do."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.common.formatting import format_bound, format_left, printable
-from fedquilt.common.text_table import text_table
+from fedquilt.common import checks
+from fedquilt.common.formatting import format_bound, format_left, printable, text_table
 from fedquilt.report.style import (
     BLUE,
+    FORMATS,
     GREY,
+    ORANGE,
+    PURPLE,
     VERMILION,
     as_drawn,
     drawing,
@@ -22,6 +26,7 @@ from fedquilt.report.style import (
     figure_settings,
     panel_title,
     save_figure,
+    text_color,
     whole_rounds,
 )
 
@@ -158,9 +163,7 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
         scatter_counts(axes, joins[near], spent[near], VERMILION, "D")
     allowance = summary.epsilon_allowance
     axes.axhline(allowance, color=GREY, linestyle="--", linewidth=1.2)
-    notes = [
-        f"dashed: allowance {format_bound(allowance, 6)}; a larger mark is more clients",
-    ]
+    notes = [f"dashed: allowance {format_bound(allowance, 6)}; a larger mark is more clients"]
     unbounded = int((~bounded).sum())
     notes += [f"{unbounded} clients without any bound: not drawn"] if unbounded else []
     axes.set_ylim(0, 1.12 * allowance)
@@ -172,11 +175,7 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
 
 
 def scatter_counts(
-    axes: Axes,
-    across: NDArray[Any],
-    up: NDArray[Any],
-    color: str,
-    marker: str,
+    axes: Axes, across: NDArray[Any], up: NDArray[Any], color: str, marker: str
 ) -> None:
     """Draw one mark for all clients at a place, its area as their number."""
     places, counts = np.unique(np.stack([across, up], axis=1), axis=0, return_counts=True)
@@ -186,3 +185,63 @@ def scatter_counts(
 
 def _spent(epsilon: float) -> str:
     return format_bound(epsilon) if math.isfinite(epsilon) else "inf"
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COHORT_FACTORS = {1: BLUE, 10: PURPLE, 100: ORANGE}
+
+
+def plan_figure(plan: Any, path: str | Path, config: Mapping[str, Any] | None = None) -> Path:
+    """Draw noise/signal of the run against trainable parameters, and save it at `path`.
+
+    One line each for the asked cohort, 10 and 100 times as many clients per
+    round; the asked point is marked.  The suffix chooses png, pdf or svg.  `plan` is what
+    `fedquilt.privacy.feasibility.plan_privacy` returns.
+    """
+    path = Path(path)
+    checks.choice("suffix of the figure", path.suffix.lower(), [f".{kind}" for kind in FORMATS])
+    settings = figure_settings(config, (7.2, 5.2))
+    with drawing(settings) as figure:
+        _draw_plan(figure.add_subplot(), plan)
+        figure.legend(loc="outside lower center", fontsize=9, frameon=False)
+        save_figure(figure, path, settings)
+    return path
+
+
+def _draw_plan(axes: Axes, plan: Any) -> None:
+    most = 10.0 ** math.ceil(math.log10(max(10.0 * plan.parameters, 1e6)))
+    workable, hopeless = plan.limits
+    slope = plan.noise_to_signal_run / math.sqrt(plan.parameters)
+    for factor, colour in _COHORT_FACTORS.items():
+        label = (
+            f"{_count(plan.cohort * factor)} clients per round: "
+            f"workable up to {_count(math.ceil((workable * factor / slope) ** 2) - 1)} parameters"
+        )
+        ends = [slope / factor, slope / factor * math.sqrt(most)]
+        axes.plot([1.0, most], ends, color=colour, label=label)
+    lowest, highest = slope / max(_COHORT_FACTORS), max(10.0, 2 * slope * math.sqrt(most))
+    ink = text_color()
+    axes.axhline(workable, color=ink, linestyle="--", linewidth=1)
+    axes.axhline(hopeless, color=ink, linestyle=":", linewidth=1)
+    axes.axhspan(min(lowest, 0.1), workable, color=ink, alpha=0.06, linewidth=0)
+    axes.text(1.3, 0.9 * workable, "workable below this line", va="top", fontsize=9)
+    axes.text(1.3, 1.1 * hopeless, "hopeless above this line", va="bottom", fontsize=9)
+    found = f"{plan.noise_to_signal_run:.3g} ({plan.verdict})"
+    asked = f"asked: {plan.parameters:,} parameters, {found}"
+    axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color=VERMILION, label=asked)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(1.0, most),
+        ylim=(min(lowest, 0.1), highest),
+        xlabel="trainable parameters",
+        ylabel="noise / largest signal, whole run",
+    )
+    told = f"epsilon {plan.epsilon:g}, delta {plan.delta:g}, {plan.rounds:,} rounds, "
+    panel_title(axes, "What the noise does", [f"{told}{plan.joins:,.4g} joins a client"])
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"

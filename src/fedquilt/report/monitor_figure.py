@@ -97,12 +97,7 @@ def _width(name: str) -> float | None:
 
 
 def _draw(
-    axes: Axes,
-    rounds: Sequence[Mapping[str, Any]],
-    key: str,
-    title: str,
-    unit: str,
-    factor: float,
+    axes: Axes, rounds: Sequence[Mapping[str, Any]], key: str, title: str, unit: str, factor: float
 ) -> None:
     """Draw the whole round, and thinner each tier and the server."""
     positions = np.asarray([float(entry["round"]) + 1 for entry in rounds])

@@ -15,6 +15,8 @@ from fedquilt.report.series import (
     Series,
     aligned,
     column,
+    headline,
+    in_title,
     is_absent,
     no_budget_in_words,
     per_evaluation,
@@ -72,14 +74,15 @@ def plot_multi_seed_comparison(
         )
     settings = figure_settings(config)
     path = figure_path(save_path, f"{dataset_name}_multi_seed_comparison", settings)
-    target = target_accuracy(dataset_name, config)
+    key = headline(histories[0])
+    target = target_accuracy(dataset_name, config) if key == "test_accuracy" else None
     with drawing(settings) as figure:
         ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
         figure.suptitle(f"Multi-seed comparison: {str(dataset_name).upper()}, {_count(histories)}")
-        _draw_accuracy(top_left, histories)
-        _draw_loss(top_right, histories)
+        _draw_metric(top_left, histories, key)
+        _draw_metric(top_right, histories, "test_loss", log=True)
         _draw_budgets(bottom_left, histories)
-        _draw_final(bottom_right, histories, target)
+        _draw_final(bottom_right, histories, key, target)
         _name_seeds(figure, seeds)
         return save_figure(figure, path, settings)
 
@@ -142,41 +145,33 @@ def _mean_over_seeds(histories: Histories, key: str) -> tuple[Series, Array, lis
     return Series(positions, mean, axis), spread, notes
 
 
-def _draw_accuracy(axes: Axes, histories: Histories) -> None:
-    title = "Test Accuracy"
-    reached = _draw_each(axes, histories, "test_accuracy", positive=False)
+def _draw_metric(axes: Axes, histories: Histories, key: str, *, log: bool = False) -> None:
+    """Draw a test metric of every seed, and the mean with its deviation; losses on a log scale."""
+    name, title = _plain(key), f"Test {in_title(key)}"
+    reached = _draw_each(axes, histories, key, positive=log)
     if not reached.size:
-        panel_title(axes, title)
-        in_words(axes, "no finite accuracy was recorded")
+        in_words(axes, f"no finite {'positive ' if log else ''}{name} was recorded", title)
         return
-    mean, spread, notes = _mean_over_seeds(histories, "test_accuracy")
-    line(axes, mean, text_color(), **_THICK)
-    banded = np.isfinite(spread).any()
-    if banded:
-        low, high = mean.values - spread, mean.values + spread
-        axes.fill_between(mean.positions, low, high, color=GREY, alpha=0.25, linewidth=0)
-    everything = np.concatenate([column(history, "test_accuracy") for history in histories])
-    accuracy_limits(axes, everything)
-    axes.set_ylabel("Test accuracy")
+    mean, spread, notes = _mean_over_seeds(histories, key)
+    shown = np.where(mean.values > 0, mean.values, np.nan) if log else mean.values
+    line(axes, Series(mean.positions, shown, mean.axis), text_color(), **_THICK)
+    legend = "thick: mean"
+    if log:
+        logarithmic(axes)
+    else:
+        if np.isfinite(spread).any():
+            low, high = mean.values - spread, mean.values + spread
+            axes.fill_between(mean.positions, low, high, color=GREY, alpha=0.25, linewidth=0)
+            legend = "thick: mean; band: ± one standard deviation"
+        if key == "test_accuracy":
+            accuracy_limits(axes, np.concatenate([column(history, key) for history in histories]))
+    axes.set_ylabel(f"Test {name} (log scale)" if log else f"Test {name}")
     whole_rounds(axes, reached, mean.axis)
-    legend = "thick: mean; band: ± one standard deviation" if banded else "thick: mean"
     panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
 
 
-def _draw_loss(axes: Axes, histories: Histories) -> None:
-    title = "Test Loss"
-    reached = _draw_each(axes, histories, "test_loss", positive=True)
-    if not reached.size:
-        panel_title(axes, title)
-        in_words(axes, "no finite positive loss was recorded")
-        return
-    mean, _, notes = _mean_over_seeds(histories, "test_loss")
-    shown = np.where(mean.values > 0, mean.values, np.nan)
-    line(axes, Series(mean.positions, shown, mean.axis), text_color(), **_THICK)
-    logarithmic(axes)
-    axes.set_ylabel("Test loss (log scale)")
-    whole_rounds(axes, reached, mean.axis)
-    panel_title(axes, title, ["thick: mean; thin: one seed", *notes])
+def _plain(key: str) -> str:
+    return key.removeprefix("test_").replace("_", " ")
 
 
 def _draw_budgets(axes: Axes, histories: Histories) -> None:
@@ -194,10 +189,9 @@ def _draw_budgets(axes: Axes, histories: Histories) -> None:
         _draw_spent(axes, [found["worst"] for found in spent])
         return
     if not values.size:
-        panel_title(axes, title)
         absent = all(is_absent(history, "privacy_budgets") for history in histories)
         why = no_budget_in_words(histories[0]) if absent else "no finite value was recorded"
-        in_words(axes, why)
+        in_words(axes, why, title)
         return
     axes.hist(values, bins=_bins(values, most=30), color=GREEN, alpha=0.8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -227,17 +221,16 @@ def _bins(values: Array, most: int) -> list[float]:
     return edges
 
 
-def _draw_final(axes: Axes, histories: Histories, target: float | None) -> None:
-    """Draw the histogram of the last accuracies, with a tick for every seed."""
+def _draw_final(axes: Axes, histories: Histories, key: str, target: float | None) -> None:
+    """Draw the histogram of the last values, with a tick for every seed."""
     from matplotlib.ticker import MaxNLocator
 
-    title = "Final Accuracy Distribution"
-    lasts = [column(history, "test_accuracy")[-1:] for history in histories]
+    title = f"Final {in_title(key)} Distribution"
+    lasts = [column(history, key)[-1:] for history in histories]
     finals = np.concatenate(lasts)
     finals = finals[np.isfinite(finals)]
     if not finals.size:
-        panel_title(axes, title)
-        in_words(axes, "no finite final accuracy")
+        in_words(axes, f"no finite final {_plain(key)}", title)
         return
     axes.hist(finals, bins=_bins(finals, most=20), color=BLUE, alpha=0.35)
     for index, last in enumerate(lasts):
@@ -252,9 +245,10 @@ def _draw_final(axes: Axes, histories: Histories, target: float | None) -> None:
         )
     if target is not None:
         axes.axvline(target, color=VERMILION, linestyle="--", linewidth=1.2, alpha=0.8)
-    axes.set_xlim(*padded(np.append(finals, np.nan if target is None else target)))
+    if key == "test_accuracy":
+        axes.set_xlim(*padded(np.append(finals, np.nan if target is None else target)))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("Test accuracy at the end of the run")
+    axes.set_xlabel(f"Test {_plain(key)} at the end of the run")
     axes.set_ylabel("Seeds")
     panel_title(axes, title, _final_notes(finals, len(histories), target))
 

@@ -30,13 +30,12 @@ from fedquilt.report.series import (
 from fedquilt.report.style import (
     BLUE,
     VERMILION,
-    accuracy_limits,
     draw_band,
+    draw_metric,
     drawing,
     figure_path,
     figure_settings,
     in_words,
-    label_ends,
     looks_of,
     panel_title,
     save_figure,
@@ -161,8 +160,7 @@ def plot_privacy_consumption_by_group(
         axes = figure.subplots()
         title = ": ".join(filter(None, ["Nominal epsilon by participation", dataset_name.upper()]))
         if not most.mean.size or is_absent(history, "privacy_budgets"):
-            panel_title(axes, title)
-            in_words(axes, _missing(history))
+            in_words(axes, _missing(history), title)
         else:
             _draw_groups(axes, title, most, least, fraction)
         return save_figure(figure, path, settings)
@@ -248,32 +246,11 @@ def plot_paper_figures_of_runs(
 def _accuracy(
     axes: Axes, series: Sequence[RunSeries], results: Sequence[Mapping[str, Any]]
 ) -> None:
-    name = f"test {series[0].metric_name.lower()}"
-    title, drawn, reached = f"{name.capitalize()} by round", [], []
-    ends = []
-    for look, one in zip(looks_of(series), series, strict=True):
-        rounds, values, _ = one.curve()
-        if not rounds.size:
-            continue
-        mean = values.mean(axis=0)
-        axes.plot(rounds, mean, **look.line)
-        draw_band(axes, rounds, values, look.color)
-        shown = np.flatnonzero(np.isfinite(mean))
-        if shown.size:
-            place = shown[-1]
-            ends.append((one.named, float(rounds[place]), float(mean[place]), look.color))
-        drawn.append(values.ravel())
-        reached.append(rounds)
-    if not drawn:
-        panel_title(axes, title)
-        in_words(axes, "no evaluation was recorded")
-        return
-    if series[0].metric == "test_accuracy":
-        accuracy_limits(axes, np.concatenate(drawn))
-    axes.set_ylabel(name)
-    whole_rounds(axes, np.concatenate(reached), ROUND)
-    label_ends(axes, ends)
-    panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
+    title = f"Test {series[0].metric_name.lower()} by round"
+    if draw_metric(axes, series, looks_of(series), with_seeds=True):
+        panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
+    else:
+        in_words(axes, "no evaluation was recorded", title)
 
 
 def _groups(
@@ -297,8 +274,7 @@ def _groups(
             )
             longest = max(longest, rounds)
     if not longest:
-        panel_title(axes, title)
-        in_words(axes, no_budget_in_words(results[0]["history"]))
+        in_words(axes, no_budget_in_words(results[0]["history"]), title)
         return
     axes.set_ylim(bottom=0)
     axes.set_ylabel("nominal epsilon")

@@ -2,8 +2,12 @@
 
 Two runs are repetitions when they differ in the seed, and in nothing else but how and where they
 were computed: same configuration, same structure of the model, same code that a user brought
-(`metadata.parts`).  A seed that ran twice is no second repetition, and neither is a run of
-somebody's own model on a ledger that has an earlier one: it may continue that one.  Two series
+(`metadata.parts`) and, where the folder of the owner is at hand, the same that it computes with
+(`held` of clients.json).  A seed that ran twice is no second repetition, and neither is a run of
+somebody's own model on a ledger that has an earlier one: it may continue that one.  It does where
+it begins with the weights that the other ended with.  Where a seed
+of somebody's own parts or data stands twice in what cannot be told apart, there are two experiments
+and nobody knows whose the other seeds are: none of them is averaged.  Two series
 stand on one level when they were asked for the same promise: only there is the headline metric a
 fair comparison.
 
@@ -25,7 +29,7 @@ import numpy as np
 
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import format_bound
-from fedquilt.config import CondenseConfig, package_names
+from fedquilt.config import CondenseConfig, option_fields, package_names
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
@@ -128,7 +132,9 @@ class Entry:
 
     `metric` is the key of what the run is judged by (`series.headline`), such as
     "test_accuracy"; `history` holds it and the test loss, at `evaluation_rounds`.  `parts`
-    is a digest of what the configuration does not name, `population` that of a shared ledger.
+    and `held` are digests of what the configuration does not name, `data` one of clients and
+    tests, `begins` and `ends` of its first and last weights, `population` the one of a shared
+    ledger.
     `epsilon` is None before the end of the run.
     """
 
@@ -144,6 +150,10 @@ class Entry:
     unit: str = "client"
     stated: float | None = None
     parts: str = ""
+    held: str = ""
+    data: str = ""
+    begins: str = ""
+    ends: str = ""
     population: str | None = None
     metric: str = field(init=False)
 
@@ -187,6 +197,11 @@ class RunSeries:
         return self.label if count == 1 else f"{self.label} ({count} seeds)"
 
     @property
+    def looks_as(self) -> str:
+        """What `identities` goes by: the mode, with more behind a colon where the label has it."""
+        return self.mode if self.label == self.mode else f"{self.mode}:{self.label}"
+
+    @property
     def metric_name(self) -> str:
         """The headline metric for a heading, such as "Accuracy"."""
         return in_title(self.metric)
@@ -223,6 +238,10 @@ def entry_of_result(result: Mapping[str, Any], name: str = "") -> Entry:
             unit=str(statement.get("unit") or "client"),
             stated=metadata.get("final_accuracy"),
             parts=parts_of(result),
+            held=str(result.get("held") or ""),
+            data=str(result.get("data") or ""),
+            begins=str(result.get("begins") or ""),
+            ends=str(result.get("ends") or ""),
             population=_population(result),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -269,6 +288,10 @@ def entry_of_view(view: Mapping[str, Any]) -> Entry:
         delta=claim["delta"],
         adjacency=claim.get("adjacency", ""),
         parts=view.get("parts") or "",
+        held=view.get("held") or "",
+        data=view.get("data") or "",
+        begins=view.get("begins") or "",
+        ends=view.get("ends") or "",
         population=view.get("population"),
     )
 
@@ -287,10 +310,14 @@ def group_by_config(entries: Sequence[Entry]) -> list[RunSeries]:
     """Return the series, least private mode first, each with its seeds in order."""
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     # Those whose parts are not known, such as runs that go on, come to the others afterwards.
-    for index in sorted(range(len(entries)), key=lambda index: not entries[index].parts):
-        entry = entries[index]
+    known = sorted(range(len(entries)), key=lambda i: (not entries[i].parts, not entries[i].held))
+    earlier = earlier_runs([(entry.begins, entry.ends) for entry in entries])
+    for index in known:
+        entry, mixed = entries[index], _is_mixed(entries[index], entries)
         alike = groups.setdefault(_identity(entry), [])
-        home = next((own for own in alike if _repeats(entry, [entries[i] for i in own])), None)
+        apart = (own for own in alike if not any(_continues(earlier, index, i) for i in own))
+        homes = (own for own in apart if _repeats(entry, [entries[i] for i in own], mixed=mixed))
+        home = next(homes, None)
         if home is None:
             alike.append([index])
         else:
@@ -308,18 +335,70 @@ def group_by_config(entries: Sequence[Entry]) -> list[RunSeries]:
     return series
 
 
+def earlier_runs(weights: Sequence[tuple[str, str]]) -> list[set[int]]:
+    """Return the runs that each one goes on from, directly or through others.
+
+    `weights` has for each run a digest of those it began with and of those it ended with, ""
+    where they are not known.
+
+    >>> earlier_runs([("a", "b"), ("b", "c"), ("c", "d"), ("", "")])
+    [set(), {0}, {0, 1}, set()]
+    """
+    ended: dict[str, list[int]] = {}
+    for place, (_, end) in enumerate(weights):
+        ended.setdefault(end, []).append(place)
+    found = []
+    for place, (begin, _) in enumerate(weights):
+        before: set[int] = set()
+        asked = [begin]
+        while asked:
+            wanted = asked.pop()
+            new = set(ended.get(wanted, ()) if wanted else ()) - before - {place}
+            before |= new
+            asked += [weights[run][0] for run in new]
+        found.append(before)
+    return found
+
+
+def _continues(earlier: Sequence[set[int]], first: int, second: int) -> bool:
+    return first in earlier[second] or second in earlier[first]
+
+
 def _identity(entry: Entry) -> tuple[str, ...]:
     told = (f"{k}={v}" for k, v in sorted(entry.settings.items()) if k not in SAME_EXPERIMENT)
     return entry.mode, entry.dataset, *told
 
 
-def _repeats(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Tell whether a run is one more repetition of others of its configuration."""
-    parts = {other.parts for other in (entry, *others)} - {""}
-    if len(parts) > 1 or any(entry.seed == other.seed for other in others):
+def _repeats(entry: Entry, others: Sequence[Entry], *, mixed: bool) -> bool:
+    """Tell whether a run is one more repetition of others of its configuration.
+
+    Where two experiments are `mixed`, only the same clients and tests make it one.
+    """
+    if mixed and any(not entry.data or other.data != entry.data for other in others):
+        return False
+    if not _same_code(entry, others) or any(entry.seed == other.seed for other in others):
         return False
     may_continue = entry.population is not None and entry.settings.get("model") == _OWN_MODEL
     return not (may_continue and any(entry.population == other.population for other in others))
+
+
+def _same_code(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Tell whether nothing that is known tells the parts of a run from those of others."""
+    runs = (entry, *others)
+    digests = {one.parts for one in runs} - {""}, {one.held for one in runs} - {""}
+    return all(len(found) <= 1 for found in digests)
+
+
+def _is_mixed(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Tell whether a seed of somebody's own stands twice in what cannot be told from this run."""
+    if _OWN_MODEL not in map(str, entry.settings.values()):
+        return False
+    same = [one for one in entries if _identity(one) == _identity(entry)]
+    alike: dict[int, set[Any]] = {}
+    for one in same:
+        if _same_code(entry, [one]):
+            alike.setdefault(one.seed, set()).add(one.data or one.final)
+    return any(len(found) > 1 for found in alike.values())
 
 
 def _series(members: list[int], own: list[Entry]) -> RunSeries:
@@ -355,7 +434,12 @@ def _claim(epsilon: float | None, delta: float | None, adjacency: str, unit: str
 
 
 def _name(series: Sequence[RunSeries]) -> None:
-    """Name each series by its mode and what tells it from others of the mode."""
+    """Name each series by its mode and what tells it from others of the mode.
+
+    A choice that is the default goes without saying: certified beside certified,
+    policy=worst_case.
+    """
+    declared = option_fields(CondenseConfig)
     for one in series:
         settings = [dict(s.entries[0].settings) for s in series if s.mode == one.mode]
         differing = [
@@ -364,7 +448,11 @@ def _name(series: Sequence[RunSeries]) -> None:
             if key not in SAME_EXPERIMENT and len({str(s.get(key)) for s in settings}) > 1
         ]
         own = one.entries[0].settings
-        parts = [f"{key}={own.get(key)}" for key in differing if key != "method"]
+        parts = [
+            f"{key}={own.get(key)}"
+            for key in differing
+            if key != "method" and not _goes_without_saying(declared.get(key), own.get(key))
+        ]
         method = own.get("method") or "full"
         if method not in ("full", "condense") or ("method" in differing and method != "full"):
             parts.insert(0, str(method))
@@ -377,6 +465,11 @@ def _name(series: Sequence[RunSeries]) -> None:
         if len(alike) > 1:
             for number, other in enumerate(alike, 1):
                 other.label = f"{other.label} [{number}]"
+
+
+def _goes_without_saying(option: Any, value: Any) -> bool:
+    """Tell whether a value is the default of an option that is a choice of words."""
+    return bool(option and option.metadata["rule"].get("choices") and value == option.default)
 
 
 def levels(series: Sequence[RunSeries]) -> list[PrivacyLevel]:
@@ -402,8 +495,13 @@ def levels(series: Sequence[RunSeries]) -> list[PrivacyLevel]:
 
 
 def asked_epsilon(one: RunSeries) -> float:
-    """Return the epsilon that was asked for, or the one that was reached where that is more."""
+    """Return the epsilon that was asked for, or the one that was reached where that is more.
+
+    Only in `certified` is what was asked a promise; the documents' epsilon is a setting of noise.
+    """
     reached = one.epsilon or 0.0
+    if not one.mode.startswith("certified"):
+        return reached
     asked = as_number(one.entries[0].settings.get("epsilon"))
     return asked if math.isfinite(asked) and asked >= reached else reached
 

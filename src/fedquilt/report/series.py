@@ -70,12 +70,9 @@ def is_absent(history: Mapping[str, Any], key: str) -> bool:
 
 
 def headline(history: Mapping[str, Any]) -> str:
-    """Return the key of what a run is judged by: accuracy, its first other metric, or the loss."""
-    others = [key for key in history if key.startswith("test_") and not is_absent(history, key)]
-    measured = [key for key in others if key not in ("test_accuracy", "test_loss")]
-    if "test_accuracy" in others or not others:
-        return "test_accuracy"
-    return measured[0] if measured else "test_loss"
+    """Return the key of what a run is judged by: its first metric, where it has none the loss."""
+    found = [key for key in history if key.startswith("test_") and not is_absent(history, key)]
+    return (*(key for key in found if key != "test_loss"), *found, "test_accuracy")[0]
 
 
 def in_title(key: str) -> str:

@@ -156,3 +156,22 @@ def _indexed(index: Pixels, entries: list[int]) -> Image:
     picture = Image.fromarray(index)
     picture.putpalette(entries)
     return picture
+
+
+def picture_rows(rows: Sequence[tuple[str, npt.NDArray[np.float64]]], least: int = 64) -> bytes:
+    """Return a PNG with a row of images [N, C, H, W], values from 0 to 1, for each name."""
+    sheet, top = Sheet(), MARGIN
+    left = MARGIN + sheet.width([name for name, _ in rows]) + PADDING
+    for name, images in rows:
+        scale = max(1, least // images.shape[-1])
+        for number, image in enumerate(images):
+            pixels = (255 * image).round().astype(np.uint8).transpose(1, 2, 0)
+            across = images.shape[-1] * scale + GAP
+            wide = np.broadcast_to(pixels, (*pixels.shape[:2], 3))
+            sheet.image(left + number * across, top, wide, scale)
+        high = images.shape[-2] * scale
+        sheet.text(left - PADDING, top + high // 2, name, "rm")
+        top += high + GAP
+    stream = io.BytesIO()
+    sheet.picture().save(stream, "PNG", optimize=True)
+    return stream.getvalue()

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,9 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable
 from fedquilt.common.storage import write_file
 from fedquilt.config.documents import OUTPUT_CONFIG
-from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.modes import mode_colors
 from fedquilt.report.runs import RunSeries
-from fedquilt.report.series import Array, Series
+from fedquilt.report.series import ROUND, Array, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -208,8 +209,10 @@ def panel_title(axes: Axes, title: str, notes: Sequence[str] = ()) -> None:
     )
 
 
-def in_words(axes: Axes, text: str) -> None:
-    """Say in the middle of a panel why it holds no data."""
+def in_words(axes: Axes, text: str, title: str | None = None) -> None:
+    """Say in the middle of a panel, under its title, why it holds no data."""
+    if title is not None:
+        panel_title(axes, title)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, alpha=0.8)
@@ -309,11 +312,6 @@ class Look:
         return {"color": self.color, "ls": self.dash}
 
 
-def mode_colors() -> dict[str, str]:
-    """Return the name of each mode's colour."""
-    return {name: mode.color for name, mode in MODE_TABLE.items()}
-
-
 def as_look(identity: Identity) -> Look:
     """Return an identity as matplotlib takes it; its dashes are in units of the line's width."""
     dash = (0, tuple(part / 1.6 for part in identity.dash)) if identity.dash else "-"
@@ -322,16 +320,37 @@ def as_look(identity: Identity) -> Look:
 
 def looks_of(series: Sequence[RunSeries]) -> list[Look]:
     """Return how each series looks, in every figure and on every page."""
-    return [as_look(one) for one in identities([one.mode for one in series], mode_colors())]
+    return [as_look(one) for one in identities([one.looks_as for one in series], mode_colors())]
+
+
+def short_names(names: Sequence[str], most: int = 28) -> list[str]:
+    """Return names that fit into a figure, as a page shortens them (`shortNames`, chart.js).
+
+    Where one is too long, what all begin with is left out: what tells them apart is at their ends.
+
+    >>> short_names(["certified, seed=1", "certified, seed=2"], most=12)
+    ['seed=1', 'seed=2']
+    """
+    if all(len(name) <= most for name in names):
+        return list(names)
+    parts = [name.split(", ") for name in names]
+    begin = takewhile(lambda own: len(set(own)) == 1, zip(*(p[:-1] for p in parts), strict=False))
+    same = len(list(begin)) if len(names) > 1 else 0
+    kept = [", ".join(one[same:]) for one in parts]
+    half = most // 2
+    cut = [name if len(name) <= most else f"{name[:half]}…{name[1 - half :]}" for name in kept]
+    alike = {name for name in cut if cut.count(name) > 1}
+    return [f"{one} [{k}]" if one in alike else one for k, one in enumerate(cut, 1)]
 
 
 def name_series(figure: Figure, series: Sequence[RunSeries]) -> None:
     """Name series below the panels."""
     from matplotlib.lines import Line2D
 
+    names = short_names([one.named for one in series])
     handles = [
-        Line2D([], [], **look.line, marker=look.marker, markersize=4, label=as_drawn(one.named))
-        for look, one in zip(looks_of(series), series, strict=True)
+        Line2D([], [], **look.line, marker=look.marker, markersize=4, label=as_drawn(name))
+        for look, name in zip(looks_of(series), names, strict=True)
     ]
     columns = min(len(handles), 3)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
@@ -342,6 +361,42 @@ def draw_band(axes: Axes, positions: Array, values: Array, color: str) -> None:
     if len(values) > 1:
         low, high = values.min(axis=0), values.max(axis=0)
         axes.fill_between(positions, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def draw_curve(axes: Axes, positions: Array, values: Array, look: Look, **options: Any) -> None:
+    """Draw the mean of rows of values as a line, with its band; few points get markers."""
+    mean = values.mean(axis=0) if values.size else np.zeros(0)
+    marker = look.marker if np.isfinite(mean).sum() <= 5 else ""
+    axes.plot(positions, mean, **look.line, marker=marker, **options)
+    draw_band(axes, positions, values, look.color)
+
+
+def draw_metric(
+    axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look], *, with_seeds: bool = False
+) -> list[RunSeries]:
+    """Draw the headline metric of series by round, named at the ends; return what was drawn."""
+    ends: list[tuple[str, float, float, str]] = []
+    drawn, everything, reached, axis = [], [], [], ROUND
+    names = short_names([one.named if with_seeds else one.label for one in series])
+    for one, look, name in zip(series, looks, names, strict=True):
+        positions, values, axis = one.curve()
+        mean = values.mean(axis=0) if values.size else np.zeros(0)
+        shown = np.flatnonzero(np.isfinite(mean))
+        if not shown.size:
+            continue
+        draw_curve(axes, positions, values, look, linewidth=2, markersize=5)
+        last = shown[-1]
+        ends.append((name, float(positions[last]), float(mean[last]), look.color))
+        drawn.append(one)
+        everything.append(values.ravel())
+        reached.append(positions)
+    if drawn:
+        if series[0].metric == "test_accuracy":
+            accuracy_limits(axes, np.concatenate(everything))
+        axes.set_ylabel(f"Test {series[0].metric_name.lower()}")
+        whole_rounds(axes, np.concatenate(reached), axis)
+        label_ends(axes, ends)
+    return drawn
 
 
 _LABEL_INCHES = 0.2

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.common.formatting import format_bound
-from fedquilt.common.text_table import text_table
+from fedquilt.common.formatting import format_bound, text_table
 from fedquilt.report.series import (
     as_number,
     column,
     entries,
     headline,
     in_title,
+    is_absent,
     per_evaluation,
     target_accuracy,
 )
@@ -68,8 +68,9 @@ def generate_summary_table(
         _best_accuracy(history),
     ]
     measured = _other_metrics(history)
+    shown = not is_absent(history, "test_accuracy") or headline(history) == "test_accuracy"
     rows = [
-        *(accuracy if headline(history) == "test_accuracy" else ()),
+        *(accuracy if shown else ()),
         *measured,
         ("Final Loss", _fixed(as_number(final_loss)), _NOTHING),
         *_best_loss(history),

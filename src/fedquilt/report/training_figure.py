@@ -43,7 +43,7 @@ from fedquilt.report.style import (
     Look,
     accuracy_limits,
     as_drawn,
-    draw_band,
+    draw_curve,
     drawing,
     figure_path,
     figure_settings,
@@ -143,8 +143,7 @@ def _draw_cohorts(axes: Axes, history: Mapping[str, Any]) -> None:
     sizes = np.asarray([len(cohort) if cohort is not None else 0 for cohort in cohorts], float)
     title = "Clients in Each Round"
     if not sizes.size:
-        panel_title(axes, title)
-        in_words(axes, "no round was recorded")
+        in_words(axes, "no round was recorded", title)
         return
     series = Series(np.arange(1.0, sizes.size + 1), sizes, ROUND)
     line(axes, series, GREEN)
@@ -176,8 +175,7 @@ def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) 
     series = per_evaluation(history, key)
     title = f"Test {in_title(key)} over Rounds"
     if not series.finite.any():
-        panel_title(axes, title)
-        in_words(axes, _why_empty(series, "no evaluation was recorded"))
+        in_words(axes, _why_empty(series, "no evaluation was recorded"), title)
         return
     line(axes, series, BLUE)
     notes = shortfall(series, "evaluations")
@@ -220,8 +218,7 @@ def _draw_loss(axes: Axes, history: Mapping[str, Any]) -> None:
     series = per_evaluation(history, "test_loss")
     title = "Test Loss over Rounds"
     if not series.finite.any():
-        panel_title(axes, title)
-        in_words(axes, _why_empty(series, "no evaluation was recorded"))
+        in_words(axes, _why_empty(series, "no evaluation was recorded"), title)
         return
     notes = shortfall(series, "evaluations")
     positive = np.where(series.values > 0, series.values, np.nan)
@@ -243,9 +240,8 @@ def _draw_budget(axes: Axes, history: Mapping[str, Any], config: Mapping[str, An
     series = per_round(history, "privacy_budgets")
     title = "Privacy Budget Consumption"
     if not series.finite.any():
-        panel_title(axes, title)
         absent = is_absent(history, "privacy_budgets")
-        in_words(axes, no_budget_in_words(history) if absent else _why_empty(series, ""))
+        in_words(axes, no_budget_in_words(history) if absent else _why_empty(series, ""), title)
         return
     total, origin = _total_budget(config)
     line(axes, Series(series.positions, running_sum(series.values), series.axis), GREEN)
@@ -274,9 +270,8 @@ def _draw_clip(
     moves = np.unique(series.values[series.finite]).size > 1 or not (config or {}).get("mode")
     title = "Adaptive Clipping Values" if moves else "Clip Bound, Fixed in Advance"
     if not series.finite.any():
-        panel_title(axes, title)
         absent = is_absent(history, "clip_values")
-        in_words(axes, "no clipping in this mode" if absent else _why_empty(series, ""))
+        in_words(axes, "no clipping in this mode" if absent else _why_empty(series, ""), title)
         return
     mean = float(np.nanmean(series.values))
     line(axes, series, PURPLE)
@@ -402,23 +397,16 @@ def _draw_lines(
     for look, runs in own:
         positions, values = read(runs)
         if np.isfinite(values).any():
-            _line(axes, positions, values, look)
+            draw_curve(axes, positions, values, look, markersize=4)
             reached.append(positions)
     if len(reached) == 1:
-        panel_title(axes, label)
-        in_words(axes, "nothing of it in these runs")
+        in_words(axes, "nothing of it in these runs", label)
         return False
     axes.set_ylabel(label)
     whole_rounds(axes, np.concatenate(reached), ROUND)
     seeds = [_BAND] if any(len(runs) > 1 for _, runs in own) else []
     panel_title(axes, title or f"{label} by round", [*seeds, *notes])
     return True
-
-
-def _line(axes: Axes, positions: Array, values: Array, look: Look) -> None:
-    marker = look.marker if positions.size <= 5 else ""
-    axes.plot(positions, values.mean(axis=0), **look.line, marker=marker, markersize=4)
-    draw_band(axes, positions, values, look.color)
 
 
 def _draw_losses(axes: Axes, own: Drawn) -> None:

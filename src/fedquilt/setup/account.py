@@ -16,6 +16,7 @@ import numpy as np
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.formatting import format_bound, printable
 from fedquilt.config import MODE_TABLE, Claim, RunConfig
+from fedquilt.data.holdings import salted_digest
 from fedquilt.privacy.accounting import Adjacency
 from fedquilt.privacy.ledger import (
     Ledger,
@@ -25,13 +26,14 @@ from fedquilt.privacy.ledger import (
     is_ledger,
     population_name,
 )
-from fedquilt.privacy.ledger.members import UNKNOWN, alike
+from fedquilt.privacy.ledger.entries import UNKNOWN, alike
 from fedquilt.privacy.ledger.population import check_name
 from fedquilt.privacy.run_account import EvaluationShare, RunAccount, Witness, has_charges
 from fedquilt.privacy.statement import weak_epsilon
 from fedquilt.record.checkpoint import Checkpoint
 from fedquilt.record.folder import RunFolder
 from fedquilt.setup.mechanism import check_untouched
+from fedquilt.setup.own_parts import held_digest
 from fedquilt.setup.task import FederatedTask
 
 # Names at least so alike are taken for one name and a slip of the keyboard.
@@ -67,10 +69,7 @@ def open_account(
     if config.ledger is not None and not resumed:
         _check_new_ledger(config, path)
     if resumed and not path.exists():
-        raise RunFolderError(
-            f"ledger {path} of this run is missing: it was deleted, rolled back or exchanged. "
-            "Restore the newest copy; a run must not go on with a ledger that has forgotten charges"
-        )
+        raise _forgotten(f"{path} of this run is missing: it was deleted, rolled back")
     made = not resumed and not path.exists()
     ledger = Ledger.open(path, create=not resumed)
     try:
@@ -90,6 +89,13 @@ def open_account(
         if made:
             _remove_unused(path)
         raise
+
+
+def _forgotten(found: str) -> RunFolderError:
+    return RunFolderError(
+        f"ledger {found} or exchanged. Restore the newest copy; a run must not go on with a ledger "
+        "that has forgotten charges"
+    )
 
 
 def _remove_unused(path: Path) -> None:
@@ -134,7 +140,9 @@ def _start(
         reproducible=config.noise_seed is not None,
         adjacency=Adjacency.of(config.adjacency),
         seen=None if witness is None else witness.note,
-        evaluations=EvaluationShare(config.evaluation_share, config.num_rounds, config.eval_every),
+        evaluations=EvaluationShare(
+            config.evaluation_share, config.num_releases, config.releases_per_evaluation
+        ),
     )
     if account.is_bounded and problem.selector.secret:
         check_untouched(account)
@@ -182,11 +190,7 @@ def _population_of_run(ledger: Ledger, config: RunConfig, run_id: str) -> Popula
     """Return the population in which a run was begun, whatever it would be called today."""
     found = ledger.population_of(run_id)
     if found is None:
-        raise RunFolderError(
-            f"ledger {ledger.path} does not contain the run {run_id!r}: it was rolled back or "
-            "exchanged. Restore the newest copy; a run must not go on with a ledger that has "
-            "forgotten charges"
-        )
+        raise _forgotten(f"{ledger.path} does not contain the run {run_id!r}: it was rolled back")
     return ledger.population(
         found.info.name, epsilon=config.allowance, delta=config.delta, adjacency=config.adjacency
     )
@@ -225,10 +229,28 @@ def check_same_clients(problem: FederatedTask, entered: dict[str, Any], folder: 
         )
 
 
-def identity_of(problem: FederatedTask, salt: bytes | None = None) -> dict[str, str]:
-    """Return, for the owner, what tells these clients and data from others."""
+def identity_of(
+    problem: FederatedTask, salt: bytes | None = None, begins: str = ""
+) -> dict[str, str]:
+    """Return, for the owner, what tells these clients, data and first weights from others."""
     salt = salt or secrets.token_bytes(32)
-    return {"clients": problem.roster.digest, "salt": salt.hex(), **problem.data_digests(salt)}
+    seen = problem.data.get("test") or problem.data["training"]
+    return {
+        "clients": problem.roster.digest,
+        "salt": salt.hex(),
+        "held": held_digest(problem.flat.module, problem.own.brought),
+        "begins": begins or first_weights(problem),
+        "tested": salted_digest([seen.inputs, seen.targets], b""),
+        **problem.data_digests(salt),
+    }
+
+
+def first_weights(problem: FederatedTask) -> str:
+    """Return the digest of the weights that a run begins with, as checkpoints hold them.
+
+    It is that of another run's last checkpoint where this run goes on with its model.
+    """
+    return salted_digest(problem.flat.module.state_dict(), b"")
 
 
 def check_identity(problem: FederatedTask, folder: RunFolder) -> None:
@@ -263,11 +285,8 @@ def check_account_of(saved: Checkpoint, account: RunAccount) -> None:
             f"checkpoint beside it is of {printable(saved.run_id)[:200]!r}: {_RESTORE}"
         )
     if head and account.ledger.missing_heads([head]):
-        raise RunFolderError(
-            f"ledger {account.ledger.path} does not contain the entry {head[:16]}... that this run "
-            "has seen: it was rolled back or exchanged. Restore the newest copy; a run must not go "
-            "on with a ledger that has forgotten charges"
-        )
+        lacks = f"does not contain the entry {head[:16]}... that this run has seen"
+        raise _forgotten(f"{account.ledger.path} {lacks}: it was rolled back")
 
 
 def is_bounded(config: RunConfig, problem: FederatedTask) -> bool:
@@ -314,10 +333,15 @@ def account_notes(
             f"new: this {record['created']} begins with this run; what its clients gave away "
             "before is not counted"
         )
-    elif record["enrolled"]:
+    else:
         notes.append(
-            f"new: {record['enrolled']} clients joined with this run: none of them was charged "
-            "before it, and what they gave away elsewhere is not counted"
+            "other runs: the ledger keeps what they were charged; what they took on trust of parts "
+            "of somebody's own is in their statements"
+        )
+    if record["created"] is None and record["enrolled"]:
+        notes.append(
+            f"new: {record['enrolled']} of the clients were charged in no run before this one; "
+            "what they gave away elsewhere is not counted"
         )
     return tuple(notes)
 

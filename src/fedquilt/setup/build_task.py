@@ -76,10 +76,7 @@ def build_task(
         people = [train.person(int(train.groups[part[0]])) for part in clients]
     roster = roster_of_split(config.dataset, clients, people)
     model = make_model(
-        config.model,
-        train.images.shape[1:],
-        train.num_classes,
-        torch_seed(config.seed, "model"),
+        config.model, train.images.shape[1:], train.num_classes, torch_seed(config.seed, "model")
     )
     config = _with_data_defaults(config, len(clients))
     data = (as_samples(train, "train"), as_samples(test, "test"))

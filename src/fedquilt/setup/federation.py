@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of, try_sensitivity
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt.aggregation import Accumulator, LateAverage, keeps_vectors
+from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.formatting import printable
 from fedquilt.condense.method import make_condensation
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.config.choices import WHOLE_METHODS
-from fedquilt.federation import Federation
+from fedquilt.federation import Federation, Select
 from fedquilt.method import Method, MethodParts, WholeModel
-from fedquilt.population import ParticipationTracker
-from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.mechanism import Mechanism
+from fedquilt.population import Cohort, CohortSelector, ParticipationTracker
+from fedquilt.population.fleet import MOST_STALE, BufferedSelector, EnergyTracker, load_energy
+from fedquilt.privacy.mechanism import Mechanism, RoundPlan
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.setup.basis import Basis, basis_of, is_plain_sum
 from fedquilt.setup.mechanism import MechanismParts, make_mechanism
-from fedquilt.setup.task import FederatedTask, UserComponents
-from fedquilt.slices.method import LargestOnly, Slices, Smallest
+from fedquilt.setup.task import FederatedTask
+from fedquilt.slices.method import FlexLoRA, LargestOnly, Slices, Smallest
 from fedquilt.training import Choice, choose_engine
 from fedquilt.training.engines import manual_trainer
+from fedquilt.training.stale import AgedEngine, PastModels, StaleEngine
 
 _LOG = logging.getLogger("fedquilt")
 
@@ -30,132 +37,94 @@ def build_federation(
     problem: FederatedTask,
     account: RunAccount | None = None,
     method: Method | None = None,
+    basis: Basis | None = None,
 ) -> Federation:
-    """Build the federation of the configured mode, as it is before round 0."""
+    """Build the federation of the configured mode, as it is before round 0.
+
+    `basis` is what its claim rests on where earlier rounds have a part in that.
+    """
     method = build_method(config, problem) if method is None else method
-    doubts, total = doubts_of(config, method), method.new_sum()
-    sensitivity = sensitivity_of(total)
+    basis = basis_of(config, problem, method) if basis is None else basis
     parts = MechanismParts(config, problem.flat, method, problem.selector, account)
-    tried: tuple[str, ...] = ()
-    if not doubts and sensitivity is not None and not is_plain_sum(method):
-        parts = dataclasses.replace(parts, sum_sensitivity=sensitivity)
-        tried = (_tried_sum(config, problem, method, sensitivity),)
+    if not basis.doubts and basis.sensitivity is not None and not is_plain_sum(method):
+        parts = dataclasses.replace(parts, sum_sensitivity=basis.sensitivity)
     mechanism = make_mechanism(parts, problem.own.mechanism)
     if mechanism.is_bounded:
-        for doubt in doubts:
-            _LOG.warning("nothing will be claimed: %s", doubt)
+        for doubt in basis.doubts:
+            _LOG.warning("nothing will be claimed: %s", printable(doubt))
     _lend_updates(problem, method, mechanism)
+    select, tracker = _participation(config, problem)
     return Federation(
-        select=problem.selector.select,
-        tracker=ParticipationTracker(len(problem.task.clients), config.participation_ema),
+        select=select,
+        tracker=tracker,
         method=method,
         mechanism=mechanism,
         learning_rate_at=config.learning_rate_at,
         weights=problem.flat.read().clone(),
         account=account,
-        sensitivity=sensitivity,
-        sum_kind=type(total),
-        doubts=doubts,
-        beliefs=(*tried, *beliefs_of(problem.own)),
+        sensitivity=basis.sensitivity,
+        sum_kind=basis.kind,
+        doubts=basis.doubts,
+        beliefs=basis.beliefs,
         withheld=problem.withheld,
+        protocol=_protocol(config, method),
+        late=None if config.late_releases is None else LateAverage(config.late_releases),
     )
 
 
-def is_plain_sum(method: Method) -> bool:
-    """Tell whether what a method's clients send is summed by the package."""
-    return type(method.new_sum()) is RunningMean
+def _participation(
+    config: RunConfig, problem: FederatedTask
+) -> tuple[Select, ParticipationTracker]:
+    """Return who picks a cohort and who counts it; batteries decide who is there."""
+    selector, clients = problem.selector, len(problem.task.clients)
+    if config.energy is None and config.selection != "energy":
+        return selector.select, ParticipationTracker(clients, config.participation_ema)
+    tracker = EnergyTracker(load_energy(config.energy, clients), config.participation_ema)
+    selector.spent = lambda: tracker.spent
+
+    def select(round_index: int, allowed: NDArray[np.bool_] | None) -> Cohort:
+        ready = tracker.ready if allowed is None else allowed & tracker.ready
+        return selector.select(round_index, ready)
+
+    return select, tracker
 
 
-def doubts_of(config: RunConfig, method: Method) -> tuple[str, ...]:
-    """Return why no bound holds for what a method makes of bounded vectors; empty: one does."""
-    total, name = method.new_sum(), type(method).__name__
-    declared = sensitivity_of(total)
-    usable = config.mode == "certified" and not config.amplification
-    doubts = []
-    if not is_plain_sum(method) and (declared is None or not usable):
-        known = "not known" if declared is None else "used in certified without amplification only"
-        doubts.append(f"the sum is made by {type(total).__name__}, whose sensitivity is {known}")
-    for step in ("place", "coverage"):
-        if not getattr(getattr(method, step), "__module__", "").startswith("fedquilt."):
-            doubts.append(f"{name}.{step} decides what of the sum is noised: nothing checks it")
-    return tuple(doubts)
+def _protocol(
+    config: RunConfig, method: Method
+) -> Callable[[Accumulator, RoundPlan], Accumulator] | None:
+    """Return what makes a sum under masks, where the run asks for it."""
+    if config.secure_aggregation != "protocol":
+        return None
+    if method.remote is not None:
+        return method.remote.new_sum
+    from fedquilt.aggregation.secure import MaskedSum
 
-
-def _tried_sum(config: RunConfig, problem: FederatedTask, method: Method, declared: float) -> str:
-    """Try a declared sensitivity, and say what is believed of it."""
-    count = min(_TRIAL_CLIENTS, len(problem.task.clients))
-    whole = method.new_sum().total.numel()
-    sizes = [method.update_size(client, 0) or whole for client in range(count)]
-    places = [method.place(client, 0) for client in range(count)]
-    longest = config.clip_norm * config.clip_cap
-    tried = try_sensitivity(method.new_sum, declared, places, sizes, longest)
-    return (
-        f"the sum is made by {type(method.new_sum()).__name__}: its sensitivity, {declared:g}, is "
-        f"as its author declares; tried on {tried} vectors, not proved"
-    )
-
-
-_TRIAL_CLIENTS = 8
-_BELIEVED: Mapping[str, str] = {
-    "method": "to use of clients' data nothing but the released sums",
-    "engine": "to make a client's update of its own samples and public things alone",
-    "loss": "to keep nothing of one client for another where it is not put back",
-    "optimizer": "to keep nothing of one client for another where it is not put back",
-    "metrics": "to look at nothing but the samples they are given",
-}
-"""What a claim takes on trust of parts that a user brings; see `docs/guarantees.md`."""
-# Of `Certified`: whatever these say, a longer vector is shortened.
-_BOUNDED_BY_ALL = {"bound_vector", "sensitivity"}
-
-
-def beliefs_of(own: UserComponents) -> tuple[str, ...]:
-    """Say of each part that a user brings what is believed and not checked."""
-    found = []
-    for part, believed in _BELIEVED.items():
-        names = _names_of(getattr(own, part))
-        if names:
-            found.append(f"{part} of the user's own, {names}: believed {believed}")
-    if own.mechanism is not None:
-        found.append(_belief_in_mechanism(own.mechanism))
-    return tuple(found)
-
-
-def _belief_in_mechanism(mechanism: object) -> str:
-    name = _names_of(mechanism)
-    if not isinstance(mechanism, type):
-        return f"the mechanism is made by {name}: clip, noise and charges are its word"
-    kinds = mechanism.__mro__[: mechanism.__mro__.index(Certified)]
-    changed = {key for kind in kinds for key in vars(kind)} & set(vars(Certified))
-    changed = {key for key in changed - _BOUNDED_BY_ALL if key[:2] != "__" or key == "__init__"}
-    if changed:
-        return (
-            f"mechanism {name} has its own {', '.join(sorted(changed))}: believed to keep noise "
-            "and charges as they are claimed"
+    def masked(total: Accumulator, plan: RoundPlan) -> Accumulator:
+        return MaskedSum(
+            total,
+            round_index=plan.round_index,
+            count=len(plan.clients),
+            least=plan.least,
+            colluding=config.colluding_clients,
+            bits=plan.bits,
         )
-    return (
-        f"mechanism {name} bounds updates, which are shortened to the clip where they are longer: "
-        "believed to look at one update alone"
-    )
 
-
-def _names_of(part: object) -> str:
-    """Return what parts that were brought are called; names of the package's own are none."""
-    if part is None or isinstance(part, str):
-        return ""
-    if isinstance(part, Mapping):
-        part = tuple(part.values())
-    if isinstance(part, list | tuple):
-        return ", ".join(filter(None, map(_names_of, part)))
-    return str(getattr(part, "__name__", type(part).__name__))
+    return masked
 
 
 def build_method(config: RunConfig, problem: FederatedTask) -> Method:
     """Build what clients do and what the server makes of it."""
     own, task = problem.own, problem.task
     if own.remote is not None:
+        for name in ("attack", "correction", "personal"):
+            if getattr(config, name) != "none":
+                raise InvalidValueError(
+                    f"{name}={getattr(config, name)!r} must be 'none' where clients are on other "
+                    "machines"
+                )
         # The same method as of a run on one machine; only step 3 is elsewhere.
         here = dataclasses.replace(problem, own=dataclasses.replace(own, remote=None, engine=None))
-        method = build_method(config.replace(engine="sequential"), here)
+        method = build_method(config.replace(engine="sequential", compression="none"), here)
         method.move_to(own.remote)
         return method
     parts = MethodParts(
@@ -171,6 +140,11 @@ def build_method(config: RunConfig, problem: FederatedTask) -> Method:
         server_inputs=None if problem.validation is None else problem.validation[0],
     )
     if own.engine is not None:
+        if config.buffer_size is not None:
+            raise InvalidValueError(
+                f"buffer_size={config.buffer_size} must be left out with an engine of your own: "
+                "its clients begin at one model"
+            )
         engine = own.engine(parts) if callable(own.engine) else own.engine
         parts = dataclasses.replace(parts, engine=engine)
     if own.method is not None:
@@ -178,12 +152,30 @@ def build_method(config: RunConfig, problem: FederatedTask) -> Method:
     if isinstance(config, CondenseConfig):
         return make_condensation(config, problem.flat.module, task, problem.num_classes)
     if config.method == "full":
-        return WholeModel(parts)
+        return _whole(parts, problem.selector)
     if config.method == "smallest":
         return Smallest(parts, problem.model_width)
     if config.method == "largest_only":
         return LargestOnly(parts)
+    if config.method == "flexlora":
+        return FlexLoRA(parts)
     return Slices(parts)
+
+
+def _whole(parts: MethodParts, selector: CohortSelector) -> Method:
+    """Return whole models; where rounds are asynchronous, clients begin at older ones."""
+    if not isinstance(selector, BufferedSelector) or selector.arrived is not None:
+        return WholeModel(parts)
+
+    def ages(round_index: int) -> Mapping[int, int]:
+        return selector.flush(round_index).ages
+
+    past = PastModels(parts.flat.vector, MOST_STALE + 1, lambda t: selector.flush(t).seconds)
+    engine = parts.make_engine(AgedEngine(parts.own_engine(), past, ages))
+    method = WholeModel(parts, engine)
+    method.server = past.serve(method.server)
+    method.engine = StaleEngine(method.engine, ages)
+    return method
 
 
 def resolve_auto_engine(
@@ -194,6 +186,8 @@ def resolve_auto_engine(
     Its folder then says which one, and whoever resumes it trains with the same.  So it does where
     `batched` is asked for on a CPU and steps by hand are faster, which are not batched.
     """
+    if config.engine == "auto" and config.trains_one_by_one:
+        return config.replace(engine="sequential"), problem
     by_cost = is_auto(config, problem)
     if not by_cost and not _is_batched_on_cpu(config, problem):
         return config, problem
@@ -202,7 +196,7 @@ def resolve_auto_engine(
     parts = MethodParts(config, flat, task, problem.num_classes, secret)
     settings = dataclasses.replace(parts, optimizer=problem.own.optimizer).local_settings
     if by_cost:
-        choice = choose_engine(flat, task, settings, config.num_rounds, cohort)
+        choice = choose_engine(flat, task, settings, config.num_releases, cohort)
     else:
         trainer = manual_trainer(flat.module, task, settings)
         if trainer is None:

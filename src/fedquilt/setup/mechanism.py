@@ -16,9 +16,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fedquilt.aggregation import RunningMean
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.common.optional import require
+from fedquilt.common.quorum import fewest
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.option import OWN
+from fedquilt.config.recipe import CHOSEN_ON, recipe_line
 from fedquilt.method import Method
 from fedquilt.models.features import choice_note
 from fedquilt.population import CohortSelector
@@ -26,24 +31,51 @@ from fedquilt.privacy.accounting import Adjacency, calibrate, gaussian_mu
 from fedquilt.privacy.certified import Certified, CertifiedSettings
 from fedquilt.privacy.clip import FixedClipper, PrivateQuantile, QuantileClipper
 from fedquilt.privacy.mechanism import Mechanism, NoPrivacy
-from fedquilt.privacy.noise import BandedNoise, noise_source
+from fedquilt.privacy.noise import BandedNoise, NoiseSource, noise_source
 from fedquilt.privacy.poisson import AmplifiedCertified
-from fedquilt.privacy.policies import AdaptivePrivacyAllocator, make_policy
+from fedquilt.privacy.policies import AdaptivePrivacyAllocator, Policy, make_policy
 from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise
 from fedquilt.privacy.run_account import RunAccount
+from fedquilt.privacy.secure import MaskedCertified, SecureCertified, SecureSettings, variance_for
 from fedquilt.privacy.statement import Coverage
 from fedquilt.training import FlatModel
 
 
-def check_mode(config: RunConfig, flat: FlatModel) -> None:
+def check_mode(config: RunConfig, flat: FlatModel, num_clients: int) -> None:
     """Refuse a model that the mode cannot take, before anything is written."""
     if MODE_TABLE[config.mode].noised and not isinstance(config, CondenseConfig):
         refuse_buffers(flat, config.mode)
+    if config.secure_aggregation != "off":
+        _check_secure(config, flat.vector.numel(), config.cohort_limit(num_clients))
     if MODE_TABLE[config.mode].by_layer:
         covered = flat.matching(config.patterns("noise_layers"))
         whole = len(covered) == len(flat.segments)
         if config.is_bounded(covered=whole):
             _check_fixed_cost(config)
+
+
+def _check_secure(config: RunConfig, size: int, count: int) -> None:
+    """Refuse cohorts that can never be summed, and models that are too large to be rounded."""
+    if config.secure_aggregation == "protocol":
+        require("cryptography", "secure_aggregation='protocol'")
+    if count < 2:
+        raise InvalidValueError(
+            f"clients_per_round={config.clients_per_round} must be two clients at least under "
+            "secure_aggregation: masks hide nothing of the sum of one"
+        )
+    if fewest(count, config.least_survivors, config.colluding_clients) > count:
+        raise InvalidValueError(
+            f"colluding_clients={config.colluding_clients} must be at most {count - 1} of "
+            f"{count} clients a round: one at least must be honest"
+        )
+    if isinstance(config, CondenseConfig):
+        return  # clients send tables; how large they are is known when they are made
+    # The smallest charge of a typical join under any policy.
+    moved = Adjacency.of(config.adjacency).sensitivity_factor
+    charge = (gaussian_mu(config.epsilon, config.delta) / moved) ** 2 / config.num_releases
+    if config.policy == "paper":
+        charge /= (1 + config.budget_alpha) ** 2
+    variance_for(size, charge)
 
 
 def _check_fixed_cost(config: RunConfig) -> None:
@@ -53,7 +85,7 @@ def _check_fixed_cost(config: RunConfig) -> None:
     epsilon / rounds may cost more than the whole of epsilon.
     """
     multiplier = make_allocator(config).compute_noise_multiplier(
-        config.epsilon / config.num_rounds, 1.0
+        config.epsilon / config.num_releases, 1.0
     )
     moved = Adjacency.of(config.adjacency).sensitivity_factor
     if moved / multiplier > gaussian_mu(config.epsilon, config.delta):
@@ -107,6 +139,11 @@ def make_mechanism(
         refuse_buffers(parts.flat, mode)  # else only the server trains
     if build is None:
         return MECHANISMS[mode](parts)
+    if parts.config.secure_aggregation != "off":
+        raise InvalidValueError(
+            f"secure_aggregation={parts.config.secure_aggregation!r} must be 'off' with a "
+            "mechanism of your own: clients round and noise as the package's own does"
+        )
     if isinstance(build, type):
         if mode != "certified" or parts.selector.secret:
             raise InvalidValueError(
@@ -142,11 +179,19 @@ def make_quap_mechanism(parts: MechanismParts) -> Mechanism:
     )
 
 
+def recipe_of(config: RunConfig, flat: FlatModel) -> str | None:
+    """Say that a run follows the recipe, and why it is as it is; None where it does not."""
+    named = getattr(flat.module, "made_as", None) if config.model == OWN else config.model
+    return recipe_line({**config.as_dict(), "model": named})
+
+
 def front_notes(config: RunConfig, flat: FlatModel) -> tuple[str, ...]:
     """Say on which data the settings of a model's frozen front were chosen."""
     chosen_on = getattr(flat.module, "chosen_on", ())
-    note = choice_note("the settings of the model's frozen front", chosen_on, config.dataset)
-    return () if note is None else (note,)
+    notes = [choice_note("the settings of the model's frozen front", chosen_on, config.dataset)]
+    if recipe_of(config, flat) is not None:
+        notes.append(choice_note("rules for windows, clip and width", CHOSEN_ON, config.dataset))
+    return tuple(note for note in notes if note is not None)
 
 
 def evaluation_notes(config: RunConfig) -> tuple[str, ...]:
@@ -178,6 +223,7 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
         notes=(*own, *method.notes, *evaluation_notes(config)),
         adjacency=account.adjacency,
         sum_sensitivity=parts.sum_sensitivity,
+        window=selector.window,
     )
     # Correlated noise remembers earlier rounds on the host, and is drawn there.
     device = parts.flat.vector.device if config.noise_bands == 1 else None
@@ -188,12 +234,14 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
     policy = make_policy(
         config.policy,
         account.budget_mu2,
-        config.num_rounds,
+        config.num_releases,
         expected_rate=selector.expected_cohort / num_clients,
         max_joins=config.max_joins,
         allocator=make_allocator(config),
         warmup_rounds=config.warmup_rounds,
     )
+    if config.secure_aggregation != "off":
+        return make_secure(parts, settings, policy, source)
     quantile = None
     if config.clipping == "quantile":
         # A bit noise of twice the noise multiplier leaves 15/16 of a join to the update.
@@ -205,6 +253,35 @@ def make_certified(parts: MechanismParts, kind: type[Certified] = Certified) -> 
             expected_cohort=selector.expected_cohort,
         )
     return kind(settings, policy, noise, quantile, num_clients)
+
+
+def make_secure(
+    parts: MechanismParts, settings: CertifiedSettings, policy: Policy, source: NoiseSource
+) -> SecureCertified:
+    """Build `certified` with the noise of the clients."""
+    config, total = parts.config, parts.method.new_sum()
+    if type(total) is not RunningMean or parts.method.holds_parts:
+        raise InvalidValueError(
+            f"secure_aggregation={config.secure_aggregation!r} must be 'off' with "
+            f"{type(parts.method).__name__}: a server that sees masked vectors can only add them up"
+        )
+    secure = secure_settings(config, total.total.numel(), policy.expected_charge)
+    count = parts.selector.availability.num_clients
+    kind, remote = SecureCertified, parts.method.remote
+    if remote is not None and not secure.simulated:
+        kind, remote.secure = MaskedCertified, secure
+    return kind(settings, policy, BandedNoise(source), secure, count)
+
+
+def secure_settings(config: RunConfig, size: int, charge: float) -> SecureSettings:
+    """Return the public numbers of secure aggregation for vectors of a size."""
+    return SecureSettings(
+        size=size,
+        variance=variance_for(size, charge),
+        share=config.least_survivors,
+        colluding=config.colluding_clients,
+        simulated=config.secure_aggregation == "simulated",
+    )
 
 
 def check_untouched(account: RunAccount) -> None:
@@ -254,7 +331,7 @@ def make_amplified(
 def make_allocator(config: RunConfig) -> AdaptivePrivacyAllocator:
     """Build the budget rule; `fixed_dp` has a flat one (alpha = 0)."""
     return AdaptivePrivacyAllocator(
-        epsilon_base=config.epsilon / config.num_rounds,
+        epsilon_base=config.epsilon / config.num_releases,
         alpha=0.0 if config.mode == "fixed_dp" else config.budget_alpha,
         beta=config.budget_beta,
         delta=config.delta,

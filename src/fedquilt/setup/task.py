@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
-import inspect
 import logging
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,19 @@ from fedquilt.common.randomness import generator
 from fedquilt.config import CondenseConfig, RunConfig, option_fields
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.config.modes import MODE_TABLE
-from fedquilt.data import Samples
+from fedquilt.data import DATASETS, Samples
 from fedquilt.data.holdings import Holdings, salted_digest
 from fedquilt.data.leaf import SHARED_PEOPLE
 from fedquilt.method import Method, MethodParts, RemoteEngine
 from fedquilt.models import FeatureModel
 from fedquilt.models.features import precompute
+from fedquilt.models.features.drawn import Describes, remembered
 from fedquilt.population import Availability, CohortSelector, propensities
+from fedquilt.population.fleet import BufferedSelector, device_seconds
 from fedquilt.privacy.certified import Certified
 from fedquilt.setup.clients import Parts, Roster, hold_back
 from fedquilt.setup.mechanism import Build, check_mode
+from fedquilt.setup.own_parts import parts_digest
 from fedquilt.slices.slicing import smallest_model
 from fedquilt.slices.static_norm import make_static, make_tracking
 from fedquilt.training import (
@@ -49,8 +50,10 @@ from fedquilt.training import (
     make_metrics,
     measure,
     public_inputs,
+    shifts_labels,
 )
-from fedquilt.training.metrics import OwnMetric
+from fedquilt.training.attacks import hostile_clients, poisoned
+from fedquilt.training.metrics import OwnMetric, refuse_metrics_of_classes
 from fedquilt.training.objective import OwnLoss
 from fedquilt.training.optimizers import Factory
 from fedquilt.training.trainers import Trainer
@@ -87,6 +90,11 @@ class UserComponents:
     metrics: Sequence[str | OwnMetric] | Mapping[str, str | OwnMetric] | OwnMetric | None = None
     remote: RemoteEngine | None = None
 
+    @property
+    def brought(self) -> tuple[Any, ...]:
+        """What of them makes another experiment."""
+        return (self.method, self.mechanism, self.loss, self.optimizer, self.metrics)
+
 
 @dataclass(frozen=True, eq=False)
 class FederatedTask:
@@ -119,6 +127,8 @@ class FederatedTask:
     withheld: tuple[str, ...] = ()
     left_out: frozenset[int] = field(default=frozenset(), repr=False)
     """Who trains on nothing, because of samples that the model cannot take: for the owner alone."""
+    parts: str = ""
+    """A digest of model and own parts (`own_parts`), before any of them has seen a sample."""
 
     def data_digests(self, salt: bytes) -> dict[str, str]:
         """Return a salted digest of each data set as it was given, before any front."""
@@ -164,65 +174,8 @@ class FederatedTask:
             "loss": self.task.objective.name,
             "metrics": list(self.metrics),
             "data_notes": list(self.notes),
-            "parts": parts_digest(self.flat.module, self.own),
+            "parts": self.parts,
         }
-
-
-def parts_digest(model: nn.Module, own: UserComponents) -> str:
-    """Return a digest of the model's structure and of the code that a user brought.
-
-    It tells two experiments apart that the configuration calls `custom` alike.  Weights are not
-    in it: seeds may begin at other ones.  Neither are samples.
-    """
-    shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
-    brought = (own.method, own.mechanism, own.loss, own.optimizer, own.metrics)
-    text = "\0".join([str(model), str(shapes), *map(_code_text, brought)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _code_text(part: Any, seen: tuple[Any, ...] = ()) -> str:
-    """Return the source of a function or class, with what it holds; the code without one."""
-    if part is None or isinstance(part, str | int | float | bool | torch.device | torch.dtype):
-        return repr(part)
-    if any(part is one for one in seen):
-        return "itself"
-    seen = (*seen, part)
-    if isinstance(part, Mapping):
-        return str({str(key): _code_text(value, seen) for key, value in part.items()})
-    if isinstance(part, list | tuple):
-        return str([_code_text(value, seen) for value in part])
-    if isinstance(part, functools.partial):
-        return _code_text([part.func, part.args, part.keywords], seen)
-    if not isinstance(part, type) and not inspect.isroutine(part):
-        return f"{type(part).__qualname__} {_code_text(type(part), seen)}"
-    try:
-        source = inspect.getsource(part)
-    except (OSError, TypeError):  # typed into an interpreter, or not written in Python
-        code = getattr(part, "__code__", None)
-        source = "" if code is None else f"{code.co_code!r} {code.co_names} {code.co_consts}"
-    inside = vars(part).values() if isinstance(part, type) else (part,)
-    closures = [getattr(one, "__closure__", None) or () for one in inside]
-    held = [_code_text(_content(cell), seen) for cells in closures for cell in cells]
-    held += [_code_text(used, seen) for one in inside for used in _used_code(one)]
-    name = getattr(part, "__qualname__", repr(type(part)))
-    # Of a tensor or an array only the type: it may hold samples, and the digest is public.
-    return f"{name} {source} {held} {_code_text(getattr(part, '__defaults__', None), seen)}"
-
-
-def _used_code(given: Any) -> list[Any]:
-    """Return the functions and classes of its own module that a method or a function names."""
-    function = getattr(given, "fget", None) or getattr(given, "__func__", given)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    named = [function.__globals__.get(name) for name in names]
-    code = [one for one in named if isinstance(one, type | types.FunctionType)]
-    return [one for one in code if one.__module__ == function.__module__]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,10 +225,11 @@ def make_task(
     """
     _refuse_unknown(config, own)
     clients, client_tests = _held_back(config, given.clients, given.client_tests)
-    placed = _place(config, model, given, working)
+    placed = _place(config, model, _attacked(config, given, clients), working)
     inputs, targets = placed.train
     flat, model_width = _flat_model(config, placed.model, inputs, len(clients))
-    check_mode(config, flat)
+    check_mode(config, flat, len(clients))
+    parts = parts_digest(flat.module, own.brought)
     task = Task(inputs, targets, clients)
     task, outputs, notes = _with_objective(config, task, flat.module, own)
     scores = _check_fit(config, task, placed.test, flat.module, outputs, given.train)
@@ -284,8 +238,10 @@ def make_task(
     metrics = make_metrics(wanted, task.objective, outputs, task.public().targets)
     # A mistake in a metric must not cost a round; samples of clients are not tried.
     by_clients = SHARED_PEOPLE in given.train.notes
-    if own.metrics is not None and placed.test is not None and not by_clients:
-        _try_metrics(flat.module, task.objective, metrics, placed.test)
+    if placed.test is not None and not by_clients:
+        refuse_metrics_of_classes(metrics, placed.test[1])
+        if own.metrics is not None:
+            _try_metrics(flat.module, task.objective, metrics, placed.test)
     flat.restore()  # the trials above may have left something behind
     for note in given.train.notes:
         _LOG.warning("%s", note)
@@ -311,6 +267,19 @@ def make_task(
         withheld=_ON_TEST if by_clients and by_people else (),
         left_out=left_out,
         data=given.by_name,
+        parts=parts,
+    )
+
+
+def _attacked(config: RunConfig, given: GivenData, clients: Parts) -> GivenData:
+    """Return the data with those of hostile clients as their attack has them, where it is one."""
+    if config.attack not in ("label_flip", "backdoor"):
+        return given
+    train, who = given.train, hostile_clients(len(clients), config.attackers, config.seed)
+    held = [clients[client] for client in sorted(who)]
+    inputs, targets = poisoned(config.attack, train.inputs, train.targets, train.num_classes, held)
+    return dataclasses.replace(
+        given, train=dataclasses.replace(train, inputs=inputs, targets=targets)
     )
 
 
@@ -327,11 +296,19 @@ def _place(
     if isinstance(placed.model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = placed.front = placed.model.front.to(device)
-        placed.train = precompute(front, placed.train[0], working=working), placed.train[1]
+
+        def described(images: Any) -> torch.Tensor:
+            compute = partial(precompute, images=images, working=working)
+            by_name = config.model != "custom" and config.dataset in DATASETS
+            if isinstance(front, Describes) and by_name:
+                return remembered(front, images, compute)
+            return compute(front)
+
+        placed.train = described(placed.train[0]), placed.train[1]
         if test is not None:
-            placed.test = precompute(front, test[0], working=working), test[1]
+            placed.test = described(test[0]), test[1]
         if validation is not None:
-            placed.validation = precompute(front, validation[0]), validation[1]
+            placed.validation = described(validation[0]), validation[1]
         placed.model = placed.model.on_features()
     return placed
 
@@ -441,8 +418,8 @@ def _held_back(
     fraction = config.client_test_fraction
     if (fraction or given is not None) and isinstance(config, CondenseConfig):
         raise InvalidValueError(
-            f"client_test_fraction={fraction:g} must be 0 and client_tests be left out where "
-            "clients send statistics: they do not evaluate a model"
+            f"client_test_fraction={fraction:g} must be 0 and client_tests be left out of a "
+            "condensation: its clients send statistics and evaluate no model"
         )
     if fraction and given is not None:
         raise InvalidValueError(
@@ -475,6 +452,8 @@ def _with_objective(
     if given is None:
         name = auto_loss(outputs, task.public().targets)
         given = Objective(name, config.ignore_index)
+    if given.loss == "model" and shifts_labels(module, inputs, task.public().targets):
+        given = Objective("model", config.ignore_index, shifts=True)
     task = dataclasses.replace(task, objective=given.to(task.device))
     note = fit.warn_of_softmax(given, outputs)
     return task, outputs, () if note is None else (note,)
@@ -510,12 +489,17 @@ def _check_fit(
                 f"training data; it returns a tensor of shape {tuple(outputs.shape)}"
             )
     fit.check_loss(module, objective, public.inputs, public.targets)
-    if test is not None and trees.structure(test[1]) != trees.structure(task.targets):
-        raise InvalidValueError(
-            f"test targets of shape {trees.described(test[1])} must have the form of the training "
-            f"targets, {trees.described(task.targets)}"
-        )
+    if test is not None:
+        _check_targets("test", test[1], task)
     return scores
+
+
+def _check_targets(what: str, targets: Any, task: Task) -> None:
+    if trees.structure(targets) != trees.structure(task.targets):
+        raise InvalidValueError(
+            f"{what} targets of shape {trees.described(targets, typed=True)} must have the form "
+            f"of the training targets, {trees.described(task.targets, typed=True)}"
+        )
 
 
 def _check_validation(task: Task, module: nn.Module, data: tuple[Any, Any]) -> None:
@@ -526,21 +510,27 @@ def _check_validation(task: Task, module: nn.Module, data: tuple[Any, Any]) -> N
             "at an accuracy, and there are no classes"
         )
     fit.trial_outputs(module, task.objective, trees.take(data[0], slice(0, 1)), "validation")
-    if trees.structure(data[1]) != trees.structure(task.targets):
-        raise InvalidValueError(
-            f"validation targets of shape {trees.described(data[1])} must have the form of the "
-            f"training targets, {trees.described(task.targets)}"
-        )
+    _check_targets("validation", data[1], task)
 
 
 def build_selector(config: RunConfig, num_clients: int) -> CohortSelector:
     """Build step 1: availability and selection."""
     draws = propensities(num_clients, generator(config.seed, "propensity"))
-    return CohortSelector(
+    make: Callable[..., CohortSelector] = CohortSelector
+    if config.buffer_size is not None:
+        make = functools.partial(
+            BufferedSelector,
+            buffer_size=min(config.buffer_size, num_clients),
+            in_flight=config.in_flight or 2 * config.buffer_size,
+            seconds=device_seconds(num_clients, config.device_spread, config.seed),
+        )
+    return make(
         Availability.make(config.availability, num_clients, draws),
         draws,
         rule=config.selection,
         limit=config.cohort_limit(num_clients),
         seed=config.seed,
         secret=config.mode == "certified" and config.amplification,
+        window=config.rounds_per_release,
+        num_rounds=config.num_rounds,
     )

@@ -5,6 +5,7 @@
 | `ranges`, `tensor_map` | index algebra of one dimension and of tensors; the mean over holders |
 | `model_slice` | a slice of a model, and its place in the flat vector |
 | `layers`, `layer_rules` | layers that stand for a part of a larger one; how each kind is cut |
+| `ranks` | adapters of unequal ranks, and their products |
 | `graph`, `slicer` | cuts any model: which dimensions go together, and the slices |
 | `selection`, `depth` | the width of every client; which units, or which blocks, a slice keeps |
 | `aggregate` | distribution and aggregation: of states, of Flower's types |
@@ -23,7 +24,7 @@ from fedquilt.slices.depth import Blocks, depth_slice
 from fedquilt.slices.engine import self_distillation_loss
 from fedquilt.slices.model_slice import ModelSlice, SliceMap, attach, slice_between
 from fedquilt.slices.ranges import Axis
-from fedquilt.slices.selection import FixedStructure, Prefix, RandomUnits, Selection, Window
+from fedquilt.slices.selection import FixedStructure, Listed, Prefix, RandomUnits, Selection, Window
 from fedquilt.slices.slicer import PlanAxis, Scaler, Slicer, scale_outputs, slice_model
 from fedquilt.slices.tensor_map import TensorMap, mean_over_holders
 
@@ -31,6 +32,7 @@ __all__ = [
     "Axis",
     "Blocks",
     "FixedStructure",
+    "Listed",
     "ModelSlice",
     "PlanAxis",
     "Prefix",

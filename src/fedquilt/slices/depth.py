@@ -4,6 +4,10 @@ DepthFL (Kim et al. 2023) gives every block a classifier of its own; a client tr
 first d blocks with their classifiers.  A model takes part in it when it has two lists
 of modules of one length, `blocks` and `heads`, and a method `exits(x)` that returns the
 outputs of all heads it has; `fedquilt.models.ExitNet` is one.
+
+ScaleFL (Ilhan et al. 2023) cuts such a model in both directions: the first blocks, and of each the
+first units.  A client of width w keeps the share r = w^(2/3) of either, so that r^3 = w^2 of the
+weights are left, about as many as in HeteroFL's slice of width w.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
 from fedquilt.slices.model_slice import ModelSlice, attach, tensors_of
+from fedquilt.slices.selection import Prefix
+from fedquilt.slices.slicer import Slicer
 from fedquilt.slices.tensor_map import TensorMap
 
 
@@ -34,8 +40,8 @@ class DepthSlicer:
         listed = all(isinstance(part, nn.ModuleList) for part in parts)
         if not listed or len(sizes) != 1 or not callable(getattr(model, "exits", None)):
             raise InvalidValueError(
-                f"method='depthfl' must be used with a model that has `blocks`, `heads` and "
-                f"`exits`, such as model='exits'; {type(model).__name__} has not"
+                f"method='depthfl' or 'scalefl' must be used with a model that has `blocks`, "
+                f"`heads` and `exits`, such as model='exits'; {type(model).__name__} has not"
             )
         self.model = model
         self.depth = sizes.pop()
@@ -56,6 +62,41 @@ class DepthSlicer:
         small.heads = small.heads[: len(held.held)]
         attach(small, self.slice(held))
         return small  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The first blocks, and the first units of their axes."""
+
+    blocks: Blocks
+    width: Prefix
+
+
+class ScaleSlicer:
+    """How a model with early exits is cut in both directions; it answers like a `Slicer`."""
+
+    def __init__(self, model: nn.Module, sample: Tree, whole: Sequence[str] = ()) -> None:
+        self._depth, self._sample, self._whole = DepthSlicer(model), sample, whole
+        self._plans: dict[Blocks, Slicer] = {}
+
+    def blocks(self, width: Fraction) -> Scaled:
+        """Return the share w^(2/3) of the blocks, at least one, and of the units of each."""
+        share = Fraction(float(width) ** (2 / 3)).limit_denominator(64)
+        return Scaled(self._depth.blocks(share), Prefix(min(share, Fraction(1))))
+
+    def slice(self, held: Scaled) -> ModelSlice:
+        """Return what a client holds."""
+        return self._plan(held).slice(held.width)
+
+    def build(self, held: Scaled, *, scaled: bool = False) -> nn.Module:
+        """Return the narrow model that ends after the last held block."""
+        return self._plan(held).build(held.width, scaled=scaled)
+
+    def _plan(self, held: Scaled) -> Slicer:
+        if held.blocks not in self._plans:
+            model = self._depth.build(held.blocks)
+            self._plans[held.blocks] = Slicer(model, self._sample, self._whole)
+        return self._plans[held.blocks]
 
 
 def ramp(round_index: int, rampup: int) -> float:

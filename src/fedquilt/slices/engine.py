@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -25,6 +25,7 @@ from fedquilt.slices.slicer import Slicer
 from fedquilt.slices.slicing import Cut, Slicing
 from fedquilt.training import (
     ClassMask,
+    ClientIds,
     ClientUpdate,
     Engine,
     LocalSettings,
@@ -70,6 +71,8 @@ def loss_of_slice(slicing: Slicing, model: nn.Module) -> LossOf | None:
         return lambda client, round_index: StepLoss(
             exits_loss, partial(ramp, round_index, options.depthfl_rampup)
         )
+    if slicing.method == "scalefl":
+        return lambda client, round_index: scale_loss
     if slicing.method != "fjord":
         return None
     narrow = _NarrowPasses(model, slicing)
@@ -185,11 +188,7 @@ class SlicedEngine(Engine):
         self._engine(slicing.cut(0, 0))  # an engine that cannot train this is an error now
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client, as a vector of its slice."""
         done = 0
@@ -243,3 +242,19 @@ def self_distillation_loss(
         log_target=True,
     )
     return (1 - alpha) * hard + alpha * temperature**2 * soft
+
+
+def scale_loss(module: nn.Module, inputs: Tree, targets: Tensor) -> Tensor:
+    """Return ScaleFL's loss over the exits z_1 .. z_d of a client's model (Ilhan et al. 2023).
+
+        2 / (d (d + 1)) sum_i i l_i,  l_d = CE(z_d, y),  l_i = the last exit's lesson to exit i
+
+    with `self_distillation_loss` as the lesson, at the share 0.05 and the temperature 3.
+    """
+    exits: Any = module.exits
+    outputs: Sequence[Tensor] = trees.call_with(exits, inputs)
+    last, loss = outputs[-1], len(outputs) * functional.cross_entropy(outputs[-1], targets)
+    for number, own in enumerate(outputs[:-1], start=1):
+        lesson = self_distillation_loss(own, last, targets, alpha=0.05, temperature=3.0)
+        loss = loss + number * lesson
+    return loss * 2 / (len(outputs) * (len(outputs) + 1))

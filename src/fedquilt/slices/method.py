@@ -1,10 +1,21 @@
-"""Clients that train slices of the model, as a `Method` of the round."""
+"""Clients that train slices of the model, as a `Method` of the round.
+
+FlexLoRA: clients of unequal ranks whose changes are averaged as products (Bai et al. 2024).
+The mean of A and the mean of B are not the adapters of the mean change; the mean of products is.
+A client of rank k gets the nearest adapters of rank k (`Products.factored_`), trains them, and its
+vector is the change of its products, B' A' - B A, with the change of all else that it trained.
+Whatever its rank, that vector has the same place in the sum.
+
+Under a bound this vector is what is clipped, so one client moves the sum by the clip at most, and
+noise falls on every element of it: on out x in numbers a layer, where methods that send A and B
+have rank (in + out).  Truncation reads the noised sum and public weights alone.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
@@ -13,12 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedquilt.aggregation import Place
+from fedquilt.aggregation import Place, ServerStep
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config.choices import EXIT_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.model_slice import WithoutRows
+from fedquilt.slices.ranks import NOTES, Products, ZeroPadded
 from fedquilt.slices.slicer import keep_scaling
 from fedquilt.slices.slicing import (
     Cut,
@@ -35,7 +48,7 @@ from fedquilt.slices.static_norm import (
     recompute,
     statistics_of,
 )
-from fedquilt.training import ClientUpdate, FlatModel, Task, public_inputs
+from fedquilt.training import ClientIds, ClientUpdate, FlatModel, Task, WrappedEngine, public_inputs
 
 _REMEMBERED = 16
 _LOOKED = 8
@@ -44,7 +57,7 @@ _LOOKED = 8
 _NEED_CLASSES = {
     "heterofl": "hides the classes that a client has no sample of",
     "fjord": "distils class scores from wide to narrow models",
-    "depthfl": "distils class scores between exits",
+    **dict.fromkeys(EXIT_METHODS, "distils class scores between exits"),
 }
 """Methods whose loss is one of classes, and why."""
 
@@ -55,8 +68,8 @@ def refuse_without_classes(what: str, method: str, task: Task) -> None:
     if why is not None and not task.is_classification:
         raise InvalidValueError(
             f"{what} must be used with one class a sample and loss='cross_entropy', not with "
-            f"loss={task.objective.name!r}: it {why}; 'fedrolex', 'dropout', 'mfl', 'smallest' and "
-            "'largest' take any loss"
+            f"loss={task.objective.name!r}: it {why}; 'fedrolex', 'dropout', 'mfl', 'fiarse', "
+            "'smallest' and 'largest' take any loss"
         )
 
 
@@ -79,6 +92,8 @@ class Slices(WholeModel):
             parts, SlicedEngine(self.slicing, parts.task, parts.local_settings, config.engine)
         )
         self.client_widths = self.slicing.widths
+        self._pads = config.method == "hetlora"
+        self.notes = (*self.notes, *filter(None, (NOTES.get(config.method),)))
         engine = cast(SlicedEngine, self.engine)
         leaves_out = config.absent_classes == "leave_out" and not parts.task.is_remote
         self._classes = engine.task.class_mask if leaves_out else None
@@ -93,7 +108,7 @@ class Slices(WholeModel):
         elif self._batches is not None:
             self.notes = (*self.notes, _FROM_SERVER)
 
-    def place(self, client: int, round_index: int) -> Place:
+    def place(self, client: int, round_index: int) -> Place | None:
         """Return where a client's slice lies in the whole vector.
 
         HeteroFL leaves the output rows of classes that a client lacks out of the mean (the
@@ -102,6 +117,8 @@ class Slices(WholeModel):
         """
         place = self.slicing.place(client, round_index)
         mask = self._classes
+        if self._pads:
+            return ZeroPadded(place)
         if mask is None or not bool(mask.hidden[client].any()):
             return place
         rows = self.slicing.output_rows(self.slicing.cut(client, round_index))
@@ -125,17 +142,27 @@ class Slices(WholeModel):
         """Return the size of the client's slice."""
         return self.slicing.place(client, round_index).size
 
-    def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor:
-        """Return the share of clients that hold each coordinate."""
-        return self.slicing.coverage(clients, round_index)
+    def coverage(self, clients: NDArray[np.int64], round_index: int) -> torch.Tensor | None:
+        """Return the share of clients that hold each coordinate, or count on it as zeros."""
+        shares = self.slicing.coverage(clients, round_index)
+        return (shares > 0).to(shares) if self._pads else shares
 
     def report_to(self, progress: Progress) -> None:
         """Report which width trains; under a secret coin that would tell whom it picked."""
         if isinstance(self.engine, SlicedEngine) and not self._secret:
             self.engine.report = progress
 
+    def follow(self, released: Callable[[], torch.Tensor]) -> None:
+        """Let slices follow the released model, where the method cuts by it."""
+        self.slicing.follow(released)
+
     def move_to(self, remote: RemoteEngine) -> None:
         """Let clients elsewhere train; statistics of their inputs cannot be had from there."""
+        if self.slicing.method == "fiarse":
+            raise InvalidValueError(
+                "method='fiarse' must be used where clients are on this machine: which units a "
+                "slice has follows from the whole model, and others are sent their slice alone"
+            )
         if self._batches is not None and _FROM_CLIENTS in self.notes:
             _refuse_clients("engine='flower'", "the clients' inputs are on other machines")
         super().move_to(remote)
@@ -302,3 +329,80 @@ class LargestOnly(Smallest):
         """Tell who may be asked: widths are public and no matter of data."""
         there = super().present()
         return self._wide if there is None else self._wide & there
+
+
+class FlexLoRA(Slices):
+    """Clients of unequal ranks; the server averages products and truncates them."""
+
+    holds_parts = False
+
+    def __init__(self, parts: MethodParts) -> None:
+        if parts.config.average_late:
+            raise InvalidValueError(
+                f"average_late={parts.config.average_late:g} must be 0 with method='flexlora': the "
+                "mean of A and the mean of B are not the adapters of the mean model"
+            )
+        super().__init__(parts)
+        buffers = tuple(parts.flat.buffer_names)
+        whole = Products(parts.flat.module, buffers)
+        assert isinstance(self.engine, SlicedEngine)
+        self.engine = ProductEngine(self.engine, buffers)
+        self.server = ProductStep(self.server, whole)
+        self._size = whole.of(parts.flat.read()).numel()
+
+    def place(self, client: int, round_index: int) -> None:
+        """Return None: everybody's products have their place in the whole sum."""
+
+    def coverage(self, clients: NDArray[np.int64], round_index: int) -> None:
+        """Return None: everybody counts on every element."""
+
+    def update_size(self, client: int, round_index: int) -> int | None:
+        """Return the size of the products."""
+        return self._size
+
+    def move_to(self, remote: RemoteEngine) -> None:
+        """Refuse clients elsewhere: they would send products, which are as long as the model."""
+        raise InvalidValueError(
+            "method='flexlora' must be 'hetlora' or 'fedsb' with engine='flower': its clients "
+            "would send products, as long as the frozen weights"
+        )
+
+
+class ProductEngine(WrappedEngine):
+    """Trains slices and yields the change of their products."""
+
+    is_small = False
+    _engine: SlicedEngine
+
+    def __init__(self, engine: SlicedEngine, buffers: tuple[str, ...]) -> None:
+        self._engine, self._buffers = engine, buffers
+        self._products: dict[Cut, Products] = {}
+
+    def train(
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
+    ) -> Iterator[ClientUpdate]:
+        """Yield each client's change of its products, in the type of the weights."""
+        slicing = self._engine.slicing
+        for update in self._engine.train(start, cohort, round_index, learning_rate):
+            cut = slicing.cut(update.client, round_index)
+            if cut not in self._products:
+                self._products[cut] = Products(slicing.sub_model(cut), self._buffers)
+            products, before = self._products[cut], slicing.place_of(cut).gather(start)
+            delta = products.of(before + update.delta) - products.of(before)
+            yield ClientUpdate(
+                update.client, delta.to(start.dtype), update.num_examples, update.loss
+            )
+
+
+class ProductStep:
+    """The server's step on products, which are then truncated to the adapters' rank."""
+
+    def __init__(self, server: ServerStep, products: Products) -> None:
+        self._server, self._products = server, products
+        self.report, self.state = server.report, server.state
+        self.load_state = server.load_state
+
+    def step(self, weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Move the products by the release and return the nearest adapters."""
+        moved: Any = self._server.step(self._products.of(weights), update)
+        return self._products.factored_(weights, moved)

@@ -8,6 +8,7 @@ hashable record; every selection of width w keeps floor(w n) of them, and none i
 | `Prefix(w)` | the first ones |
 | `Window(w, t)` | those from t mod n on, wrapping around |
 | `RandomUnits(w, seed)` | a uniform choice, drawn anew for each axis |
+| `Listed(kept)` | those that are listed for the axis |
 | `FixedStructure(s, k, p)` | on axis a, piece number (digit a mod k of s in base p) of p pieces |
 
 A schedule is a function that returns the selection of a client in a round:
@@ -17,6 +18,7 @@ A schedule is a function that returns the selection of a client in a round:
 | `fedrolex` | a window of w that starts at unit t step mod n | Alam et al. 2022 |
 | `federated_dropout` | a random w of every axis | Caldas et al. 2018 |
 | `fjord` | the first p, p drawn from the widths up to w | Horvath et al. 2021 |
+| `important` | the w of every axis whose units have the largest scores | Wu et al. 2024 |
 | `mfl` | structure (client + t) mod p^k of fixed ones | |
 
 Rounds count from 0.
@@ -30,13 +32,14 @@ from __future__ import annotations
 import csv
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedquilt.common import checks, untrusted
 from fedquilt.common.errors import InvalidValueError
@@ -103,6 +106,17 @@ class RandomUnits:
         generator = np.random.default_rng([self.seed, axis])
         kept = kept_units(units, self.width)
         return Axis.from_index(units, np.sort(generator.permutation(units)[:kept]))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The units that are listed for each axis, in order: FIARSE."""
+
+    kept: tuple[tuple[int, ...], ...]
+
+    def choose(self, units: int, axis: int) -> Axis:
+        """Return the units of this axis."""
+        return Axis.from_index(units, self.kept[axis])
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,13 @@ def mfl(client: int, round_number: int, axes: int, pieces: int = 2) -> FixedStru
     checks.integer("round_number", round_number, at_least=0)
     number = pieces ** checks.integer("axes", axes, at_least=1)
     return FixedStructure((client + round_number) % number, axes, pieces)
+
+
+def important(width: Bound, scores: Sequence[NDArray[np.float64]]) -> Listed:
+    """Return the units of the largest scores of each axis; of equal ones the first."""
+    share = parse_width(width)
+    best = [np.argsort(-own, kind="stable")[: kept_units(len(own), share)] for own in scores]
+    return Listed(tuple(tuple(np.sort(units).tolist()) for units in best))
 
 
 def _sorted_widths(widths: Iterable[Bound]) -> list[Fraction]:

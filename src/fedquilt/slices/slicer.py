@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedquilt.common import checks
@@ -78,6 +80,7 @@ def scale_outputs(layer: nn.Module, keep_rate: float) -> None:
 
 
 REMEMBERED = 256
+_MAKERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def keep_scaling(model: nn.Module) -> None:
@@ -164,6 +167,27 @@ class Slicer:
                 self._slices.popitem(last=False)
         self._slices.move_to_end(selection)
         return self._slices[selection]
+
+    def importance(self, values: Mapping[str, Tensor]) -> list[NDArray[np.float64]]:
+        """Return of each free axis how large the weights are that make its units, |w| summed.
+
+        Of linear layers and convolutions; an axis that other layers make has zeros.
+        """
+        free = {number: axis for axis, number in self._number.items()}
+        scores = [np.zeros(self._table.units(free[number])) for number in range(len(free))]
+        for name, cut in self._layers.items():
+            layer, parts = self.model.get_submodule(name), cut.outputs or ()
+            if not isinstance(layer, _MAKERS) or f"{name}.weight" not in values:
+                continue
+            rows = values[f"{name}.weight"].detach().double().abs().flatten(1).sum(dim=1).cpu()
+            start = 0
+            for part in parts:
+                units = self._table.units(part.axis)
+                own = rows[start : start + units * part.factor].view(units, part.factor).sum(dim=1)
+                start += units * part.factor
+                if part.axis in self._number:
+                    scores[self._number[part.axis]] += own.numpy()
+        return scores
 
     def build(self, width: Bound | Selection, *, scaled: bool = False) -> nn.Module:
         """Return the sub-network, with its part of the model's current values.

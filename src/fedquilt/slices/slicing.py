@@ -1,7 +1,7 @@
 """The slice of every client in every round, and what it costs.
 
-Who holds what is a function of the configuration, the round and the client alone:
-never of data, so it is public, and a resumed run cuts as the uninterrupted one did.
+Who holds what is a function of the configuration, the round, the client and, for `fiarse`, the
+released model: never of data, so it is public, and a resumed run cuts as an uninterrupted one.
 
 | method | slice of a client of width w in round t |
 |---|---|
@@ -10,17 +10,20 @@ never of data, so it is public, and a resumed run cuts as the uninterrupted one 
 | dropout | a random w of every axis, drawn for each client and round |
 | fjord | the first w; narrower widths are trained inside it by ordered dropout |
 | mfl | one of the fixed structures that keep one of p = ceil(1/w) pieces of every axis |
+| fiarse | the w of every axis that the largest weights of the released model make |
 | depthfl | the first w of the blocks, at full width |
+| scalefl | the first w^(2/3) of the blocks, and of every axis in them |
 | smallest | everybody trains, and the run is about, the model of the smallest width |
 | largest | everybody holds the whole model |
 | largest_only | whoever holds the whole model trains, the others sit out |
+| hetlora, flexlora, fedsb | the first w of the ranks of adapters (`ranks.py`) |
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, cast
@@ -32,24 +35,26 @@ from torch import Tensor, nn
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.operations import OperationCount
 from fedquilt.common.randomness import generator
 from fedquilt.common.trees import Tree
 from fedquilt.config import RunConfig
-from fedquilt.config.choices import OWN_LOSS_METHODS
-from fedquilt.slices.depth import Blocks, DepthSlicer
+from fedquilt.config.choices import OWN_LOSS_METHODS, RANK_METHODS
+from fedquilt.slices.depth import Blocks, DepthSlicer, Scaled, ScaleSlicer
 from fedquilt.slices.model_slice import ModelSlice, Rows, SliceMap
+from fedquilt.slices.ranks import RankSlicer
 from fedquilt.slices.selection import (
     Prefix,
     Selection,
     client_widths,
     federated_dropout,
     fedrolex,
+    important,
     mfl,
 )
 from fedquilt.slices.slicer import Slicer
 from fedquilt.slices.static_norm import statistics_of
 from fedquilt.training import FlatModel
+from fedquilt.training.hardware import OperationCount
 
 COSTS = ("parameters", "bytes_up", "bytes_down", "multiply_adds")
 """What is counted for a client."""
@@ -133,8 +138,8 @@ class SliceOptions:
         )
 
 
-Cut = Selection | Blocks
-"""What a client holds: a rule for every axis, or blocks."""
+Cut = Selection | Blocks | Scaled
+"""What a client holds: a rule for every axis, or blocks, or both."""
 
 
 class SlicerLike(Protocol):
@@ -184,11 +189,19 @@ class Slicing:
         self.seed = seed
         self.model = model
         self.sample = sample
-        self._by_depth = DepthSlicer(model) if method == "depthfl" else None
+        self._by_depth: DepthSlicer | ScaleSlicer | None = None
+        if method == "depthfl":
+            self._by_depth = DepthSlicer(model)
+        elif method == "scalefl":
+            self._by_depth = ScaleSlicer(model, sample, self.options.whole)
+        self.released: Callable[[], Tensor] | None = None
+        self._ranked: tuple[int, list[NDArray[np.float64]]] | None = None
         self.free_units: tuple[int, ...] = ()
         self._plan: SlicerLike
         if self._by_depth is not None:
             self._plan = self._by_depth
+        elif method in RANK_METHODS:
+            self._plan = RankSlicer(method, model)
         else:
             plan = Slicer(model, sample, self.options.whole)
             self.free_units = tuple(axis.units for axis in plan.axes if not axis.pinned)
@@ -213,11 +226,30 @@ class Slicing:
             return fedrolex(width, round_index)
         if self.method == "dropout":
             return federated_dropout(width, generator(self.seed, "slice", round_index, client))
+        if self.method == "fiarse":
+            return important(width, self._importance(round_index))
         if self.method == "mfl":
             return self._structure(client, round_index, width)
-        if self.method not in ("heterofl", "fjord"):
+        if self.method not in ("heterofl", "fjord", *RANK_METHODS):
             raise InvalidValueError(f"method={self.method!r} has no rule for what a client holds")
         return Prefix(width)
+
+    def follow(self, released: Callable[[], Tensor]) -> None:
+        """Read the released model there; before, it is the one that the run begins with."""
+        self.released, self._ranked = released, None
+
+    def _importance(self, round_index: int) -> list[NDArray[np.float64]]:
+        """Return the scores of the units of the model with which a round began."""
+        if self._ranked is None or self._ranked[0] != round_index:
+            values: dict[str, Tensor] = dict(self.model.named_parameters())
+            start = 0
+            if self.released is not None:
+                weights = self.released()
+                for name in [name for name, value in values.items() if value.requires_grad]:
+                    stop = start + values[name].numel()
+                    values[name], start = weights[start:stop].view(values[name].shape), stop
+            self._ranked = round_index, cast(Slicer, self._plan).importance(values)
+        return self._ranked[1]
 
     def _structure(self, client: int, round_index: int, width: Fraction) -> Selection:
         pieces = math.ceil(1 / width)
@@ -339,14 +371,17 @@ def tier_widths(
     config: RunConfig, model: nn.Module, sample: Tree, num_clients: int
 ) -> tuple[Fraction, ...]:
     """Return the width of every client."""
-    plan: list[Slicer] = []
+    plan: list[SlicerLike] = []
 
     def needs(width: Fraction) -> tuple[float, float]:
         """Count weights, gradient and update, and one forward pass; no activations."""
-        if not plan:
+        if not plan and config.method in RANK_METHODS:
+            plan.append(RankSlicer(config.method, model))
+        elif not plan:
             plan.append(Slicer(model, sample, config.patterns("whole")))
         small = plan[0].build(width)
-        megabytes = sum(3 * p.numel() * p.element_size() for p in small.parameters()) / 2**20
+        held = [(3 if p.requires_grad else 1, p) for p in small.parameters()]
+        megabytes = sum(times * p.numel() * p.element_size() for times, p in held) / 2**20
         device = next(small.parameters()).device
         one = trees.mapped(sample, lambda tensor: tensor[:1].to(device))
         return megabytes, 2.0 * multiply_adds(small, one)

@@ -7,8 +7,7 @@ where it was, and ends with the table it would have had.
 
 from fedquilt.sweep.plan import Plan, Point, SweepAxis, choose, make_plan, parse_axis
 from fedquilt.sweep.run import finished_run, run_sweep
-from fedquilt.sweep.summary import SweepSummary, summarise
-from fedquilt.sweep.table import Table
+from fedquilt.sweep.table import SweepSummary, Table, summarise
 
 __all__ = [
     "Plan",

@@ -20,6 +20,7 @@ from fedquilt.report.style import (
     panel_title,
     save_figure,
 )
+from fedquilt.sweep.table import shown_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,17 +61,17 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: st
     first = keys[0]
     families = _values(rows, keys[1]) if len(keys) > 1 else [None]
     numeric = all(_is_number(value) for value in _values(rows, first))
-    places = {_name(value): i for i, value in enumerate(_values(rows, first))}
+    places = {shown_value(value): i for i, value in enumerate(_values(rows, first))}
     looks = [as_look(one) for one in identities([""] * len(families), {})]
     for index, family in enumerate(families):
         own = [r for r in rows if family is None or r["values"][keys[1]] == family]
         table = _averaged(own, first)
         if not table:
             continue
-        xs = [value if numeric else places[_name(value)] for value, *_ in table]
+        xs = [value if numeric else places[shown_value(value)] for value, *_ in table]
         means, lows, highs = (np.asarray([entry[k] for entry in table]) for k in (1, 2, 3))
         look = looks[index]
-        label = None if family is None else f"{keys[1]} = {_name(family)}"
+        label = None if family is None else f"{keys[1]} = {shown_value(family)}"
         errors = np.abs(np.vstack([means - lows, highs - means]))
         axes.errorbar(
             xs,
@@ -120,8 +121,8 @@ def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str, metric: s
     for i, j in zip(*np.nonzero(np.isfinite(cells)), strict=True):
         color = "white" if cells[i, j] < middle else "black"
         axes.text(j, i, f"{cells[i, j]:.3f}", ha="center", va="center", color=color, fontsize=9)
-    axes.set_xticks(range(len(columns)), [_name(value) for value in columns])
-    axes.set_yticks(range(len(lines)), [_name(value) for value in lines])
+    axes.set_xticks(range(len(columns)), [shown_value(value) for value in columns])
+    axes.set_yticks(range(len(lines)), [shown_value(value) for value in lines])
     axes.set_xlabel(across)
     axes.set_ylabel(down)
     axes.figure.colorbar(picture, ax=axes, label=f"test {metric}")
@@ -148,7 +149,3 @@ def _averaged(rows: Sequence[Row], key: str) -> list[tuple[Any, float, float, fl
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _name(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

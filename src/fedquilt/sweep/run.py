@@ -121,11 +121,7 @@ def _left(table: Table, folder: Path) -> list[Point]:
 
 
 def _run_all(
-    folder: Path,
-    table: Table,
-    left: list[Point],
-    workers: list[_Worker],
-    progress: Progress | None,
+    folder: Path, table: Table, left: list[Point], workers: list[_Worker], progress: Progress | None
 ) -> None:
     plan = table.plan
     waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
@@ -248,11 +244,12 @@ class _Worker:
 
     def close(self) -> None:
         """End the process, also in the middle of a point."""
-        if self._child is not None:
+        child = self._child  # whose thread lets go of it as soon as it has ended
+        if child is not None:
             with contextlib.suppress(OSError):
-                self._child.pipe.send(None)
-            self._child.process.wait(timeout=30)
-            self._child.close()
+                child.pipe.send(None)
+            child.process.wait(timeout=30)
+            child.close()
 
     def run(self, plan: Plan, point: Point, folder: Path) -> _Answer:
         """Run a point and return what became of it."""

@@ -6,10 +6,11 @@ from fedquilt.training import fit
 from fedquilt.training.engines import Choice, choose_engine, make_engine
 from fedquilt.training.flat import FlatModel, freeze_others
 from fedquilt.training.metrics import MakeMetric, evaluate, make_metrics, measure
-from fedquilt.training.objective import Objective, auto_loss, outputs_of
+from fedquilt.training.objective import Objective, auto_loss, outputs_of, shifts_labels
 from fedquilt.training.optimizers import ClientOptimizer, make_client_optimizer
 from fedquilt.training.task import (
     ClassMask,
+    ClientIds,
     ClientUpdate,
     Engine,
     LocalSettings,
@@ -17,6 +18,7 @@ from fedquilt.training.task import (
     LossOf,
     StepLoss,
     Task,
+    WrappedEngine,
     as_engine,
     public_inputs,
 )
@@ -24,6 +26,7 @@ from fedquilt.training.task import (
 __all__ = [
     "Choice",
     "ClassMask",
+    "ClientIds",
     "ClientOptimizer",
     "ClientUpdate",
     "Engine",
@@ -35,6 +38,7 @@ __all__ = [
     "Objective",
     "StepLoss",
     "Task",
+    "WrappedEngine",
     "as_engine",
     "auto_loss",
     "choose_engine",
@@ -47,4 +51,5 @@ __all__ = [
     "measure",
     "outputs_of",
     "public_inputs",
+    "shifts_labels",
 ]

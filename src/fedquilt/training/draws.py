@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fedquilt.common.operations import NoCompilerMode
+from fedquilt.training.hardware import NoCompilerMode
 
 Bits = Callable[[int, torch.Size, torch.device], torch.Tensor]
 """Returns the int32 bits of a draw of the running step: (number of the draw, shape, device)."""

@@ -22,8 +22,8 @@ from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.operations import NoCompilerMode
 from fedquilt.common.trees import Tree
+from fedquilt.training.hardware import NoCompilerMode
 from fedquilt.training.objective import Objective, outputs_of
 from fedquilt.training.task import Task, public_inputs
 

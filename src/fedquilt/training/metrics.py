@@ -343,11 +343,15 @@ def make_metrics(
     return made
 
 
-def check_metric_names(wanted: str) -> None:
-    """Raise for a name that no metric has."""
-    for name in (part.strip() for part in wanted.split(",")):
-        if name not in ("auto", "custom"):
-            _named(name)
+def refuse_metrics_of_classes(metrics: Mapping[str, MakeMetric], targets: Tree) -> None:
+    """Refuse accuracy, AUROC and F1 where a target is one number between two whole ones."""
+    single = isinstance(targets, torch.Tensor) and targets.numel() == len(targets)
+    wrong = [name for name, make in metrics.items() if make in (Accuracy, Auroc, F1)]
+    if single and wrong and bool((targets != targets.round()).any()):  # type: ignore[union-attr]
+        raise InvalidValueError(
+            f"metrics: {wrong[0]!r} is of classes, and the test targets are real numbers: take "
+            "'mse', 'mae' or a callable"
+        )
 
 
 def _automatic(
@@ -366,9 +370,9 @@ def _automatic(
 def _make(one: str | OwnMetric, objective: Objective) -> MakeMetric:
     if isinstance(one, str):
         kind = _named(one)
-        if one == "perplexity" and objective.name == "next_token":
+        if one == "perplexity" and objective.shifts:
             return lambda ignored: Perplexity(ignored, shifted=True)
-        if objective.name == "next_token":
+        if objective.shifts:
             return lambda ignored: _Shifted(kind(ignored))
         return kind
     if not callable(one):

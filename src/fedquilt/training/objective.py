@@ -161,10 +161,19 @@ class Objective:
         A name of `LOSSES` (but `auto`), or a callable: see the table above.
     ignore_index : int
         The target that named losses of classes leave out, such as padding.
+    shifts : bool
+        With `model`: the model asks each place for the next token (`shifts_labels`).
     """
 
-    def __init__(self, loss: str | OwnLoss = "cross_entropy", ignore_index: int = IGNORED) -> None:
+    def __init__(
+        self,
+        loss: str | OwnLoss = "cross_entropy",
+        ignore_index: int = IGNORED,
+        shifts: bool = False,
+    ) -> None:
         self.loss = loss
+        self.shifts = shifts or loss == "next_token"
+        """Whether the outputs of a place are for the target of the next one."""
         self.ignore_index = ignore_index
         self.name: str = loss if isinstance(loss, str) else _OWN
         known = [name for name in LOSSES if name != "auto"]
@@ -173,7 +182,7 @@ class Objective:
         self._state = ModuleState(loss) if callable(loss) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"loss": self.loss, "ignore_index": self.ignore_index}
+        return {"loss": self.loss, "ignore_index": self.ignore_index, "shifts": self.shifts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -255,6 +264,9 @@ class Objective:
         size = trees.length(targets)
         if self.on_batches or self.loss == "model":
             value = self(module, inputs, targets)
+            if self.shifts and isinstance(targets, torch.Tensor):  # a mean over tokens
+                size = int((targets[:, 1:] != IGNORED).sum())
+                value = value if size else torch.zeros_like(value)
             try:
                 return value * size, size, outputs_of(trees.call_with(module, inputs))
             except InvalidValueError:  # a model without scores has none to be measured
@@ -348,6 +360,34 @@ def own_loss(answer: Any) -> torch.Tensor:
         "loss='model' needs a model that takes `labels` and returns an object with `loss`; it "
         f"returns {type(answer).__name__}"
     )
+
+
+@torch.no_grad()
+def shifts_labels(module: nn.Module, inputs: Tree, targets: Tree) -> bool:
+    """Tell whether a model's own loss asks each place for the next token, as causal ones do.
+
+    Tried in one pass on public inputs and made-up labels: the loss is then the mean
+    cross-entropy of the scores before the last place and the labels after the first, and not
+    that of scores and labels of the same place.
+    """
+    if not isinstance(targets, torch.Tensor) or targets.dim() != 2 or targets.shape[1] < 2:
+        return False
+    try:
+        scores = outputs_of(trees.call_with(module, inputs))
+        if scores.dim() != 3 or scores.shape[:2] != targets.shape or scores.shape[2] < 2:
+            return False
+        # The next place's best and the first place's worst: the two means lie apart.
+        labels = scores.argmax(2).roll(1, 1)
+        labels[:, 0] = scores[:, 0].argmin(1)
+        answer = trees.call_with(module, inputs, labels=labels)
+        scores, loss = outputs_of(answer), own_loss(answer)
+    except (IndexError, RuntimeError, TypeError, ValueError):  # then it has no such scores
+        return False
+    if not isinstance(answer, Mapping) and not hasattr(answer, "logits"):
+        return False  # of a tuple the first part is the loss itself
+    shifted = _next_token(scores, labels, IGNORED, "mean")
+    in_place = _token_cross_entropy(scores, labels, IGNORED, "mean")
+    return bool((loss - shifted).abs() < 0.1 * (shifted - in_place).abs())
 
 
 def auto_loss(outputs: torch.Tensor | None, targets: Tree) -> str:

@@ -34,7 +34,7 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import CLIENT_OPTIMIZERS
 from fedquilt.training.state import ModuleState
 
-_ADAMS = ("adam", "adamw")
+_SGDS, _ADAMS = ("sgd", "nesterov"), ("adam", "adamw")
 _FIRST, _SECOND = 0.9, 0.999
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -134,16 +134,15 @@ class ClientOptimizer:
             return _OwnSteps(self, parameters, anchors, learning_rate, mu)
         if self.is_plain:
             return _PlainSteps(parameters, anchors, learning_rate, mu)
-        state = RuleState(self, parameters)
-        return _RuleSteps(state, parameters, anchors, learning_rate, mu)
+        return _RuleSteps(self, parameters, anchors, learning_rate, mu)
 
 
 PLAIN = ClientOptimizer()
 """w <- w - r g, and nothing else."""
 
 
-class _PlainSteps:
-    """w <- w + r mu (w_0 - w) - r g, in one pass."""
+class _Steps:
+    """The steps of one client: from its parameters, towards anchors where there is a pull `mu`."""
 
     def __init__(
         self,
@@ -155,6 +154,10 @@ class _PlainSteps:
         self._parameters, self._anchors = parameters, anchors
         self._rate, self._mu = learning_rate, mu
 
+
+class _PlainSteps(_Steps):
+    """w <- w + r mu (w_0 - w) - r g, in one pass."""
+
     @torch.no_grad()
     def step(self, gradients: Gradients) -> None:
         if self._anchors is not None:
@@ -165,38 +168,24 @@ class _PlainSteps:
             torch._foreach_add_([p for p, _ in used], [g for _, g in used], alpha=-self._rate)
 
 
-class _RuleSteps:
+class _RuleSteps(_Steps):
     """The steps of one client under a named rule."""
 
-    def __init__(
-        self,
-        state: RuleState,
-        parameters: list[torch.Tensor],
-        anchors: list[torch.Tensor] | None,
-        learning_rate: float,
-        mu: float,
-    ) -> None:
-        self._state, self._parameters, self._anchors = state, parameters, anchors
-        self._rate, self._mu = learning_rate, mu
+    def __init__(self, rule: ClientOptimizer, *given: Any) -> None:
+        super().__init__(*given)
+        self._state = RuleState(rule, self._parameters)
 
     def step(self, gradients: Gradients) -> None:
         self._state.step(self._parameters, gradients, self._anchors, self._rate, self._mu)
 
 
-class _OwnSteps:
+class _OwnSteps(_Steps):
     """The steps of an optimiser of torch's kind, made for one client."""
 
-    def __init__(
-        self,
-        rule: ClientOptimizer,
-        parameters: list[torch.Tensor],
-        anchors: list[torch.Tensor] | None,
-        learning_rate: float,
-        mu: float,
-    ) -> None:
-        self._parameters, self._anchors, self._mu = parameters, anchors, mu
+    def __init__(self, rule: ClientOptimizer, *given: Any) -> None:
+        super().__init__(*given)
         self._clip = rule.gradient_clip
-        self._optimizer = rule.make(parameters, learning_rate)
+        self._optimizer = rule.make(self._parameters, self._rate)
 
     def step(self, gradients: Gradients) -> None:
         moves = gradients
@@ -217,7 +206,7 @@ class _OwnSteps:
 
     @torch.no_grad()
     def _changed(self, gradients: Gradients) -> Gradients:
-        moves = clipped(gradients, self._clip, stacked=False)
+        moves = clip_gradients(gradients, self._clip, stacked=False)
         if self._anchors is None:
             return moves
         return pulled(self._parameters, moves, self._anchors, self._mu)
@@ -241,6 +230,7 @@ class RuleState:
     def __init__(
         self, rule: ClientOptimizer, parameters: Iterable[torch.Tensor], *, stacked: bool = False
     ) -> None:
+        checks.choice("optimizer", rule.name, (*_SGDS, *_ADAMS))  # another has no rule here
         self._rule, self._stacked = rule, stacked
         self._steps = 0
         count = 2 if rule.name in _ADAMS else int(rule.momentum > 0)
@@ -269,7 +259,9 @@ class RuleState:
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         weights = [parameters[i] for i in used]
         moments = [[kind[i][:rows] if rows else kind[i] for i in used] for kind in self._moments]
-        moves = clipped([gradients[i] for i in used], self._rule.gradient_clip, self._stacked)
+        moves = clip_gradients(
+            [gradients[i] for i in used], self._rule.gradient_clip, self._stacked
+        )
         if anchors is not None:
             moves = pulled(weights, moves, [anchors[i] for i in used], mu)
         changed = [*weights, *(tensor for kind in moments for tensor in kind)]
@@ -353,7 +345,9 @@ def by_row(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rows.view(-1, *(1,) * (like.dim() - 1))
 
 
-def clipped(gradients: Gradients, bound: float | None, stacked: bool) -> list[torch.Tensor | None]:
+def clip_gradients(
+    gradients: Gradients, bound: float | None, stacked: bool
+) -> list[torch.Tensor | None]:
     """Return gradients scaled to a norm of at most `bound`; in a stack each row by its own."""
     used = [gradient for gradient in gradients if gradient is not None]
     if bound is None or not used:

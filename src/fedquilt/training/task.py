@@ -6,6 +6,7 @@ per-client seeds, so engines differ in speed and floating-point rounding only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
+from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
 from fedquilt.training.objective import CROSS_ENTROPY, Objective
@@ -184,6 +186,9 @@ def _public_leaf(name: str, like: torch.Tensor, count: int, seed: int) -> torch.
     return turns.to(like.dtype).view(count, *(1,) * (len(shape) - 1)).expand(shape).clone()
 
 
+ClientIds = Sequence[int] | NDArray[np.int64]
+
+
 @dataclass(frozen=True, eq=False)
 class ClientUpdate:
     """What a client sends: local minus global weights, and how it got there."""
@@ -219,14 +224,11 @@ class Engine(Protocol):
         return
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
-        """Yield the update of each client of the cohort, in its order.
+        """Yield the update of each client of the cohort, in any order.
 
+        The package's own follow the cohort, or public numbers: a sum rounds as it is ordered.
         A client of whom nothing arrived may be left out: it is not in the sum, and it is not
         charged.  Whatever arrived is yielded, unusable or not (then as NaN): who is charged
         must not depend on what is in it.
@@ -236,6 +238,40 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the resources of the engine: processes, memory."""
         return
+
+
+@contextlib.contextmanager
+def one_thread(wanted: bool = True) -> Iterator[None]:
+    """Limit torch to one thread within, where that is wanted.
+
+    A thread that has helped with one operation spins for milliseconds while it waits for the
+    next, on a core that others could use: workers, or whatever else runs on the machine.  With a
+    small network that costs more than a second thread ever saves.
+    """
+    threads = torch.get_num_threads()
+    if not wanted or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class WrappedEngine(Engine):
+    """An engine that changes what another one is told, or what it yields."""
+
+    _engine: Engine
+
+    @property
+    def is_small(self) -> bool:
+        """As the engine says."""
+        return self._engine.is_small
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
 
 
 class _Adapted(Engine):
@@ -264,3 +300,58 @@ def as_engine(engine: Any) -> Engine:
         given: Engine = engine
         return given
     return _Adapted(engine)
+
+
+MOST_BYTES = 4 << 30
+"""What the vectors of all clients may take together."""
+
+
+class ClientVectors:
+    """One vector a client, from the first round that it has joined: control variates, residuals.
+
+    They are raw: a client's vector follows from its own data.  Nothing of them is published; a
+    run's folder has them in a file for the owner alone, beside the checkpoint.
+
+    Parameters
+    ----------
+    what : str
+        What they are, for messages.
+    num_clients, size : int
+        How many clients there are, and how long a vector is.
+    """
+
+    def __init__(self, what: str, num_clients: int, size: int) -> None:
+        needed = 4 * num_clients * size
+        if needed > MOST_BYTES:
+            raise InvalidValueError(
+                f"{what} must take at most {MOST_BYTES / 2**30:g} GiB, and would take "
+                f"{needed / 2**30:.1f}: one vector of {size} numbers for each of {num_clients} "
+                "clients"
+            )
+        self._num_clients, self._size = num_clients, size
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def get(self, client: int) -> torch.Tensor | None:
+        """Return a client's vector; None: it has none yet."""
+        return self._kept.get(client)
+
+    def put(self, client: int, vector: torch.Tensor) -> None:
+        """Keep a copy of a client's vector, unless it is not finite: then the last one stays."""
+        if bool(vector.isfinite().all()):
+            self._kept[client] = vector.detach().to(torch.float32, copy=True)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return all of them as arrays."""
+        who = sorted(self._kept)
+        rows = [self._kept[client].cpu().numpy() for client in who]
+        values = np.stack(rows) if rows else np.zeros((0, self._size), np.float32)
+        return {"clients": np.asarray(who, dtype=np.int64), "values": values}
+
+    def load_state(self, state: dict[str, NDArray[Any]], device: torch.device) -> None:
+        """Restore what `state` returned; raise ValueError for what cannot be it."""
+        who, values = state["clients"], state["values"]
+        inside = who.ndim == 1 and all(0 <= client < self._num_clients for client in who.tolist())
+        if not inside or values.shape != (len(who), self._size) or values.dtype != np.float32:
+            raise ValueError(f"vectors of clients of shape {values.shape} are of another run")
+        rows = torch.from_numpy(values.copy()).to(device)
+        self._kept = dict(zip(who.tolist(), rows, strict=True))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from faults_at_calls import denying, needs_shim
-from fedquilt.privacy.ledger import Ledger, LedgerError, beside, files
+from fedquilt.privacy.ledger import Ledger, LedgerError, files
 
 fork = multiprocessing.get_context("fork")
 
@@ -99,7 +99,7 @@ def test_a_draft_beside_a_finished_ledger_is_removed_by_who_opens_it(path: Path)
 
 def test_a_draft_that_somebody_works_on_is_left(path: Path) -> None:
     Ledger.open(path, create=True).close()
-    with beside.drafting(path) as draft:
+    with files.drafting(path) as draft:
         pid = os.fork()
         if pid == 0:
             Ledger.open(path).close()

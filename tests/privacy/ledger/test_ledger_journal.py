@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sqlite3
@@ -128,23 +129,27 @@ def test_a_journal_that_names_another_file_deletes_nothing(path: Path, first: by
 
 def test_a_journal_in_use_is_no_reason_to_refuse(path: Path) -> None:
     make(path, 2)
-    done = threading.Event()
+    enough = threading.Event()
+    written: list[int] = []
 
     def write() -> None:
         with Ledger.open(path) as ledger:
             run = ledger.population("p").start_run("busy", epsilon=1.0)
-            for number in range(150):
-                run.settle(run.reserve(number, [3], 1e-6), f"{number}")
-        done.set()
+            for number in itertools.takewhile(lambda _: not enough.is_set(), itertools.count()):
+                run.settle(run.reserve(number, [3], 1e-9), f"{number}")
+                written.append(number)
 
     thread = threading.Thread(target=write)
     thread.start()
-    opened = 0
-    while not done.is_set():
-        with Ledger.open(path) as ledger:
-            opened += ledger.populations()[0].info.num_clients == 10
-    thread.join()
-    assert opened > 2
+    try:
+        opened = 0
+        while opened < 8 or len(written) < 8:
+            with Ledger.open(path) as ledger:
+                assert ledger.populations()[0].info.num_clients == 10
+            opened += 1
+    finally:
+        enough.set()
+        thread.join()
 
 
 HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size

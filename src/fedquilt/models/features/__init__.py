@@ -30,7 +30,8 @@ from torch import nn
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import FEATURE_EXTRACTORS
+from fedquilt.config.choices import BESIDE_MODEL, FEATURE_EXTRACTORS
+from fedquilt.models.features.drawn import DrawnFeatures, GradientsAndDrawn
 from fedquilt.models.features.frozen import (
     FrozenExtractor,
     SampleStandard,
@@ -44,9 +45,11 @@ from fedquilt.models.features.scattering import Scattering
 __all__ = [
     "CHOSEN_ON",
     "FEATURE_MODELS",
+    "DrawnFeatures",
     "FeatureModel",
     "FrozenExtractor",
     "GivenFeatures",
+    "GradientsAndDrawn",
     "OrientedGradients",
     "OwnFront",
     "SampleStandard",
@@ -63,13 +66,17 @@ CHOSEN_ON: dict[str, tuple[str, ...]] = {
     "hog-linear": ("mnist",),
     # scale, projection to 256, and the same power and shrink
     "scatter-linear": ("mnist",),
+    # the width for a number of clients and an epsilon (held-out training images)
+    "drawn-linear": ("cifar10",),
+    # which drawn pictures whiten the learned half, how far; its share (held-out training images)
+    "hog-drawn-linear": ("mnist", "fashion-mnist"),
     # steps, penalties and schedule of a certified condensation (held-out training images)
     "condensation": ("mnist", "cifar10"),
 }
 """The data sets whose labels decided on defaults, by what they are defaults of."""
 
-_SAME_IMAGES = {"mnist": ("mnist", "mnist-writers"), "cifar10": ("cifar10",)}
-_TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+_SAME_IMAGES = {"mnist": ("mnist", "mnist-writers")}
+_TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 # Whoever passes data instead of a name may hold anything.
 _UNKNOWN = "custom"
 
@@ -98,6 +105,7 @@ def choice_note(what: str, chosen_on: tuple[str, ...], dataset: str) -> str | No
     return f"{what} were chosen on {titles}; none of it is data of a client here"
 
 
+_STEPS = 20  # in which progress is told
 _PUBLIC_IMAGES = {"hog-linear": 2000, "scatter-linear": 1000}  # scattering takes long
 FEATURE_MODELS = FEATURE_EXTRACTORS
 
@@ -134,6 +142,8 @@ class FeatureModel(nn.Module):
     chosen_on
         The data sets on which the feature extractor's settings were chosen (`CHOSEN_ON`), or it was
         trained; the statement of a run says so.
+
+    `made_as` is the name that `make_feature_model` made it by, None for another one.
     """
 
     def __init__(
@@ -145,6 +155,7 @@ class FeatureModel(nn.Module):
     ) -> None:
         super().__init__()
         self.chosen_on = chosen_on
+        self.made_as: str | None = None
         self.front = front.requires_grad_(False)
         self.head = _zero_head(count_features(front), num_classes, bias)
 
@@ -163,7 +174,7 @@ class FeatureModel(nn.Module):
         """
         given = GivenFeatures(self.head.in_features)
         other = FeatureModel(given, self.head.out_features, chosen_on=self.chosen_on)
-        other.head = self.head
+        other.head, other.made_as = self.head, self.made_as
         return other
 
     def get_num_parameters(self) -> int:
@@ -211,17 +222,21 @@ def precompute(
     A frozen feature extractor says the same of an image in every round, so a run may say it
     once and train `model.on_features()` on the result.  All batches have one size, the last one
     filled up, so that an image's features do not depend on how many images there are.
-    `working` is told the share that is done after every batch.
+    `working` is told the share that is done, in as many steps whatever the number of images: what
+    clients hold does not show in it.
     """
     checks.integer("batch_size", batch_size, at_least=1)
     out = images.new_empty(len(images), count_features(front), dtype=torch.float32)
+    told = 0
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
         missing = batch_size - len(batch)
         filled = torch.cat([batch, batch[:1].expand(missing, *batch.shape[1:])])
         out[start : start + batch_size] = front(filled).flatten(1)[: len(batch)]
-        if working is not None:
-            working("features", min(1.0, (start + batch_size) / len(images)))
+        done = min(len(images), start + batch_size) * _STEPS // len(images)
+        while working is not None and told < done:
+            told += 1
+            working("features", told / _STEPS)
     return out
 
 
@@ -237,13 +252,29 @@ def make_feature_model(
         `Scattering` of two orders with 8 angles, averaged over about a quarter of the
         shorter side, projected to 256 dimensions if it has more.
 
-    Both are centred and whitened by images drawn from a fixed seed, strokes for one channel
-    and leaves for several.  Equal arguments give equal models.  No data set has a part in
+    "drawn-linear-16", "-32", "-64", "-128", "-256"
+        So many directions of `DrawnFeatures`, a network that was trained on drawn pictures.
+
+    "hog-drawn-linear"
+        `GradientsAndDrawn`: the features of hog-linear beside all 256 learned ones, for pictures
+        of one channel; 384 features for 28 pixels.
+
+    The first two are centred and whitened by images drawn from a fixed seed, strokes for one
+    channel and leaves for several.  Equal arguments give equal models.  No data set has a part in
     a feature extractor, but its settings were chosen on one: see `CHOSEN_ON`.
     """
-    checks.choice("model", name, FEATURE_MODELS)
-    front = copy.deepcopy(_front(name, image_shape(input_shape)))
-    return FeatureModel(front, num_classes, bias, CHOSEN_ON[name])
+    kind, _, width = name.rpartition("-")
+    if kind == "drawn-linear":
+        front: nn.Module = DrawnFeatures(image_shape(input_shape), int(width))
+    elif name == BESIDE_MODEL:
+        shape, kind = image_shape(input_shape), name
+        front = GradientsAndDrawn(copy.deepcopy(_front("hog-linear", shape)), shape)
+    else:
+        kind = checks.choice("model", name, FEATURE_MODELS)
+        front = copy.deepcopy(_front(name, image_shape(input_shape)))
+    made = FeatureModel(front, num_classes, bias, CHOSEN_ON[kind])
+    made.made_as = None if bias else name
+    return made
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,9 +13,10 @@ seed alone: whatever is computed from them is public and costs no privacy.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -152,6 +153,29 @@ class FrozenExtractor(nn.Module):
         self.register_buffer("whitening", torch.eye(self.num_features), persistent=False)
         if public is not None:
             self._adapt(public, shrink)
+
+    keeps_from = 10_000
+
+    @property
+    def num_described(self) -> int:
+        """All features are kept."""
+        return self.num_features
+
+    @property
+    def cache_name(self) -> str:
+        """The settings show in what was computed of public images."""
+        kept = (self.mean, self.whitening, self.projection)
+        parts = [b"" if x is None else x.detach().cpu().numpy().tobytes() for x in kept]
+        digest = hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
+        return f"frozen-{type(self.front).__name__.lower()}-{digest}"
+
+    def describe(self, images: torch.Tensor) -> torch.Tensor:
+        """Return [N, num_features]."""
+        return cast(torch.Tensor, self(images))
+
+    def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
+        return rows
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, num_features]."""

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.engine import RoundModels, TableSource, joined
 from fedquilt.condense.method import (
     Condensation,
     assemble_condensation,
-    begun_without_data,
+    begin_images,
     init_notes,
     make_round_models,
-    moves_of_clients,
     statistics_notes,
     training_of,
 )
-from fedquilt.condense.real import condensed_by_clients
 from fedquilt.condense.statistics import StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
-from fedquilt.condense.training import Trainer
+from fedquilt.condense.training import Learner
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
 from fedquilt.papers.fednum.arguments import Client
 from fedquilt.papers.fednum.client import FedNumClient, table_of
 from fedquilt.population import Cohort
-from fedquilt.training import ClientUpdate
+from fedquilt.training import ClientIds, ClientUpdate
 
 
 class ClientEngine(TableSource):
@@ -70,11 +65,7 @@ class ClientEngine(TableSource):
             _check_augmentable(clients, augmentation)
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the table of each client of the cohort as a vector, in its order."""
         self.round_models.open(start, round_index)
@@ -101,9 +92,6 @@ class ClientEngine(TableSource):
         message = client.train()
         sizes = (round_models.num_features, round_models.num_logits)
         return table_of(message, client.cid, number, round_models.classes, *sizes)
-
-    def close(self) -> None:
-        """Required of an engine; this one holds no resources."""
 
 
 def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) -> None:
@@ -156,51 +144,22 @@ def make_fednum(
     augmentation = Augmentation(config.augmentation)
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
-    first = first_images_of(clients, config, sample, classes, model)
+
+    def images_of(holders: Sequence[Client], label: int) -> torch.Tensor:
+        held = [_images_of(client, label, config).to(sample.device) for client in holders]
+        return torch.cat(held)
+
+    held_by = ({c: images_of([client], c) for c in client.classes} for client in clients)
+    first = begin_images(config, classes, sample, model, held_by, partial(images_of, clients))
     return assemble_condensation(
         config,
-        Trainer(model, sample, training_of(config), augmentation, config.seed),
+        Learner(model, sample, training_of(config), augmentation, config.seed),
         engine,
         first,
         notes=notes_on(clients, config.init_method),
         num_classes=num_classes,
         trains_late=False,
     )
-
-
-def first_images_of(
-    clients: Sequence[Client],
-    config: CondenseConfig,
-    sample: torch.Tensor,
-    classes: tuple[int, ...],
-    model: nn.Module,
-) -> tuple[SyntheticSet, int]:
-    """Return the images to begin with, and the bytes that clients sent for them.
-
-    A class that nobody holds begins with noise.
-    """
-    source, device = generator(config.seed, "first images"), sample.device
-    tiles = config.tiles_in(*sample.shape[2:])
-    first = SyntheticSet.random(classes, config.ipc, sample.shape[1:], source, device, tiles)
-    if config.init_method == "dm":
-        held_by = (
-            {label: _images_of(client, label, config).to(device) for label in client.classes}
-            for client in clients
-        )
-        own = copy.deepcopy(model).to(device)
-        moves = moves_of_clients(config, own, sample[:1])
-        return first, condensed_by_clients(config, own, held_by, moves, first)
-    begun = begun_without_data(first, config)
-    if begun is not None:
-        return begun, 0
-    sent = 0
-    for label, images in zip(first.classes, first.by_class(), strict=True):
-        held = torch.cat([_images_of(client, label, config).to(device) for client in clients])
-        if len(held):
-            chosen = np.resize(source.permutation(len(held)), config.ipc * tiles**2)
-            images.copy_(shrink_to_tiles(held[torch.from_numpy(chosen).to(device)], tiles))
-            sent += 4 * len(chosen) * sample[0].numel()
-    return first, sent
 
 
 def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -366,7 +366,7 @@ class FedNumServer:
                 experiment.folder = self._open_folder(self._folder_path, stack)
                 experiment.saves_every_round = True
                 self._restore(experiment.folder)
-            self._tracker = stack.enter_context(self._opened_tracker())
+            self._tracker = self._open_tracker(stack)
             try:
                 experiment.run()
                 self._check_contributed()
@@ -383,9 +383,8 @@ class FedNumServer:
         assert isinstance(self._images, CondensingServer)
         self._images.check_contributed()
 
-    @contextlib.contextmanager
-    def _opened_tracker(self) -> Iterator[Tracker | None]:
-        """Open what rounds are logged to, and close it, also after an error."""
+    def _open_tracker(self, stack: contextlib.ExitStack) -> Tracker | None:
+        """Open what rounds are logged to; it is closed with the stack, also after an error."""
         tracker = self._tracking
         if isinstance(tracker, str):
             assert self._folder_path is not None
@@ -397,14 +396,10 @@ class FedNumServer:
                 run_name=self.model_identification or name,
                 config=self.config.as_dict(),
             )
-        try:
-            yield tracker
-        except BaseException:
-            if tracker is not None:
-                tracker.close(failed=True)
-            raise
         if tracker is not None:
-            tracker.close()
+            close = tracker.close
+            stack.push(lambda kind, *error: close(failed=kind is not None))
+        return tracker
 
     def evaluate(self) -> tuple[float, float]:
         """Return (accuracy, loss) of the global model on the test batches."""

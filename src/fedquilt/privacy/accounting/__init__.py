@@ -210,12 +210,7 @@ def _rdp_start(
     target: float, delta: float, rounds: int, sampling_rate: float, adjacency: Adjacency
 ) -> float:
     return calibrate(
-        target,
-        delta,
-        rounds=rounds,
-        sampling_rate=sampling_rate,
-        method="rdp",
-        adjacency=adjacency,
+        target, delta, rounds=rounds, sampling_rate=sampling_rate, method="rdp", adjacency=adjacency
     )
 
 

@@ -55,10 +55,15 @@ from fedquilt.common.formatting import printable
 from fedquilt.config.choices import ADJACENCIES
 from fedquilt.privacy.ledger import entries, files, verify
 from fedquilt.privacy.ledger.balances import Balances
-from fedquilt.privacy.ledger.beside import remove_drafts
-from fedquilt.privacy.ledger.entries import MAX_CLIENTS, PopulationInfo, Reservation, RunInfo
-from fedquilt.privacy.ledger.files import SCHEMA_VERSION, is_ledger
-from fedquilt.privacy.ledger.members import check_ids, roster_name
+from fedquilt.privacy.ledger.entries import (
+    MAX_CLIENTS,
+    PopulationInfo,
+    Reservation,
+    RunInfo,
+    check_ids,
+    roster_name,
+)
+from fedquilt.privacy.ledger.files import SCHEMA_VERSION, is_ledger, remove_drafts
 from fedquilt.privacy.ledger.population import (
     Population,
     check_name,
@@ -92,6 +97,7 @@ __all__ = [
     "check_ids",
     "csv_rows",
     "is_ledger",
+    "open_ledger",
     "population_name",
     "roster_name",
 ]
@@ -390,3 +396,12 @@ def _check_agreement(
                 f"population {info.name!r} has {key}={getattr(info, key)!r}, not {value!r}: "
                 f"{_FIXED[key]}"
             )
+
+
+def open_ledger(path: Path) -> Ledger:
+    """Open a ledger to look into it.
+
+    After a kill SQLite has to roll an unfinished entry back, which needs write access.
+    """
+    writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+    return Ledger.open(path, read_only=not writable)

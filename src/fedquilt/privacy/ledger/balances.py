@@ -15,7 +15,7 @@ spent nothing.  They are as long as the population once somebody asks for everyb
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,8 +32,8 @@ from fedquilt.privacy.ledger.entries import (
     Reservation,
     decode_charges,
     decode_clients,
+    members_of,
 )
-from fedquilt.privacy.ledger.members import members_of
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
@@ -318,10 +318,15 @@ def reservation_of(entry: Entry, num_clients: int) -> Reservation:
 def joins_in_run(store: Store, info: PopulationInfo, run: int) -> IntArray:
     """Return how many settled releases of one run each client was part of."""
     total = np.zeros(info.num_clients, dtype=np.int64)
+    for reservation in _settled(store, info, run):
+        total[reservation.clients] += 1
+    return total
+
+
+def _settled(store: Store, info: PopulationInfo, run: int) -> Iterator[Reservation]:
     settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
     for entry in store.entries(settled, run, entries.SETTLE):
-        total[reservation_of(entry, info.num_clients).clients] += 1
-    return total
+        yield reservation_of(entry, info.num_clients)
 
 
 def spent_in_run(store: Store, info: PopulationInfo, run: int) -> FloatArray:
@@ -330,9 +335,7 @@ def spent_in_run(store: Store, info: PopulationInfo, run: int) -> FloatArray:
     The array is as long as the largest client number in them.
     """
     total = np.zeros(0)
-    settled = "seq IN (SELECT reservation FROM entries WHERE run = ? AND kind = ?)"
-    for entry in store.entries(settled, run, entries.SETTLE):
-        reservation = reservation_of(entry, info.num_clients)
+    for reservation in _settled(store, info, run):
         total = _long_enough(total, _end(reservation.clients))
         total[reservation.clients] += reservation.charges_mu2
     for entry in store.entries("run = ? AND kind = ?", run, entries.UNBOUNDED):

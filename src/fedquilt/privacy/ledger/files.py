@@ -1,4 +1,4 @@
-"""The ledger's file: its tables, its durability and its rights.
+"""The ledger's file: its tables, its durability and its rights; what lies beside it.
 
 Durability: a rollback journal (DELETE) with `synchronous=EXTRA`.  COMMIT returns
 after the database, the journal and the folder have been synced, so a settled
@@ -11,27 +11,71 @@ Rights: a new file is readable and writable by its owner only (0600).  Under
 zero-out adjacency participation and charges are public, so it may be published,
 but publishing is the owner's decision (`export`), and whoever can write to the
 file can rewrite it.  Change the mode at will; it is not touched again.
+
+Ledgers are built under another name and appear under their own in one step.  A crash or a full
+disk must leave no half a ledger behind, and of several processes that make one ledger at once
+exactly one must win.  Whoever builds holds a lock beside the ledger,
+
+    .ledger.sqlite.new-lock     held while somebody builds
+    .ledger.sqlite.new          what is built, with SQLite's journal
+
+so the next one knows that a draft without a holder was left by a kill, and removes it.  A hard
+link gives the draft its name and never replaces a file.  FAT, exFAT, SMB and many FUSE mounts
+have no hard links: there it is renamed, which would replace a ledger that has just appeared,
+and the lock keeps everybody else from making one.
+
+After a kill in the middle of a write `<ledger>-journal` holds the pages as they were, and whoever
+opens the ledger next lets SQLite put them back.  SQLite knows a journal by its name only.  When
+the ledger was taken elsewhere without its journal, used there and put back, or when another
+ledger has got its place, those pages are put into a file that they are not of, and charges are
+lost.  So what SQLite would do is tried here on a copy in memory first.  A journal is another's if
+
+* the ledger has seen more transactions since than the one that the journal undoes: the journal
+  has the first page as it was, and a counter on it grows by one with every transaction,
+* it is of a ledger of more pages, or is itself longer than all pages of this one could make it:
+  a ledger never shrinks,
+* the ledger that would come out is not whole, or began with another entry.
+
+A journal that is in use by a running process passes: at every moment it is what a kill at that
+moment would leave.  Between reading the one file and the other it may change, so it is
+another's only when both were found twice the same.
+
+The format is that of "SQLite Database File Format", section 3 (sqlite.org/fileformat2.html).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
+import io
+import itertools
 import os
 import secrets
 import sqlite3
+import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 from fedquilt.common.errors import (
+    FedquiltError,
     LedgerBusyError,
     LedgerCorruptError,
     LedgerError,
     LedgerFileError,
 )
-from fedquilt.common.storage import check_regular, has_locks
-from fedquilt.privacy.ledger.beside import appear, check_journal, drafting, no_locks
-from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry
+from fedquilt.common.storage import (
+    NO_LOCKS,
+    NoLocksError,
+    check_regular,
+    has_locks,
+    lock_file,
+    open_regular,
+    sync_folder,
+)
+from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry, read_row
 
 SCHEMA_VERSION = 2
 """2 since populations may have members and an adjacency; 1 is read and continued."""
@@ -227,3 +271,257 @@ def _in_words(path: Path, error: sqlite3.Error) -> LedgerError:
     if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
         return LedgerError(f"ledger {path} belongs to the thread that opened it; open it there")
     return LedgerFileError(f"ledger {path} cannot be used: {error}")
+
+
+_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_HEADER = struct.Struct(">8sIIIII")  # magic, records, nonce, pages before, sector, page size
+_END = struct.Struct(">II8s")
+_BY_SIZE = 0xFFFFFFFF  # the number of records follows from the size of the file
+_COUNTER = slice(24, 28)  # of the first page: the transactions so far
+_CHECKED = 1000  # newest entries; a page of another ledger breaks the chain among them
+_TRIES, _PAUSE_SECONDS = 10, 0.05
+_SPARE_BYTES = 1 << 20  # a journal has each page once, and headers between them
+
+# Closing a handle on a file drops the locks that SQLite holds on it for this process
+# (POSIX), so these are kept: one for each ledger that was ever found beside a journal.
+_handles: dict[tuple[int, int], int] = {}
+
+
+def check_journal(path: Path) -> None:
+    """Refuse a ledger beside a journal that is not its own; nothing is changed."""
+    path = path.resolve()  # SQLite follows links, and looks for the journal there
+    journal = path.with_name(f"{path.name}-journal")
+    before = None
+    _check_alone(path, journal)
+    for _ in range(_TRIES):
+        found = _read(path, journal)
+        if found is None or not (problem := _problem(*found)):
+            return
+        if found == before:
+            raise _not_its_own(path, journal, problem)
+        before = found
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _check_alone(path: Path, journal: Path) -> None:
+    """Refuse a journal that ends with the name of a file, which SQLite would read and delete.
+
+    So end journals of transactions over several files, which a ledger never has: length of the
+    name, its checksum, and the mark of a journal again.
+    """
+    try:
+        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END.size))
+            end = stream.read(_END.size)
+    except OSError:  # there is none; what else is wrong is said by who uses it
+        return
+    if len(end) == _END.size and _END.unpack(end)[0] and end.endswith(_MAGIC):
+        raise LedgerFileError(
+            f"{journal} lies beside ledger {path} and is not its own (it names another file, which "
+            "SQLite would delete): move it away; nothing was changed"
+        )
+
+
+def _not_its_own(path: Path, journal: Path, problem: str) -> LedgerFileError:
+    return LedgerFileError(
+        f"{journal} lies beside ledger {path} and is not its own ({problem}): SQLite would "
+        "put pages of another ledger, or of an older state, into it, and charges would be "
+        "lost. Put the ledger back that it was left by, or, when you know that this one is "
+        "the newest, move the journal away; nothing was changed"
+    )
+
+
+def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
+    """Return the bytes of a ledger and its journal; None without one that SQLite would use."""
+    try:
+        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+            length = os.fstat(stream.fileno()).st_size
+            status = path.stat()  # later: a ledger that is being written has only grown
+            if length > 2 * status.st_size + _SPARE_BYTES:
+                raise _not_its_own(path, journal, f"its {length} bytes are more than it can have")
+            pages = stream.read(length)
+        if not pages.startswith(_MAGIC) or length < _HEADER.size:
+            return None
+        key = (status.st_dev, status.st_ino)
+        if key not in _handles:
+            _handles[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(_handles[key], os.fstat(_handles[key]).st_size, 0), pages
+    except FedquiltError:
+        raise
+    except OSError:  # gone again, or SQLite says what is wrong
+        return None
+
+
+def _problem(database: bytes, journal: bytes) -> str:
+    """Return why a journal is not this ledger's, "" when nothing speaks against it."""
+    _, _, _, pages, _, size = _HEADER.unpack_from(journal)
+    if pages * size > len(database):
+        return f"it is of a ledger of {pages * size} bytes, and this one has {len(database)}"
+    restored = bytearray(database)
+    for number, page in _records(journal):
+        if number > pages:  # made by the transaction that is undone
+            continue
+        start = (number - 1) * len(page)
+        if number == 1:
+            passed = _number(database[_COUNTER]) - _number(page[_COUNTER])
+            if passed not in (0, 1):
+                return f"{passed} transactions lie between them"
+        restored[start : start + len(page)] = page
+    del restored[pages * size :]
+    first, problem = _first_entry(bytes(restored))
+    there, _ = _first_entry(database)
+    if not problem and there is not None and there != first:
+        problem = "it is of another ledger"
+    return problem
+
+
+def _number(field: bytes) -> int:
+    return int.from_bytes(field, "big")
+
+
+def _records(journal: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the numbers and old contents of pages, as SQLite reads them after a kill."""
+    place = 0
+    _, _, _, _, sector, size = _HEADER.unpack_from(journal)  # those of later headers do not count
+    if not 512 <= size <= 65536 or not 32 <= sector <= 65536:
+        return
+    while place + _HEADER.size <= len(journal):
+        magic, count, nonce, *_ = _HEADER.unpack_from(journal, place)
+        if magic != _MAGIC:
+            return
+        place += sector
+        left = (len(journal) - place) // (size + 8)
+        for _ in range(left if count == _BY_SIZE else min(count, left)):
+            page = journal[place + 4 : place + 4 + size]
+            check = nonce + sum(page[at] for at in range(size - 200, 0, -200))
+            if check & 0xFFFFFFFF != _number(journal[place + 4 + size : place + 8 + size]):
+                return
+            if not (number := _number(journal[place : place + 4])):
+                return
+            yield number, page
+            place += size + 8
+        place = -(-place // sector) * sector
+
+
+def _first_entry(content: bytes) -> tuple[bytes | None, str]:
+    """Return the hash of a ledger's first entry, None if unreadable, and what is wrong."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        try:
+            connection.deserialize(content)
+            found = connection.execute("SELECT hash FROM entries WHERE seq = 1").fetchone()
+            first = found[0] if found else None
+            return first, _chain_problem(connection)
+        except (sqlite3.Error, OverflowError, TypeError, IndexError) as error:
+            return None, f"what would come out is damaged: {error}"
+
+
+def _chain_problem(connection: sqlite3.Connection) -> str:
+    query = f"SELECT {', '.join(COLUMNS)}, hash FROM entries ORDER BY seq DESC LIMIT ?"
+    rows = connection.execute(query, (_CHECKED,)).fetchall()[::-1]
+    for last, row in itertools.pairwise(rows):
+        if read_row(row, last[0], last[-1])[1]:
+            return "what would come out is not whole"
+    head = connection.execute("SELECT seq, hash FROM head").fetchone()
+    if not rows or head != (rows[-1][0], rows[-1][-1]):
+        return "what would come out is not whole"
+    intact = connection.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",)
+    return "" if intact else "what would come out is damaged"
+
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_FOREIGN_SECONDS = 24 * 3600.0  # older versions named drafts at random and held no lock
+
+
+def no_locks(path: Path) -> LedgerFileError:
+    """Return the error about a ledger where files cannot be locked."""
+    return LedgerFileError(
+        f"ledger {path}: {NO_LOCKS}; without locks two runs could spend the same allowance. Put "
+        "the ledger where there are some: ledger=... (--ledger FILE), or output_dir=... "
+        "(--output-dir FOLDER) for a run with a ledger of its own"
+    )
+
+
+@contextlib.contextmanager
+def drafting(path: Path, timeout: float = 30.0) -> Iterator[Path]:
+    """Yield an empty file in which to build the ledger of `path`, for its owner only.
+
+    Nobody else builds there meanwhile; nothing of the draft is left afterwards.
+    """
+    with _alone(path, timeout):
+        _remove_drafts(path)
+        draft = path.with_name(f".{path.name}.new")
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        try:
+            yield draft
+        finally:
+            _remove_drafts(path)
+
+
+def appear(draft: Path, path: Path) -> None:
+    """Give a draft its name, durably; `FileExistsError` when the name is taken."""
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS or os.path.lexists(path):
+            raise
+        os.rename(draft, path)
+    sync_folder(path.parent)
+
+
+def remove_drafts(path: Path) -> None:
+    """Remove what a killed process left of building `path`, unless somebody builds it now."""
+    if not _beside(path):
+        return
+    # In nobody's way: a ledger can be used beside it.
+    with contextlib.suppress(OSError, LedgerBusyError, LedgerFileError), _alone(path, 0.0):
+        _remove_drafts(path)
+
+
+def _beside(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}*.new*"))
+
+
+def _remove_drafts(path: Path) -> None:
+    ours = f".{path.name}.new"
+    for file in _beside(path):
+        if file.name in (ours, f"{ours}-journal") or _is_foreign(file, f"{ours}-lock"):
+            file.unlink(missing_ok=True)
+
+
+def _is_foreign(file: Path, lock: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return file.name != lock and time.time() - file.stat().st_mtime > _FOREIGN_SECONDS
+    return False
+
+
+@contextlib.contextmanager
+def _alone(path: Path, timeout: float) -> Iterator[None]:
+    """Hold the right to build `path`; the lock's file is removed by its holder only."""
+    lock = path.with_name(f".{path.name}.new-lock")
+    held = _hold(path, lock, time.monotonic() + timeout)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()
+        held.close()
+
+
+def _hold(path: Path, lock: Path, deadline: float) -> io.FileIO:
+    while True:
+        try:
+            held = lock_file(lock, 0o600)
+        except NoLocksError as error:
+            lock.unlink(missing_ok=True)  # nobody can hold it
+            raise no_locks(path) from error
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise LedgerBusyError(
+                    f"ledger {path} is being made by another process for too long. Try again"
+                ) from None
+            time.sleep(0.01)
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held.fileno()), lock.lstat()):
+                return held
+        held.close()  # its last holder has removed it in between

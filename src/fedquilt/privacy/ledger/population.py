@@ -15,12 +15,15 @@ from fedquilt.common.formatting import format_left
 from fedquilt.config.choices import IF_EXHAUSTED
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances
-from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, RunInfo, make_body
-from fedquilt.privacy.ledger.members import (
+from fedquilt.privacy.ledger.entries import (
     UNKNOWN,
+    Entry,
+    PopulationInfo,
+    RunInfo,
     alike,
     check_ids,
     ids_digest,
+    make_body,
     members_body,
     numbers_of,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,20 +11,18 @@ import numpy as np
 
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances, balances_at, reservation_of
-from fedquilt.privacy.ledger.entries import (
-    Entry,
-    PopulationInfo,
-    decode_clients,
-)
+from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, decode_clients
 from fedquilt.privacy.ledger.store import Store
 from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_left, epsilon_spent
+
+_ROUNDING = 1e-6  # charges are rounded up to a grid, and a hair less may be granted
 
 
 @dataclass(frozen=True, eq=False)
 class Charge:
     """One settled release: who was part of it, and what each of them paid (squared GDP units).
 
-    A release without a bound costs infinity.
+    A release without a bound costs infinity.  `digest` is the SHA-256 of what was released.
     """
 
     run: int
@@ -32,6 +30,7 @@ class Charge:
     time: str
     clients: IntArray
     charges_mu2: FloatArray
+    digest: str = ""
 
 
 def charges_of_run(store: Store, info: PopulationInfo, run: int) -> Iterator[Charge]:
@@ -57,7 +56,8 @@ def _charges(store: Store, info: PopulationInfo, where: str, value: int) -> Iter
 
 
 def _charge(entry: Entry, clients: IntArray, charges: FloatArray) -> Charge:
-    return Charge(int(entry.run or 0), int(entry.round or 0), entry.time, clients, charges)
+    facts = (int(entry.run or 0), int(entry.round or 0), entry.time)
+    return Charge(*facts, clients, charges, entry.digest or "")
 
 
 NEAR_END = 0.9
@@ -65,6 +65,103 @@ NEAR_END = 0.9
 
 
 _NOTHING = 1e-6  # share of the allowance that is too little for another round
+
+
+@dataclass(frozen=True)
+class Paid:
+    """What a client paid for one release, in which run (None: nobody has said) and round.
+
+    `is_last`: the run, as its own account knows it, had no later one.
+    """
+
+    run: str | None
+    round_index: int
+    mu2: float
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Short:
+    """What was sent and not charged at as much.
+
+    `charged` is None where there is no charge, and `is_released` tells whether the round was
+    released all the same.
+    """
+
+    sent: Paid
+    charged: float | None
+    is_released: bool
+
+    @property
+    def may_be_a_crash(self) -> bool:
+        """Whether a server that ended before its release, and after no other, explains it."""
+        return self.charged is None and not self.is_released and self.sent.is_last
+
+    @property
+    def facts(self) -> tuple[str | None, int, float, float | None, bool]:
+        """Run, round, what was sent and charged, and whether the round was released."""
+        sent = self.sent
+        return sent.run, sent.round_index, sent.mu2, self.charged, self.is_released
+
+    @property
+    def words(self) -> str:
+        """What is said of it in one line."""
+        if self.charged is not None:
+            held = f"charged {self.charged:.6g}"
+        elif self.is_released:
+            held = "released without a charge (late replies and evaluations have none)"
+        elif self.sent.is_last:
+            held = "no release of this round: of a server that ended before it, or a forgotten one"
+        else:
+            held = "no release of this round, though its run went on"
+        run = f" of {self.sent.run}" if self.sent.run else ""
+        return f"round {self.sent.round_index + 1}{run}: sent at mu^2 {self.sent.mu2:.6g}, {held}"
+
+
+def paid_by(
+    charges: Iterable[Charge], client: int, run_of: Callable[[Charge], str | None]
+) -> list[Paid]:
+    """Return what a client paid for every release that it was part of."""
+    mine = [charge for charge in charges if client in charge.clients]
+    last = {charge.run: place for place, charge in enumerate(mine)}
+    return [
+        Paid(run_of(charge), charge.round_index, float(paid), last[charge.run] == place)
+        for place, charge in enumerate(mine)
+        for paid in charge.charges_mu2[charge.clients == client]
+    ]
+
+
+def short_of(
+    sent: Iterable[Paid], charged: Iterable[Paid], released: Collection[tuple[str | None, int]] = ()
+) -> list[Short]:
+    """Return what was sent and charged at less.
+
+    Releases are paired by run and round; where a site's entry names no run, by round.  Of several
+    that fit first those are paired that are equal, then the dearest with the dearest that is left.
+    `released` are runs and rounds of which the ledger has a release, whoever was part of it.
+    """
+    here: dict[int, list[Paid]] = {}
+    for paid in charged:
+        here.setdefault(paid.round_index, []).append(paid)
+
+    def fitting(one: Paid) -> list[Paid]:
+        left = here.get(one.round_index, [])
+        return [paid for paid in left if one.run is None or paid.run == one.run]
+
+    unpaired = []
+    for one in sorted(sent, key=lambda one: one.run is None):
+        same = [p for p in fitting(one) if math.isclose(p.mu2, one.mu2, rel_tol=_ROUNDING)]
+        here[one.round_index].remove(same[0]) if same else unpaired.append(one)
+    found = []
+    for one in sorted(unpaired, key=lambda one: (one.round_index, -one.mu2)):
+        best = max(fitting(one), key=lambda paid: paid.mu2, default=None)
+        if best is not None:
+            here[one.round_index].remove(best)
+        if best is None or best.mu2 < one.mu2:
+            known = {run for run, index in released if index == one.round_index}
+            is_released = best is not None or (one.run in known if one.run else bool(known))
+            found.append(Short(one, None if best is None else best.mu2, is_released))
+    return found
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,7 @@ from fedquilt.common.errors import DataError, LedgerCorruptError, LedgerError, S
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import read_json
 from fedquilt.privacy.ledger import entries, files
-from fedquilt.privacy.ledger.entries import (
-    COLUMNS,
-    FINISH,
-    POPULATION,
-    RESUME,
-    RUN,
-    Entry,
-)
+from fedquilt.privacy.ledger.entries import COLUMNS, FINISH, POPULATION, RESUME, RUN, Entry
 
 _ENTRY = ", ".join(COLUMNS)
 # Entries that an older fedquilt would misread: with one of them a file of schema 1 becomes

@@ -29,8 +29,10 @@ function extent(values, given) {
 
 function frame(spec, width, xs, ys) {
   const height = spec.height || Math.max(190, Math.min(300, width * 0.5));
-  const [x0, x1] = extent(xs, spec.xRange);
+  let [x0, x1] = extent(xs, spec.xRange);
+  if (spec.series && spec.series.every((s) => s.dots)) [x0, x1] = [x0 - (x1 - x0) * 0.02, x1 + (x1 - x0) * 0.02];
   let [y0, y1] = extent(ys, spec.yRange);
+  if (spec.leastSpan) [y0, y1] = [Math.max(0, y0), Math.min(1, y1)]; // shares lie between 0 and 1
   if (spec.leastSpan && y1 - y0 < spec.leastSpan) { // a hundredth must not look like a climb
     const middle = (y0 + y1) / 2;
     y0 = Math.max(0, Math.min(1 - spec.leastSpan, middle - spec.leastSpan / 2));
@@ -57,7 +59,7 @@ function axes(at, spec) {
   }
   const bottom = at.height - MARGIN.bottom;
   for (const t of ticks(at.x0, at.x1, at.width < 420 ? 4 : 8)) {
-    if (spec.wholeX && !Number.isInteger(t)) continue;
+    if (spec.wholeX && Math.abs(t - Math.round(t)) > 1e-9) continue;
     const x = at.x(t);
     put(group, svg("line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 }),
       svg("text", { x, y: bottom + 17, "text-anchor": "middle" }, number(t, 4)));
@@ -118,11 +120,19 @@ function endLabels(at, series) {
   }).filter(Boolean);
   const heights = spreadApart(ends.map((e) => e.y), 15, MARGIN.top + 4, at.height - MARGIN.bottom);
   const left = at.width - at.right + 16;
+  const names = shortNames(ends.map((e) => e.s.name));
   return ends.map((e, i) => [
     svg("line", { class: "leader", x1: e.x + 3, y1: e.y, x2: left - 4, y2: heights[i], stroke: color(e.s.color) }),
-    svg("text", { class: "end", x: left, y: heights[i] + 4 }, shortName(e.s.name))]);
+    svg("text", { class: "end", x: left, y: heights[i] + 4 }, names[i])]);
 }
-const shortName = (name) => (name.length > 26 ? `${name.slice(0, 25)}…` : name);
+// Where a name is too long, what all begin with is left out: what tells them apart is at their ends.
+function shortNames(names, most = 28) {
+  if (names.every((name) => name.length <= most)) return names;
+  const parts = names.map((name) => name.split(/(?<=, )/));
+  const shared = parts[0].findIndex((part, i) => parts.some((one) => one[i] !== part || one.length === i + 1));
+  return parts.map((one) => one.slice(names.length > 1 ? shared : 0).join(""))
+    .map((name) => (name.length > most ? `${name.slice(0, most / 2)}…${name.slice(1 - most / 2)}` : name));
+}
 
 function drawSeries(at, series) {
   const group = svg("g", {});
@@ -149,9 +159,11 @@ function drawSeries(at, series) {
 }
 
 function references(at, spec) {
-  return (spec.references || []).filter((r) => known(r.y)).map((r) => [
+  const shown = (spec.references || []).filter((r) => known(r.y));
+  const heights = spreadApart(shown.map((r) => at.y(r.y) - 7), 13, 0, at.height - MARGIN.bottom - 4);
+  return shown.map((r, i) => [
     svg("line", { class: "reference", x1: MARGIN.left, x2: at.width - at.right, y1: at.y(r.y), y2: at.y(r.y) }),
-    svg("text", { x: at.width - at.right - 2, y: at.y(r.y) - 4, "text-anchor": "end" }, r.label),
+    svg("text", { x: at.width - at.right - 2, y: heights[i], "text-anchor": "end" }, r.label),
   ]);
 }
 
@@ -179,7 +191,7 @@ function lineChart(spec) {
     const live = spec.log ? shown().map(logarithms) : shown();
     const ys = live.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]);
     const named = spec.endLabels && width >= 460 && live.length <= 12 && live.length > 1;
-    const right = named ? 30 + 6.6 * Math.max(...live.map((s) => shortName(s.name).length)) : MARGIN.right;
+    const right = named ? 30 + 6.6 * Math.max(...shortNames(live.map((s) => s.name)).map((name) => name.length)) : MARGIN.right;
     at = frame({ ...spec, right }, width, live.flatMap((s) => s.x), ys.concat((spec.references || []).map((r) => r.y)));
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${at.height}`, tabindex: "0", role: "img",
       "aria-label": `${spec.title}. ${spec.note || ""} Arrow keys read the values.` },

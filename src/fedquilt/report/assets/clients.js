@@ -15,7 +15,7 @@ function clientRows(run) {
       epsilon: spent === "inf" ? Infinity : spent,
       share: shares ? shares[client] : null,
       samples: held ? held[client].reduce((a, b) => a + b, 0) : null,
-      id: ids ? ids[client] : null, accuracy: measured ? measured[client] ?? null : null,
+      id: ids ? ids[client] : null, ...(measured ? measured[client] || {} : {}),
     };
   });
 }
@@ -23,34 +23,34 @@ function clientRows(run) {
 const COLUMNS = [
   { key: "client", name: "client", show: (v) => String(v) },
   { key: "id", name: "name in the ledger", text: true, show: (v) => v ?? "-" },
+  { key: "epsilon", name: "ε spent", show: (v) => (v === Infinity ? "∞" : bound(v)) },
+  { key: "share", name: "of its budget", show: percent },
   { key: "joins", name: "joins", show: (v) => String(v) },
   { key: "rate", name: "share of rounds", show: percent },
   { key: "last", name: "last round", show: (v) => (v === null ? "-" : String(v)) },
-  { key: "epsilon", name: "ε spent", show: (v) => (v === Infinity ? "∞" : bound(v)) },
-  { key: "share", name: "of its budget", show: percent },
   { key: "samples", name: "samples", show: (v) => (v === null ? "-" : String(v)) },
-  { key: "accuracy", name: "its own accuracy", show: (v) => number(v, 3) },
 ];
-const NAMES = { accuracy: "accuracy", left: "left", joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
+const measuredColumns = (run) => ((run.measured && run.measured.metrics) || []).map((key) => ({ key, name: `its own ${key.replaceAll("_", " ")}`, show: (v) => number(v, 3) }));
+const NAMES = { left: "left", joins: "joins", rate: "rate", last: "last", round: "last", epsilon: "epsilon", eps: "epsilon", "ε": "epsilon", share: "share", client: "client", samples: "samples" };
 const TESTS = { ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
 // "17" finds clients whose number has 17 in it; "joins>=5 eps<2" compares.
 function matcher(text) {
   const tests = text.trim().toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-    const found = /^([a-zε]+)(>=|<=|!=|>|<|=)(-?[\d.]+)(%?)$/.exec(word);
-    if (found && NAMES[found[1]]) {
-      const wanted = Number(found[3]) / (found[4] ? 100 : 1), key = NAMES[found[1]], test = TESTS[found[2]];
-      return (row) => row[key] !== null && test(row[key], wanted);
+    const found = /^([a-zε][a-zε_\d]*)(>=|<=|!=|>|<|=)(-?[\d.]+)(%?)$/.exec(word);
+    if (found) {
+      const wanted = Number(found[3]) / (found[4] ? 100 : 1), key = NAMES[found[1]] || found[1], test = TESTS[found[2]];
+      return (row) => typeof row[key] === "number" && test(row[key], wanted);
     }
     return (row) => String(row.client).includes(word) || (row.id ? row.id.toLowerCase().includes(word) : false);
   });
   return (row) => tests.every((test) => test(row));
 }
 
-function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note = "A client's number shows its own spend in the chart above." } = {}) {
+function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note = "A client's number shows its own spend in the chart above. Shares are of mu², which adds up; ε does not.", find = "a number, or joins, rate, last, eps, share", byName = false } = {}) {
   let rows = [], chosen = [], columns = all, run = null;
   const count = el("p", { class: "note", role: "status" }), left = el("p", { class: "note" });
-  const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "17, or joins>=5 eps<2",
+  const input = el("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: `${byName ? "" : "17, or "}joins>=5 eps<2`,
     oninput: () => { state.filter = input.value; refresh(); } });
   const hint = el("p", { class: "note hint" }, note);
   const head = el("tr", {}), body = el("tbody", {});
@@ -77,7 +77,7 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
 
   function refresh() {
     const test = matcher(state.filter), key = state.sort, turn = state.down ? -1 : 1;
-    const value = (row) => (row[key] === null ? -Infinity : row[key]);
+    const value = (row) => row[key] ?? -Infinity;
     chosen = rows.filter(test).sort((a, b) => turn * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) || a.client - b.client);
     count.textContent = `${chosen.length} of ${rows.length} clients`;
     grid.setAttribute("aria-rowcount", String(chosen.length + 1));
@@ -103,24 +103,26 @@ function clientTable(state, onPick, { all = COLUMNS, rowsOf = clientRows, note =
   }
 
   function line(row, index) {
-    const pick = el("button", { type: "button", class: "pick", "data-client": String(row.client), "aria-label": `Show client ${row.client}`,
-      onclick: () => { state.client = state.client === row.client ? null : row.client; paint(); onPick(); } }, String(row.client));
+    const name = columns[0].show(row[columns[0].key]);
+    const pick = el("button", { type: "button", class: "pick", "data-client": String(row.client), "aria-label": `Show client ${name}`,
+      onclick: () => { state.client = state.client === row.client ? null : row.client; paint(); onPick(); } }, name);
     return el("tr", { "aria-rowindex": String(index), "aria-selected": state.client === row.client ? "true" : null },
-      el("th", { scope: "row", class: "number" }, pick), columns.slice(1).map((c) => el("td", { class: c.text ? null : "number" }, c.show(row[c.key]))));
+      el("th", { scope: "row", class: columns[0].text ? null : "number" }, pick), columns.slice(1).map((c) => el("td", { class: c.text ? null : "number" }, c.show(row[c.key]))));
   }
 
   paper.listeners.add(() => paint());
   return {
-    host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, "Find clients: a number, or joins, rate, last, eps, share with < > =", input), count), box, left,
+    host: el("div", {}, el("div", { class: "controls" }, el("label", { for: "filter" }, `Find clients: ${find} with < > =`, input), count), box, left,
       hint),
     update(now) {
       if (now === run) return;
       run = now;
       rows = rowsOf(run);
       hint.hidden = rowsOf === clientRows && !(run.spend && run.spend.charges);
-      columns = all.filter((c) => rows.some((row) => row[c.key] !== null))
+      columns = [...all, ...measuredColumns(run)].filter((c) => rows.some((row) => (row[c.key] ?? null) !== null))
         .map((c) => (c.key === "joins" && run.roster_is === "available" ? { ...c, name: "rounds available" } : c));
-      if (!columns.some((c) => c.key === state.sort)) { state.sort = "client"; state.down = false; }
+      if (byName && columns[1].key === "id") columns = columns.slice(1);
+      if (!columns.some((c) => c.key === state.sort)) { state.sort = columns[0].key; state.down = false; }
       input.value = state.filter;
       refresh();
     },

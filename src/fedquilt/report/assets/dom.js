@@ -73,7 +73,7 @@ function table(columns, rows, caption) {
     el("table", {}, el("caption", { class: "quiet" }, caption),
       el("thead", {}, el("tr", {}, columns.map((c) => el("th", { scope: "col", ...kind(c) }, c.name)))),
       el("tbody", {}, rows.map((row) => row.level
-        ? el("tr", { class: "level" }, el("th", { scope: "colgroup", colspan: String(columns.length) }, row.level))
+        ? el("tr", { class: "level" }, el("th", { scope: "colgroup", colspan: String(columns.length) }, el("span", {}, row.level)))
         : el("tr", {}, row.map((cell, i) => el("td", kind(columns[i]), cell)))))));
 }
 

@@ -1,11 +1,11 @@
 // The ledger for its operator: populations, who is near the end, runs, a plan, one client's past.
 const LEDGER_COLUMNS = [
   { key: "client", name: "client", show: (v) => String(v) },
-  { key: "id", name: "id", text: true, show: (v) => v ?? "-" },
-  { key: "joins", name: "joins", show: (v) => String(v) },
+  { key: "id", name: "client", text: true, show: (v) => v ?? "-" },
   { key: "epsilon", name: "ε spent", show: (v) => (v === Infinity ? "∞" : bound(v)) },
   { key: "share", name: "of its allowance", show: percent },
   { key: "left", name: "can still pay ε", show: (v) => number(v, 3) },
+  { key: "joins", name: "joins", show: (v) => String(v) },
   { key: "last", name: "last release", text: true, show: (v) => v ?? "-" },
 ];
 
@@ -28,7 +28,7 @@ function peopleSection(people) {
   const points = [...cells].map(([key, n]) => [...key.split("|").map(Number), n]).sort((a, b) => a[0] - b[0]);
   const bars = Array.from({ length: 10 }, (_, i) => ({ label: `${10 * i} %`, value: 0 }));
   people.shares.forEach((share) => { bars[Math.min(9, Math.floor(10 * share))].value += 1; });
-  return [facts([["Allowance of each", `ε ≤ ${bound(people.allowance)} at δ = ${tiny(people.delta)}, ${people.adjacency}`], ["Open reservations", people.open_reservations], ["Without any bound", people.unbounded]]),
+  return [facts([["Allowance of each", `ε ≤ ${bound(people.allowance)} at δ = ${tiny(people.delta)}, ${people.adjacency}`], ["Open reservations", people.open_reservations], ["Without any bound", people.unbounded]].filter((fact) => fact[1])),
     el("div", { class: "charts" },
       lineChart({ title: "Spend against joins", note: "A dot for each client; a larger one for several alike.", noTable: true, xName: "joins", xLabel: "joins", wholeX: true, yRange: [0],
         references: [{ y: people.allowance, label: `allowance ${bound(people.allowance)}` }],
@@ -71,25 +71,26 @@ function ledgerPage(first) {
   const main = document.getElementById("main"), past = el("div", { role: "status" });
   const chosen = () => data.ledger.populations.find((p) => p.name === own.population) || data.ledger.populations[0];
   const select = el("select", { id: "population", onchange: () => { own.population = select.value; own.client = null; past.replaceChildren(); update(data); } });
-  const clients = clientTable(own, () => history(), { all: LEDGER_COLUMNS, rowsOf: ledgerRows, note: "A client's number shows its history." });
+  const clients = clientTable(own, () => history(), { all: LEDGER_COLUMNS, rowsOf: ledgerRows, byName: true, note: "", find: "a name, or joins, eps, share, left" });
   const near = el("button", { type: "button", onclick: () => { const box = document.getElementById("filter"); box.value = `share>=${chosen().near_share * 100}%`; box.dispatchEvent(new Event("input")); } }, "Who is near the end");
   const slots = { populations: slot(populationsSection), people: slot(peopleSection), runs: slot(runsSection) };
   const titles = [["populations", "Populations"], ["people", "Spend"], ["clients", "Clients"], ["history", "History of a client"], ["runs", "Runs"], ["planned", "What a planned run would cost"]];
   const content = { populations: slots.populations.host, people: slots.people.host, clients: [el("div", { class: "controls" }, near), clients.host], runs: slots.runs.host,
     history: [el("p", { class: "note" }, "Choose a client in the table."), past], planned: data.live ? planSection(data.live, chosen) : null };
   const sections = Object.fromEntries(titles.map(([id, title]) => [id, section(id, title, content[id])]));
-  main.replaceChildren(sections.populations, el("div", { class: "controls" }, el("label", { for: "population" }, "The sections below show", select)), ...titles.slice(1).map(([id]) => sections[id]));
+  const chooser = el("div", { class: "controls" }, el("label", { for: "population" }, "The sections below show", select));
+  main.replaceChildren(sections.populations, chooser, ...titles.slice(1).map(([id]) => sections[id]));
   document.getElementById("contents").replaceChildren(...titles.map(([id, title]) => el("a", { href: `#${id}` }, title)));
 
   function history() {
     if (own.client === null || !data.live) { past.replaceChildren(); return; }
     const query = new URLSearchParams({ population: chosen().name, client: String(own.client) });
     ask(`${data.live.history}?${query}`, past, (found) => (found.error ? el("p", { class: "note" }, found.error) : [
-      el("p", {}, `Client ${found.client}${found.id ? ` (${found.id})` : ""}: ${found.count} releases${found.count > found.rows.length ? `, the last ${found.rows.length} below` : ""}.`),
+      el("p", {}, `${found.id || `Client ${found.client}`}: ${found.count} releases${found.count > found.rows.length ? `, the last ${found.rows.length} below` : ""}.`),
       lineChart({ title: "Its spend, release by release", series: [{ name: "ε spent", color: "blue", x: found.rows.map((_, i) => i + 1), y: found.rows.map((r) => r.epsilon) }], xLabel: "release", xName: "release", wholeX: true, yRange: [0],
         references: [{ y: chosen().allowance, label: `allowance ${bound(chosen().allowance)}` }], noTable: true }),
       table([{ name: "run" }, { name: "round", kind: "number" }, { name: "when" }, { name: "charge (μ²)", kind: "number" }, { name: "ε afterwards", kind: "number" }],
-        found.rows.map((r) => [r.run, String(r.round), r.time, number(r.charge), bound(r.epsilon)]).reverse(), "Releases of this client")]));
+        found.rows.map((r) => [r.run, String(r.round), r.time, number(r.charge), bound(r.epsilon)]).reverse(), "Releases of this client")])).then(() => sections.history.scrollIntoView({ block: "nearest" }));
   }
 
   function update(now) {
@@ -100,6 +101,7 @@ function ledgerPage(first) {
     const names = data.ledger.populations.map((p) => p.name);
     if (names.join("\n") !== [...select.options].map((o) => o.value).join("\n")) select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
     select.value = people.name;
+    chooser.hidden = names.length < 2;
     slots.populations.update(data.ledger.populations.map((p) => [p.name, p.epsilons, p.runs.length]).concat(data.ledger.head), data.ledger);
     slots.people.update([people.name, people.epsilons, people.joins], people);
     slots.runs.update([people.name, people.runs], people);

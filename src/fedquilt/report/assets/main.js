@@ -5,7 +5,7 @@ const FOLDED = new Set(["loss", "roster", "noise", "groups", "config"]);
 const state = { run: null, filter: "", sort: "client", down: false, client: null, frame: null };
 
 function chosenRun(data) {
-  return data.runs.find((run) => run.name === state.run) || data.runs.find((run) => run.spend) || data.runs[0];
+  return data.runs.find((run) => run.name === state.run) || data.runs[data.lead] || data.runs[0];
 }
 
 function theme() {
@@ -26,11 +26,11 @@ function page(first) {
   const key = () => chosenRun(data);
   const slots = {
     claim: slot(claimSection), comparison: slot(comparisonSection), loss: slot(lossSection), spend: slot(spendSection),
-    roster: slot(rosterSection), noise: slot(noiseSection), groups: slot(groupsSection), images: slot(imagesSection), config: slot(configSection), ledgers: slot(ledgersSection),
+    roster: slot(rosterSection), noise: slot(noiseSection), groups: slot(groupsSection), images: slot(imagesSection), attacks: slot(attacksSection), config: slot(configSection), ledgers: slot(ledgersSection),
   };
   const chooser = el("div", { class: "controls" }, el("label", { for: "run" }, "The sections below show", select));
   const parts = [["claim", "At a glance"], ["comparison", "Runs compared"], ["ledgers", "Ledgers"], ["loss", "Loss"]];
-  const own = [["images", "Synthetic images"], ["spend", "Privacy spend"], ["clients", "Clients"], ["roster", "Roster"], ["noise", "Clip, noise, signal"], ["groups", "Groups and tiers"], ["config", "Configuration"]];
+  const own = [["images", "Synthetic images"], ["spend", "Privacy spend"], ["clients", "Clients"], ["roster", "Roster"], ["noise", "Clip, noise, cost"], ["groups", "Groups and tiers"], ["attacks", "Attacks (private)"], ["config", "Configuration"]];
   const sections = Object.fromEntries([...parts, ...own].map(([id, title]) => [id, (FOLDED.has(id) ? folded : section)(id, title, id === "clients" ? table.host : slots[id].host)]));
   main.replaceChildren(...parts.map(([id]) => sections[id]), chooser, ...own.map(([id]) => sections[id]));
   document.getElementById("contents").replaceChildren(...[...parts, ...own].map(([id, title]) => el("a", { href: `#${id}`, "data-section": id, onclick: () => { const fold = sections[id].querySelector(":scope > details"); if (fold) fold.open = true; } }, title)));
@@ -39,6 +39,7 @@ function page(first) {
     if (!now.runs.length) return;
     data = now;
     const run = key();
+    state.run = run.name;  // and no other one because it comes to be better
     const names = data.runs.map((r) => r.name);
     if (names.join("\n") !== [...select.options].map((o) => o.value).join("\n")) {
       select.replaceChildren(...data.runs.map((r) => el("option", { value: r.name }, `${data.series[r.series].label}, seed ${r.seed}: ${r.name}`)));
@@ -53,6 +54,7 @@ function page(first) {
     slots.noise.update([run.name, run.per_round], run);
     slots.groups.update([run.name, run.rounds, run.finished], run);
     slots.images.update([run.name, run.images.length], run, state);
+    slots.attacks.update([run.name, run.attacks], run);
     slots.config.update([run.name, run.finished], run);
     table.update(run);
     slots.ledgers.update((data.ledgers || []).map((l) => [l.name, l.head]), data.ledgers || []);
@@ -61,6 +63,7 @@ function page(first) {
     show("comparison", data.runs.length > 1);
     show("loss", data.series.some((s) => s.curve.loss.some(known)));
     show("spend", Boolean(run.spend));
+    show("attacks", Boolean(run.attacks));
     show("noise", slots.noise.host.hasChildNodes());
     document.getElementById("sub").textContent = headline();
     document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
@@ -73,6 +76,7 @@ function page(first) {
 
   function headline() {
     const running = data.runs.filter((r) => !r.finished).length;
+    if (data.runs.length === 1) return `${data.runs[0].name}${running ? "; not finished" : ""}`;
     const seeds = [...new Set(data.runs.map((r) => r.seed))].sort((a, b) => a - b);
     return `${data.series.map((s) => s.label).join("; ")}; ${seeds.length === 1 ? "seed" : "seeds"} ${seeds.join(", ")}` + (running ? `; ${running} not finished` : "");
   }

@@ -19,9 +19,9 @@ function claimCards(data) {
 function claimSection(data) {
   const large = el("div", { class: "figures" }, data.figures.map((f) => el("div", { class: `figure ${f.kind}` },
     el("p", { class: "name" }, f.name), el("p", { class: "large" }, f.figure), el("p", { class: "note" }, f.text))));
-  return [el("div", { class: "first" }, large, el("div", { id: "accuracy" }, leadCharts(data))),
-    (data.together || []).map((t) => el("article", { class: `claim ${t.bounded ? "kept" : "none"}` }, el("p", { class: "head" }, t.headline), el("p", {}, t.text))),
-    data.runs.filter((run) => run.resume).map((run) => stateCard(run)), claimCards(data)];
+  return [data.runs.filter((run) => run.resume).map((run) => stateCard(run)),
+    el("div", { class: "first" }, large, el("div", { id: "accuracy" }, leadCharts(data))),
+    (data.together || []).map((t) => el("article", { class: `claim ${t.bounded ? "kept" : "none"}` }, el("p", { class: "head" }, t.headline), el("p", {}, t.text))), claimCards(data)];
 }
 
 // A run that has not ended: how far it is, whether somebody still works on it, how it goes on.
@@ -39,17 +39,19 @@ function stateCard(run) {
   const sign = known(run.touched) ? tellAge(el("span", { class: "sign", "data-touched": String(run.touched) })) : null;
   return el("article", { class: `claim ${alive ? "kept" : "none"} state-card` },
     el("p", { class: "head" }, `${said}: round ${run.rounds} of ${run.planned}`), el("p", { class: "who" }, run.name), bar, sign ? el("p", { class: "note" }, "Last sign of life: ", sign) : null,
-    alive ? null : el("p", {}, "Go on with ", el("code", {}, run.resume), ". What was charged to clients stays charged; nothing is paid twice."));
+    alive ? null : el("p", {}, dead ? "Go on with " : "Where this folder lies, go on with ", el("code", {}, run.resume), ". What was charged to clients stays charged; nothing is paid twice."));
 }
 
 // What runs are judged by, inside a sentence.
 const metricOf = (data) => [...new Set(data.series.map((s) => s.metric.replace(/^[A-Z](?=[a-z])/, (c) => c.toLowerCase())))].join(" or ");
 
+const ofShare = (s, value) => (s.share && known(value) ? value.toFixed(4) : number(value));
+
 function comparisonSection(data) {
   const columns = [{ name: "what ran" }, { name: `${metricOf(data)}, mean`, kind: "number" }, { name: "sd", kind: "number" },
     { name: "95 % interval of the mean", kind: "number" }, { name: "seeds", kind: "number" }, { name: "worst client's ε", kind: "number" }];
   const rows = data.levels.flatMap((level) => [{ level: level.heading }, ...level.series.map((i) => data.series[i]).map((s) => [
-    s.label, number(s.mean), number(s.sd), known(s.low) ? `${number(s.low)} to ${number(s.high)}` : "-", String(s.runs.length), bound(s.epsilon)])]);
+    s.label, ofShare(s, s.mean), ofShare(s, s.sd), known(s.low) ? `${ofShare(s, s.low)} to ${ofShare(s, s.high)}` : "-", String(s.runs.length), bound(s.epsilon)])]);
   return [el("p", { class: "note" }, `Rows under one heading were asked to promise every client the same, best first: only those may be compared by ${metricOf(data)} alone.`), table(columns, rows, "Runs compared"),
     data.pairs && data.pairs.length ? el("details", { class: "paper" }, el("summary", {}, "Differences on the same seeds"), table(
       [{ name: "difference" }, { name: "mean", kind: "number" }, { name: "95 % interval", kind: "number" }, { name: "p", kind: "number" }, { name: "seeds", kind: "number" }],
@@ -66,9 +68,12 @@ function leadCharts(data) {
   if (data.tradeoff && data.tradeoff.length) {
     drawn.push(lineChart({ title: `Test ${metricOf(data)} against the ε that was asked`, note: "Line: mean of the seeds; band: lowest to highest seed.", series: data.tradeoff, xLabel: "ε asked of every client", xName: "ε", endLabels: true, xRange: [0], leastSpan: data.series[0].share ? 0.1 : 0 }));
   }
+  if (!drawn.length && !data.series.some((s) => s.curve.mean.some(known))) return el("p", { class: "note" }, "No measure on test data is there to be drawn.");
+  const far = data.runs.every((r) => 10 * r.rounds >= r.planned); // else the line would be a stroke at the edge
+  if (drawn.length && data.series.every((s) => s.curve.rounds.length < 2)) return drawn;
   drawn.push(lineChart({ title: `Test ${metricOf(data)} by round`, note: data.series.some((s) => s.runs.length > 1) ? "Line: mean of the seeds; band: lowest to highest seed." : "",
     series: data.series.map((s) => ({ name: s.label, color: s.color, dash: s.dash, marker: s.marker, x: s.curve.rounds, y: s.curve.mean, low: band(s, "low"), high: band(s, "high") })), xLabel: "round", wholeX: true, endLabels: true,
-    xRange: data.runs.some((r) => r.resume) ? [1, Math.max(...data.runs.map((r) => r.planned))] : null,
+    xRange: far && data.runs.some((r) => r.resume) ? [1, Math.max(...data.runs.map((r) => r.planned))] : null,
     leastSpan: data.series[0].share ? 0.1 : 0, references: known(target) ? [{ y: target, label: `target ${number(target)}` }] : [], alwaysNamed: data.series.length > 1 }));
   return drawn;
 }
@@ -103,7 +108,8 @@ const clientName = (run, client) => (run.spend && run.spend.ids ? `client ${clie
 
 function spendChart(run, client, { title, levels, from, before, references, note }) {
   const spend = run.spend, x = levels.max.map((_, i) => i + from);
-  const series = [
+  const alike = levels.max.every((value, i) => value === levels.low[i]);
+  const series = alike ? [{ name: "every client", color: "blue", x, y: levels.max }] : [
     { name: "the client that spent most", color: "vermilion", x, y: levels.max },
     { name: "median client (band: middle half)", color: "blue", x, y: levels.median, low: levels.low, high: levels.high }];
   const own = client === null ? null : ownSpend(run, client, before);
@@ -150,9 +156,16 @@ function noiseSection(run) {
   const x = count(run.rounds), p = run.per_round;
   const line = (name, key, tint, dash) => (p[key] ? { name, color: tint, dash, x, y: p[key] } : null);
   const drawn = (title, note, series) => (series.filter(Boolean).length ? lineChart({ title, note, series: series.filter(Boolean), xLabel: "round", wholeX: true, yRange: [0], alwaysNamed: true }) : null);
+  const against = (key, unit) => {  // what an accuracy cost, where rounds say so
+    const { metric, rounds, values } = run.evaluation, at = p[key] ? rounds.map((r) => p[key][r - 1]) : [];
+    const first = known(run.target) ? values.findIndex((v) => known(v) && v >= run.target) : -1;
+    return at.length ? lineChart({ title: `Test ${metric} against ${unit}`, note: first < 0 ? "" : `${number(at[first])} ${unit} to the target.`, series: [{ name: metric, color: "blue", x: at, y: values }],
+      xLabel: unit, xName: unit, xRange: [0], references: known(run.target) ? [{ y: run.target, label: `target ${number(run.target)}` }] : [] }) : null;
+  };
   const charts = [
+    against("joules", "joules of all clients"), against("clock", "simulated seconds"),
     drawn("Clip and noise", "The clip bound of a typical client; the noise on each number of the mean update.", [line("clip bound", "clip", "blue"), line("noise (standard deviation)", "noise", "vermilion", "7 3")]),
-    run.noise_ratio && run.noise_ratio.some(known) ? lineChart({ title: "Noise against signal, all rounds so far", note: `Norm of the noise over the largest sum of updates the clip allows. The last value, ${number(run.noise_ratio.at(-1), 3)}, is the figure that a plan is judged by.`,
+    run.noise_ratio && run.noise_ratio.some(known) ? lineChart({ title: "Noise against signal, all rounds so far", note: `Norm of the noise over the largest sum of updates the clip allows. ${run.finished ? `The last value, ${number(run.noise_ratio.at(-1), 3)}, is` : "After the last round it is"} the figure that a plan is judged by.`,
       series: [{ name: "noise to signal", color: "purple", x, y: run.noise_ratio }], xLabel: "round", wholeX: true, yRange: [0], references: (run.noise_limits || []).map((y, i) => ({ y, label: i ? `hopeless above ${y}` : `workable below ${y}` })) }) : null,
     drawn("Measured norms (private)", "Of the mean update and of the noise on it.", [line("signal", "signal_norm", "green"), line("noise", "noise_norm", "vermilion", "7 3")]),
     drawn("Training loss (private)", "Mean of the clients that trained.", [line("training loss", "train_loss", "purple")]),
@@ -177,9 +190,9 @@ function tiersTable(run) {
 }
 
 function tiersChart(run) {
-  const colors = ["blue", "vermilion", "green", "purple", "orange", "grey"], tiers = run.tiers;
+  const tiers = run.tiers;
   if (!tiers || !Object.values(tiers.widths).flat().some(known)) return null;
-  const series = Object.entries(tiers.widths).map(([width, y], i) => ({ name: `width ${width}`, color: colors[i % colors.length], x: tiers.rounds, y }));
+  const series = Object.entries(tiers.widths).map(([width, y], i) => ({ name: `width ${width}`, ...tiers.looks[i], x: tiers.rounds, y }));
   return lineChart({ title: "Test accuracy of each tier", note: "Of the small model that a client of the tier holds, on data that no client holds.", series, xLabel: "round", wholeX: true, yRange: [0, 1], alwaysNamed: true });
 }
 
@@ -207,9 +220,9 @@ function groupsSection(run) {
 // What clients measured on samples of their own, by group: for the owner.
 function measuredTable(run) {
   if (!run.measured) return null;
-  const columns = [{ name: "group" }, ...["accuracy, mean", "worst decile", "Gini"].map((name) => ({ name, kind: "number" }))];
+  const columns = [{ name: "group" }, ...[`${run.measured.metrics[0]}, mean`, "worst decile", "Gini"].map((name) => ({ name, kind: "number" }))];
   return [el("h3", {}, `What clients measured after round ${run.measured.rounds} on their own samples (private)`),
-    table(columns, run.measured.groups.map((g) => [g.name, ...[g.mean, g.worst, g.gini].map((v) => number(v))]), "Accuracy by group")];
+    table(columns, run.measured.groups.map((g) => [g.name, ...[g.mean, g.worst, g.gini].map((v) => number(v))]), "What clients measured, by group")];
 }
 
 function imagesSection(run, state) {
@@ -237,6 +250,24 @@ function configSection(run) {
     el("h3", {}, rows.length === 1 ? "1 option differs from the mode's defaults" : `${rows.length} options differ from the mode's defaults`), shown(rows),
     el("details", {}, el("summary", {}, `All ${run.config.length} options`), shown(run.config)),
     run.ledger ? [el("h3", {}, "Ledger"), facts(Object.entries(run.ledger).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "-" : k === "delta" ? tiny(v) : k.includes("epsilon") ? bound(v) : typeof v === "number" ? number(v) : v]))] : null];
+}
+
+// What the owner's own attacks found: pictures of clients are among it.
+function attacksSection(run) {
+  if (!run.attacks) return null;
+  const { inversion, membership } = run.attacks, parts = [];
+  if (inversion) parts.push(el("h3", {}, "Inversion: images looked for in one client's first update"),
+    el("p", { class: "note" }, `First row: the ${inversion.images} images of client ${inversion.client}; below it what each attack found. The mean test image alone reaches ${inversion.blank.toFixed(1)} dB.`),
+    el("div", { class: "frames as-drawn" }, el("img", { src: `data:image/png;base64,${inversion.png}`, alt: "Truth and what attacks found" })),
+    table([{ name: "attack" }, { name: "PSNR in dB", kind: "number" }], Object.entries(inversion.psnr).map(([name, value]) => [name, value.toFixed(1)]), "Inversion"));
+  if (membership) {
+    const rates = Object.keys(membership[0].right_alarms), of = (found, most) => `${found.toFixed(3)} of ${most.toFixed(3)}`;
+    parts.push(el("h3", {}, "Membership: who trained the released model?"),
+      el("p", { class: "note" }, "Area under the curve (0.5: nothing is learned) and right alarms at a share of false ones; behind each the most that the run's bound allows (1: no bound)."),
+      table([{ name: "attack" }, { name: "AUC", kind: "number" }, ...rates.map((rate) => ({ name: `right at ${Number(rate) * 100} % false`, kind: "number" }))],
+        membership.map((m) => [m.attack, of(m.auc, m.allowed_auc), ...rates.map((rate) => of(m.right_alarms[rate], m.allowed_alarms[rate]))]), "Membership"));
+  }
+  return parts;
 }
 
 // Ledgers that are watched beside runs.

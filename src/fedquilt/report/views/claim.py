@@ -6,6 +6,7 @@ known, the headline is the figure of all of them together.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,16 @@ from fedquilt.config import RunConfig
 from fedquilt.privacy.accounting import gaussian_mu
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.privacy.statement import ADJACENCIES, Statement
+from fedquilt.record.result import CUSTOM
+from fedquilt.report.runs import earlier_runs
 from fedquilt.report.series import upward
 
 _UNFINISHED = "No statement yet"
 _NOTHING = "No guarantee: ε = ∞"
 _LARGER = 1 + 1e-6
+_ROUNDED = 1 + 2e-4  # figures of a page are rounded up
+_GO_ON = "the runs that go on from one another"
+_UNTIL_THEN = ("lifetime: over all runs", "lifetime when this run ended: over all runs until then")
 
 
 def claim_view(
@@ -43,8 +49,8 @@ def claim_view(
             "bounded": False,
             "finished": False,
             "headline": _UNFINISHED,
-            "explained": f"{rounds} of {config.num_rounds} rounds are over. What may be claimed is "
-            "said when the run ends; until then the ledger's charges are what is known.",
+            "explained": f"{rounds} of {config.num_releases} rounds are over. What may be claimed "
+            "is said when the run ends; until then the ledger's charges are what is known.",
             "facts": [],
             "notes": [],
             "epsilon_max": None,
@@ -60,19 +66,23 @@ def claim_view(
     hidden = None if private else (result.get("ledger") or {}).get("ledger")
     lifetime = _lifetime(result, statement.epsilon_max, total, config)
     whole = statement.epsilon_max if lifetime is None else lifetime["epsilon"]
+    stated = float((result.get("ledger") or {}).get("lifetime_epsilon_max", math.inf))
+    notes = statement.notes
+    if lifetime is not None and lifetime["epsilon"] > stated * _ROUNDED:  # later runs were charged
+        notes = tuple(note.replace(*_UNTIL_THEN) for note in notes)
     return {
         "bounded": statement.is_bounded and math.isfinite(whole),
         "finished": True,
         "headline": _headline(statement, whole, lifetime),
         "explained": _explained(statement, whole, config, shared=lifetime is not None),
-        "facts": [*_alone(statement, lifetime), *_facts(statement)],
-        "notes": [_without_place(note, hidden) for note in statement.notes],
+        "facts": [*_alone(statement, lifetime), *_facts(statement), *_begun(statement, config)],
+        "notes": [without_place(note, hidden) for note in notes],
         "figure": f"ε ≤ {format_bound(whole)}" if math.isfinite(whole) else "ε = ∞",
         "epsilon_max": record["epsilon_max"],
         "delta": record["delta"],
         "adjacency": record["adjacency"],
         "lifetime": _plain(lifetime),
-        "text": _without_place(statement.as_text(), hidden),
+        "text": without_place(dataclasses.replace(statement, notes=notes).as_text(), hidden),
     }
 
 
@@ -145,41 +155,75 @@ def composed_epsilon(
 def together_view(
     runs: Sequence[Mapping[str, Any]], sweeps: Mapping[str, Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """Return what runs that share clients may claim together: on one ledger, or in one sweep.
+    """Return what runs that share clients may claim together, and which runs (`members`) those are.
 
-    `sweeps` names the places of a sweep's runs.  Whatever is charged to one shared ledger is
-    bounded by that; of other runs of a sweep the claims are composed.
+    They share a ledger, are points of one sweep (`sweeps` names their places), or one goes on
+    with the model of another.  Whatever is charged to one shared ledger is bounded by that; of
+    other runs the claims are composed.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        lifetime, spend = run["claim"].get("lifetime"), run.get("spend") or {}
-        if lifetime is not None and spend.get("population"):
-            where = f"the runs of the ledger's population {spend['population']}"
-            known = found.get(where)
-            if known is None or float(known["epsilon"]) < float(lifetime["epsilon"]):
-                given = (lifetime["runs"], lifetime["epsilon"], spend["delta"])
-                found[where] = _shared(where, *given, spend["adjacency"])
-    for name, members in sweeps.items():
-        own = [runs[i] for i in members if runs[i]["rounds"] or runs[i]["finished"]]
-        if len(own) < 2 or all(run["claim"].get("lifetime") for run in own):
-            continue
-        epsilon, delta = composed_epsilon(
-            [_given_away(run) for run in own],
-            [_delta(run) for run in own],
-            amplified=any(run["roster_is"] == "available" for run in own),
-        )
-        where = f"the runs of the sweep {name}"
-        adjacency = own[0]["claim"].get("adjacency") or "zero-out"
-        found[where] = _shared(where, len(own), upward(epsilon), delta, adjacency)
-    return list(found.values())
+    ledgers: dict[tuple[str, str], list[int]] = {}
+    for place, run in enumerate(runs):
+        population = (run.get("spend") or {}).get("population")
+        if run["claim"].get("lifetime") is not None and population:
+            ledgers.setdefault((run.get("account", ""), population), []).append(place)
+    found = []
+    for (_, population), members in ledgers.items():
+        worst = max((runs[i] for i in members), key=_given_away)
+        where, lifetime = f"the runs of the ledger's population {population!r}", worst["claim"]
+        given = lifetime["lifetime"]["runs"], lifetime["lifetime"]["epsilon"]
+        spend = worst["spend"]
+        found.append((members, _shared(where, *given, spend["delta"], spend["adjacency"])))
+    sharing = [(f"the runs of the sweep {name!r}", members) for name, members in sweeps.items()]
+    sharing += [(_GO_ON, members) for members in _chains(runs)]
+    for where, places in sharing:
+        own = [i for i in places if runs[i]["rounds"] or runs[i]["finished"]]
+        if len(own) > 1 and not any(set(own) <= set(charged) for charged in ledgers.values()):
+            found.append((own, _composed(where, runs, own, list(ledgers.values()))))
+    return [{**one, "members": members} for members, one in found]
+
+
+def _chains(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the places of runs that go on from one another."""
+    earlier = earlier_runs([(run.get("begins", ""), run.get("ends", "")) for run in runs])
+    chains: list[set[int]] = []
+    for place, before in enumerate(earlier):
+        if before:
+            joined = [chain for chain in chains if chain & before]
+            chains = [chain for chain in chains if chain not in joined]
+            chains.append({place, *before}.union(*joined))
+    return [sorted(chain) for chain in chains]
+
+
+def _composed(
+    where: str,
+    runs: Sequence[Mapping[str, Any]],
+    own: Sequence[int],
+    ledgers: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Compose what some runs have cost; all that is charged to one ledger counts once."""
+    groups = [set(own) & set(members) for members in ledgers]
+    groups += [{place} for place in set(own).difference(*groups)]
+    parts = [max((runs[i] for i in group), key=_given_away) for group in groups if group]
+    epsilon, delta = composed_epsilon(
+        [_given_away(run) for run in parts],
+        [_delta(run) for run in parts],
+        amplified=any(runs[place]["roster_is"] == "available" for place in own),
+    )
+    adjacency = runs[own[0]]["claim"].get("adjacency") or "zero-out"
+    made = _shared(where, len(own), upward(epsilon), delta, adjacency)
+    if where == _GO_ON:
+        made["text"] += " Earlier runs that are not shown here are not counted."
+    return made
 
 
 def _given_away(run: Mapping[str, Any]) -> float:
-    """Return what a run may have cost a client: its claim or, before its end, its budget."""
-    claimed = run["claim"]["epsilon_max"]
-    if claimed is not None:
-        return float(claimed)
-    return float((run.get("spend") or {}).get("budget", math.inf))
+    """Return what a client may have lost: the claim, over all runs where that is known.
+
+    Before the end of a run it is its budget.
+    """
+    claim, budget = run["claim"], (run.get("spend") or {}).get("budget", math.inf)
+    own = float(budget if claim["epsilon_max"] is None else claim["epsilon_max"])
+    return max(own, float((claim.get("lifetime") or {}).get("epsilon", 0.0)))
 
 
 def _delta(run: Mapping[str, Any]) -> float | None:
@@ -194,9 +238,9 @@ def _shared(
     bounded = math.isfinite(float(epsilon)) and delta is not None
     if bounded:
         stated = f"ε ≤ {format_bound(float(epsilon))} at δ = {format_bound(delta or 0.0, 6)}"
-        headline = f"Every client, over all of them: {stated}"
+        headline = f"Every client, over {where}: {stated}"
     else:
-        headline = f"{_NOTHING} over all of them"
+        headline = f"{_NOTHING} over {where}"
     chosen = " What is chosen by looking at results is not covered by a single run's claim."
     return {
         "where": where,
@@ -213,7 +257,7 @@ def _shared(
     }
 
 
-def _without_place(text: str, path: str | None) -> str:
+def without_place(text: str, path: str | None) -> str:
     """Return a text in which a file has its name only."""
     return text if path is None else text.replace(path, Path(path).name)
 
@@ -246,6 +290,14 @@ def _alone(statement: Statement, lifetime: Mapping[str, Any] | None) -> list[lis
     if lifetime is None:
         return []
     return [["This run alone", f"ε ≤ {format_bound(statement.epsilon_max)}"]]
+
+
+def _begun(statement: Statement, config: RunConfig) -> list[list[str]]:
+    """Say that nobody knows here what made the first weights of a user's own model."""
+    if config.model != CUSTOM or config.ledger is not None or not statement.is_bounded:
+        return []
+    said = "a model of the user's own: what clients gave away for it in earlier runs is not counted"
+    return [["Began with", said]]
 
 
 def _facts(statement: Statement) -> list[list[str]]:

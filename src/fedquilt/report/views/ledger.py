@@ -6,6 +6,7 @@ It names clients and says when they were charged: it is for whoever keeps the le
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 from fedquilt._version import __version__
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy.ledger import Charge, Population
+from fedquilt.privacy.ledger import Charge, Population, open_ledger
+from fedquilt.privacy.ledger.names import read_names
 from fedquilt.privacy.ledger.rows import NEAR_END, payable_epsilons
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent, falls_short
 from fedquilt.report.series import short, upward
-from fedquilt.report.views.spend import open_ledger
 
 _MOST_HISTORY = 500
 _MOST_NAMED = 20
@@ -28,7 +29,8 @@ def ledger_view(path: str | Path) -> dict[str, Any]:
     """Return all populations of a ledger as plain data."""
     place = Path(path)
     with open_ledger(place) as ledger:
-        populations = [_population(one) for one in ledger.populations()]
+        names = read_names(place)
+        populations = [_population(one, names) for one in ledger.populations()]
         head = ledger.head()
     return {
         "fedquilt": __version__,
@@ -37,7 +39,7 @@ def ledger_view(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _population(population: Population) -> dict[str, Any]:
+def _population(population: Population, names: Mapping[str, str]) -> dict[str, Any]:
     info, summary, rows = population.info, population.summary(), list(population.rows())
     charges = population.charges()
     used = np.asarray([row.mu2_spent for row in rows])
@@ -56,7 +58,7 @@ def _population(population: Population) -> dict[str, Any]:
         "open_reservations": summary.open_reservations,
         "payable": short(summary.largest_run_epsilon, 4),
         "near_share": NEAR_END,
-        "ids": [row.client_id for row in rows] if info.named else None,
+        "ids": [_shown(row.client_id, names) for row in rows] if info.named else None,
         "joins": [row.joins for row in rows],
         "epsilons": [upward(row.epsilon_spent) for row in rows],
         "left": [short(row.epsilon_left, 4) for row in rows],
@@ -67,6 +69,11 @@ def _population(population: Population) -> dict[str, Any]:
         ],
         "runs": _runs(population, charges),
     }
+
+
+def _shown(value: str | None, names: Mapping[str, str]) -> str | None:
+    """Return a client's name where it has one, otherwise its id."""
+    return None if value is None else names.get(value, value)
 
 
 def _share(spent: float, allowance: float) -> float | None:
@@ -101,7 +108,7 @@ def client_history(path: str | Path, population: str, client: int) -> dict[str, 
         info = chosen.info
         checks.integer("client", client, at_least=0, at_most=info.num_clients - 1)
         names = {run.key: run.name for run in chosen.runs()}
-        name = chosen.ids()[client] if info.named else None
+        name = _shown(chosen.ids()[client], read_names(path)) if info.named else None
         spent, records = 0.0, []
         for one in chosen.charges():
             place = int(np.searchsorted(one.clients, client))

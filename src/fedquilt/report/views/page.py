@@ -1,12 +1,18 @@
-"""Several runs as one page: with their images and, for the owner, what clients hold."""
+"""Several runs as one page: with their images and, for the owner, what clients hold.
+
+The released model is looked at again, accuracy by class and of the slices that tiers hold: on test
+data, which no client holds, so this costs no privacy.  Where a claiming run withholds what it
+measured on them, because people who are clients made them, only the owner sees it here too.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,25 +20,45 @@ from numpy.typing import NDArray
 from fedquilt._version import __version__
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import RunConfig
-from fedquilt.data import DATASETS
+from fedquilt.data import DATASETS, ImageDataset, load_dataset
+from fedquilt.data.holdings import salted_digest
+from fedquilt.federation import CLIENTS_TESTED
+from fedquilt.observe.progress import StepsProgress
 from fedquilt.record.folder import RunFolder
+from fedquilt.record.result import CUSTOM, RunResult, load
+from fedquilt.report.tables import tier_scores
 from fedquilt.report.views.claim import together_view
-from fedquilt.report.views.class_accuracy import class_accuracy_view
 from fedquilt.report.views.run import run_view
 from fedquilt.setup.build_task import build_task
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 SCHEMA_VERSION = 1
+NESTED = ("heterofl", "fjord")
+"""Methods in which a narrow client's slice is the front part of everybody's model."""
+_BATCH = 1024
 _SWEEP = "sweep.json"
 MOST_FRAMES = 24
 _MOST_A_CLASS = 10
+_MOST_BEFORE = 20
+"""Of runs beside one that are not shown, so many are looked at for what it may go on from."""
 _GAP = 1
 _INSIDE = ("*/config.toml", "points/*/*/config.toml")
 """Where runs lie in a folder of runs, and in that of a sweep."""
 
 
 def runs_inside(path: Path) -> list[Path]:
-    """Return the run folders in a folder of runs or of a sweep, none where it is no such."""
-    return sorted(found.parent for pattern in _INSIDE for found in path.glob(pattern))
+    """Return the run folders in a folder of runs or of a sweep, none where it is no such.
+
+    Of a folder that holds no run but comparisons and sweeps it is the runs of those.
+    """
+    own, below = (
+        sorted(found.parent for pattern in _INSIDE for found in path.glob(above + pattern))
+        for above in ("", "*/")
+    )
+    return own or below
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -50,7 +76,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def page_view(
-    paths: Sequence[str | Path], *, private: bool = False, look: bool = True
+    paths: Sequence[str | Path], *, private: bool = False, look: bool = True, shown: bool = False
 ) -> dict[str, Any]:
     """Return all there is to draw of some runs, as plain data that fits in JSON.
 
@@ -62,11 +88,85 @@ def page_view(
         Show also what is for the owner only: raw measurements, what clients hold, paths.
     look
         Test the models of finished runs once more: accuracy by class and by tier.
+    shown
+        Show how far the work is, where there are several runs.
     """
     folders = find_runs(paths)
-    runs = [_one(path, private, look) for path in folders]
+    runs = read_runs(folders, lambda path: _one(path, private, look), "report: run", shown=shown)
     together = together_view(runs, sweeps_of(folders))
     return {**empty_view(private=private), "runs": runs, "together": together}
+
+
+def read_runs(
+    folders: Sequence[Path], read: Callable[[Path], dict[str, Any]], what: str, *, shown: bool
+) -> list[dict[str, Any]]:
+    """Return what `read` makes of each run, with what tells it from the others."""
+    runs = []
+    with StepsProgress(what, len(folders), shown=shown and len(folders) > 1) as steps:
+        for path, own in zip(folders, digests_of(folders), strict=True):
+            steps.begin(path.name)
+            runs.append(read(path) | own)
+            steps.end()
+    return runs
+
+
+def digests_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return which runs have equal parts, data and ledgers, and which go on from which.
+
+    The digests are the owner's: this says which are equal, and not what they are.  `unseen`: one
+    goes on from a run that lies beside it and is not among these.
+    """
+    opened = [RunFolder.open(path) for path in folders]
+    found: list[dict[str, Any]] = [
+        {**folder.digests(), "account": _account(folder), "ends": ""} for folder in opened
+    ]
+    if any(folder.read_config().model == CUSTOM for folder in opened):  # others begin anew
+        for own, folder in zip(found, opened, strict=True):
+            own["ends"] = _last_weights(folder)
+        shown, ends = {path.resolve() for path in folders}, {own["ends"] for own in found}
+        for own, folder in zip(found, opened, strict=True):
+            if folder.read_config().model == CUSTOM and own["begins"] not in ends:
+                own["unseen"] = _goes_on_from_beside(folder, own, shown)
+    for keys in (("held",), ("data",), ("account",), ("begins", "ends")):
+        places = sorted({own[key] for own in found for key in keys} - {""})
+        for own in found:
+            own |= {key: str(places.index(own[key])) if own[key] else "" for key in keys}
+    return found
+
+
+def _account(folder: RunFolder) -> str:
+    """Return where the ledger of a run lies."""
+    try:
+        account = folder.read_account()
+    except (FedquiltError, OSError):  # the owner's alone, and somebody else looks
+        return ""
+    return "" if account is None else str(Path(account["ledger"]).resolve())
+
+
+def _goes_on_from_beside(folder: RunFolder, own: Mapping[str, str], shown: set[Path]) -> bool:
+    """Tell whether a run goes on from one of the newest before it that lie beside it.
+
+    Where one ledger counts both, nobody has to be told.
+    """
+    place = folder.path.resolve()
+    began = (place / "config.toml").stat().st_mtime
+    done = [path / "result.json" for path in runs_inside(place.parent) if path not in shown]
+    before = [path for path in done if path.exists() and path.stat().st_mtime <= began]
+    for path in sorted(before, key=lambda path: path.stat().st_mtime)[: -_MOST_BEFORE - 1 : -1]:
+        with contextlib.suppress(FedquiltError, OSError):
+            earlier = RunFolder.open(path.parent)
+            counted = own["account"] and _account(earlier) == own["account"]
+            if not counted and _last_weights(earlier) == own["begins"]:
+                return True
+    return False
+
+
+def _last_weights(folder: RunFolder) -> str:
+    """Return the digest of the weights that a finished run ended with."""
+    if not (folder.path / "result.json").exists():
+        return ""
+    saved = folder.load_checkpoint()
+    return "" if saved is None else salted_digest(saved.model, b"")
 
 
 def sweeps_of(folders: Sequence[Path]) -> dict[str, list[int]]:
@@ -89,10 +189,11 @@ def _one(path: Path, private: bool, look: bool) -> dict[str, Any]:
     folder = RunFolder.open(path)
     view = run_view(path, private=private)
     view["images"] = images_view(folder)
-    view["look"] = class_accuracy_view(path) if look and view["finished"] else None
+    view["look"] = class_accuracy_view(path, private) if look and view["finished"] else None
     view["holdings"] = holdings_view(folder.read_config()) if private else None
     view["measured"] = measured_view(folder) if private else None
     view["baselines"] = (folder.read_baselines() or None) if private else None
+    view["attacks"] = (folder.read_attacks() or None) if private else None
     return view
 
 
@@ -182,3 +283,67 @@ def _sheet(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> NDArray[np.u
 def _is_upright(classes: int, each: int) -> bool:
     """Tell whether a class is a row: where there are at least as many images of one as classes."""
     return each >= classes
+
+
+def class_accuracy_view(path: Path, private: bool) -> dict[str, Any] | None:
+    """Return what a look at a finished run's model shows, None where there is nothing to see.
+
+    Data that are not on this machine are not fetched for it.
+    """
+    try:
+        done = load(path)
+        settings = done.result["metadata"]["hyperparameters"]
+        if done.model is None or settings.get("dataset") not in DATASETS:
+            return None
+        statement = done.statement
+        withheld = statement.is_bounded and set(CLIENTS_TESTED) <= set(statement.uncovered)
+        if withheld and not private:
+            return None
+        _, test = load_dataset(settings["dataset"], settings.get("data_dir"), download=False)
+        return _look(done, test)
+    except (FedquiltError, OSError) as error:
+        return {"missing": str(error)}
+
+
+def _look(done: RunResult, test: ImageDataset) -> dict[str, Any]:
+    import torch
+
+    assert done.model is not None
+    with torch.no_grad():
+        right = _right(done.model, test)
+        classes = [
+            {
+                "label": label,
+                "samples": int((test.targets == label).sum()),
+                "accuracy": round(float(right[test.targets == label].float().mean()), 4),
+            }
+            for label in range(test.num_classes)
+            if bool((test.targets == label).any())
+        ]
+        return {"classes": classes, "tiers": _tiers(done, test)}
+
+
+def _right(model: nn.Module, test: ImageDataset) -> torch.Tensor:
+    import torch
+
+    model.eval()
+    answers = [model(batch).argmax(dim=1) for batch in torch.split(test.images, _BATCH)]
+    return torch.cat(answers) == test.targets
+
+
+def _tiers(done: RunResult, test: ImageDataset) -> dict[str, float]:
+    """Return the accuracy of each width: as recorded or, of older runs, of nested slices."""
+    record = done.result.get("slices") or {}
+    if any("test" in tier for tier in record.get("tiers", ())):
+        return {width: round(score, 4) for width, score in tier_scores(record).items()}
+    if record.get("method") not in NESTED or done.model is None:
+        return {}
+    sample, method = test.images[:2], record["method"]
+    cut = {str(t["width"]): _slice(done.model, method, t["width"], sample) for t in record["tiers"]}
+    return {w: round(float(_right(part, test).float().mean()), 4) for w, part in cut.items()}
+
+
+def _slice(model: nn.Module, method: str, width: str, sample: torch.Tensor) -> nn.Module:
+    from fedquilt.slices import slice_model
+
+    return slice_model(model, width, sample=sample, scaled=method == "heterofl")

@@ -21,7 +21,8 @@ from fedquilt.config import (
     option_fields,
     write_config_file,
 )
-from fedquilt.privacy.feasibility import HOPELESS, WORKABLE
+from fedquilt.config.recipe import BESIDE
+from fedquilt.privacy.feasibility import HOPELESS, WORKABLE, NoiseSoFar
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import CUSTOM, published, split_private
 from fedquilt.report.runs import parts_of
@@ -37,6 +38,8 @@ _COLUMNS = {
     "matching_loss": "matching_loss",
     "bytes_up": "bytes_up",
     "bytes_down": "bytes_down",
+    "joules": "joules",
+    "clock": "clock",
     # private, unless asked for
     "noise_norm": "noise_norm",
     "signal_norm": "signal_norm",
@@ -79,7 +82,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "seed": config.seed,
         "finished": result is not None,
         "rounds": len(lines),
-        "planned": config.num_rounds,
+        "planned": config.num_releases,
         "resume": None
         if result is not None
         else resume_command(config, str(folder.path.resolve()) if private else folder.path.name),
@@ -91,7 +94,7 @@ def run_view(path: str | Path, *, private: bool = False) -> dict[str, Any]:
         "evaluation": _evaluation(lines),
         "target": short(config.target_accuracy),
         "per_round": _per_round(lines),
-        "noise_ratio": _noise_ratio(folder, lines),
+        "noise_ratio": _noise_ratio(folder, lines, result),
         "noise_limits": [WORKABLE, HOPELESS],
         "num_clients": num_clients,
         "cohort_sizes": [len(cohort) for cohort in cohorts],
@@ -169,26 +172,19 @@ def _per_round(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _noise_ratio(folder: RunFolder, lines: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """Return the noise of all rounds so far against the largest signal they could carry.
+def _noise_ratio(
+    folder: RunFolder, lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None
+) -> list[Any] | None:
+    """Return the noise of all rounds so far (`NoiseSoFar`) after each of them.
 
-    √(d Σ noise_std²) / Σ clip, with d trained numbers: after the last round it is the figure that
-    a plan is judged by (`privacy.feasibility`).  It is public, because it follows from options
-    and charges.  Where less than the whole model is noised it is not known from the folder, and
-    neither for a condensation.
+    Where less than the whole model is noised it is not known from the folder, and neither for a
+    condensation.
     """
     config = folder.read_config()
     covered = config.is_bounded(covered=config.patterns("noise_layers") == ("all",))
-    size = _model_size(folder) if covered and config.method != "condense" else 0
-    if not size or config.trainable != "all":
-        return None
-    noise, signal, ratios = 0.0, 0.0, []
-    for line in lines:
-        if line.get("noise_std") and line.get("clip_value"):
-            noise += line["noise_std"] ** 2
-            signal += line["clip_value"] * line.get("agg_scale", 1.0)
-        ratios.append(math.sqrt(size * noise) / signal if signal else None)
-    return shorts(ratios, 4)
+    size = _noised(folder, config, result) if covered and config.method != "condense" else 0
+    noise = NoiseSoFar(size)
+    return shorts((noise.after([line]) for line in lines), 4) if size else None
 
 
 def resume_command(config: RunConfig, place: str) -> str:
@@ -199,12 +195,20 @@ def resume_command(config: RunConfig, place: str) -> str:
     return f"fedquilt {command} --resume {shlex.quote(place)}"
 
 
-def _model_size(folder: RunFolder) -> int:
-    """Return how many numbers the released model has, 0 while there is no checkpoint."""
+def _noised(folder: RunFolder, config: RunConfig, result: Mapping[str, Any] | None) -> int:
+    """Return on how many numbers the noise falls, 0 where that is not known.
+
+    A statement names the tensors; before it, those of the package's own models are known.
+    """
     saved = folder.load_checkpoint()
-    if saved is None:
+    own = CUSTOM in (config.model, config.method) or config.trainable != "all"
+    if saved is None or (result is None and own):
         return 0
-    return sum(tensor.numel() for tensor in saved.model.values() if tensor.is_floating_point())
+    floats = [name for name, tensor in saved.model.items() if tensor.is_floating_point()]
+    names = floats if result is None else (result.get("statement") or {}).get("covered") or ()
+    if not set(names) <= saved.model.keys():
+        return 0
+    return sum(saved.model[name].numel() for name in names)
 
 
 def _joins(cohorts: Sequence[Sequence[int]], num_clients: int) -> list[int]:
@@ -217,12 +221,17 @@ def _joins(cohorts: Sequence[Sequence[int]], num_clients: int) -> list[int]:
 
 
 def _settings(config: RunConfig, private: bool) -> list[list[Any]]:
-    """Return [option, value, whether it is what the mode has by default] for every option."""
+    """Return [option, value, whether it is what the mode has by default] for every option.
+
+    What a default follows from (`config/recipe.py`) is as it was said.
+    """
     fields, values = option_fields(type(config)), config.as_dict()
     usual = {name: item.default for name, item in fields.items()}
     with contextlib.suppress(FedquiltError):  # a mode of somebody's own data may ask for more
         asked = {"mode": config.mode, "method": config.method, "dataset": config.dataset}
         usual = build_config(asked).as_dict()
+        said = {name: values[name] for name in BESIDE if values.get(name) != usual.get(name)}
+        usual = build_config(asked | said).as_dict() | {name: usual[name] for name in said}
     chosen = ("mode", "method", "dataset", "seed")
     return [
         [

@@ -6,7 +6,6 @@ made, and what clients are called, is not shown here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.common.errors import FedquiltError
-from fedquilt.privacy.ledger import Charge, Ledger, Population, RunInfo
-from fedquilt.privacy.ledger.members import ids_digest
+from fedquilt.privacy.ledger import Charge, Ledger, Population, RunInfo, open_ledger
+from fedquilt.privacy.ledger.entries import ids_digest
 from fedquilt.privacy.ledger.rows import bounded_epsilons
 from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent
 from fedquilt.record.folder import RunFolder
@@ -31,15 +30,6 @@ LEVELS = {"max": 1.0, "high": 0.75, "median": 0.5, "low": 0.25}
 Cohorts = Sequence[Sequence[int]]
 Amounts = NDArray[np.float64]
 Places = NDArray[np.int64]
-
-
-def open_ledger(path: Path) -> Ledger:
-    """Open a ledger to look into it.
-
-    After a kill SQLite has to roll an unfinished entry back, which needs write access.
-    """
-    writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
-    return Ledger.open(path, read_only=not writable)
 
 
 def spend_view(

@@ -38,7 +38,6 @@ from fedquilt.slices.graph.cuts import (
     operation,
     or_whole,
 )
-from fedquilt.slices.graph.layers import keep_whole, walk_layer
 from fedquilt.slices.graph.operations import (
     COMBINING,
     ELEMENTWISE,
@@ -46,6 +45,8 @@ from fedquilt.slices.graph.operations import (
     MEASURING,
     combine_layouts,
     concatenate,
+    keep_whole,
+    walk_layer,
 )
 from fedquilt.slices.layer_rules import SLICEABLE
 

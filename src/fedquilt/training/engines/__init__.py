@@ -32,22 +32,19 @@ import logging
 import math
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.common.operations import OperationCount
 from fedquilt.config.choices import ENGINES, FLOWER_ENGINES
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.hardware import usable_cores
-from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, LossOf, Task
+from fedquilt.training.hardware import OperationCount, usable_cores
+from fedquilt.training.task import ClientIds, ClientUpdate, Engine, LocalSettings, LossOf, Task
 from fedquilt.training.trainers import Trainer
 from fedquilt.training.trainers.autograd import (
     LARGE,
@@ -58,7 +55,7 @@ from fedquilt.training.trainers.autograd import (
 from fedquilt.training.trainers.captured import CapturedTrainer
 from fedquilt.training.trainers.gpu import GpuTrainer
 from fedquilt.training.trainers.manual import ManualTrainer, try_manual
-from fedquilt.training.trainers.plan import Conv, Dense, NoPlanError, Plan, is_interpreted
+from fedquilt.training.trainers.plan import Conv, Dense, LayerPlan, NoPlanError, is_interpreted
 from fedquilt.training.trainers.vmap import VmapTrainer, why_not_stacked
 
 _log = logging.getLogger(__name__)
@@ -93,11 +90,7 @@ class LocalEngine(Engine):
         self.trainer.lend_updates()
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         clients, size = [int(client) for client in cohort], self.trainer.group_size
@@ -279,7 +272,7 @@ def _manual_or_why(
 
 
 def client_seconds(
-    flat: FlatModel, task: Task, settings: LocalSettings, plan: Plan | None
+    flat: FlatModel, task: Task, settings: LocalSettings, plan: LayerPlan | None
 ) -> float:
     """Return what a client of `SAMPLES` samples costs one core in a round."""
     steps = settings.epochs * math.ceil(SAMPLES / settings.batch_size)

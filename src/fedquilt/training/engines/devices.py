@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from fedquilt.common.errors import InvalidValueError, NotReadyError
@@ -30,7 +29,7 @@ from fedquilt.training.engines.pool import (
     failure,
 )
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
+from fedquilt.training.task import ClientIds, ClientUpdate, Engine, LocalSettings, Task
 
 _SLOTS = 4
 
@@ -123,11 +122,7 @@ class DevicesEngine(Engine):
         self._pool = WorkerPool(WorkerProcess, "devices", on_cpu, task, settings, vector)
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         if not self._pool.close.alive:

@@ -6,7 +6,7 @@ Which worker trains a client changes nothing, because everything random is seede
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
@@ -28,8 +28,8 @@ from fedquilt.training.engines.pool import (
     failure,
 )
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.hardware import one_thread, usable_cores
-from fedquilt.training.task import ClientUpdate, Engine, LocalSettings, Task
+from fedquilt.training.hardware import usable_cores
+from fedquilt.training.task import ClientIds, ClientUpdate, Engine, LocalSettings, Task, one_thread
 from fedquilt.training.trainers import Trainer
 from fedquilt.training.trainers.autograd import AutogradTrainer
 from fedquilt.training.trainers.manual import try_manual
@@ -106,11 +106,7 @@ class ProcessEngine(Engine):
         return [worker.process.pid or 0 for worker in self._pool.workers]
 
     def train(
-        self,
-        start: torch.Tensor,
-        cohort: Sequence[int] | NDArray[np.int64],
-        round_index: int,
-        learning_rate: float,
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
     ) -> Iterator[ClientUpdate]:
         """Yield the update of each client of the cohort, in its order."""
         if not self._pool.close.alive:

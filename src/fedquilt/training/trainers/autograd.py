@@ -358,12 +358,7 @@ class AutogradTrainer(Trainer):
         return ClientUpdate(client, delta, len(index), loss)
 
     def _train(
-        self,
-        start: torch.Tensor,
-        index: torch.Tensor,
-        learning_rate: float,
-        seed: int,
-        loss: Loss,
+        self, start: torch.Tensor, index: torch.Tensor, learning_rate: float, seed: int, loss: Loss
     ) -> float:
         """Train the working model on some samples and return the mean loss."""
         inputs, targets = self.task.inputs, self.task.targets

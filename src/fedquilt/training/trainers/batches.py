@@ -47,11 +47,7 @@ class Shuffles:
     """
 
     def __init__(
-        self,
-        held: Sequence[NDArray[np.int64]],
-        seeds: Sequence[int],
-        batch_size: int,
-        epochs: int,
+        self, held: Sequence[NDArray[np.int64]], seeds: Sequence[int], batch_size: int, epochs: int
     ) -> None:
         self._held, self._seeds = held, seeds
         self.counts = np.array([len(part) for part in held], dtype=np.int64)
@@ -193,12 +189,7 @@ class BatchTable:
             yield from self._block(first, shapes[first : first + block], rows, columns, stack)
 
     def _block(
-        self,
-        first: int,
-        shapes: list[tuple[int, int]],
-        rows: int,
-        columns: int,
-        stack: ModelStack,
+        self, first: int, shapes: list[tuple[int, int]], rows: int, columns: int, stack: ModelStack
     ) -> Iterator[Step]:
         """Lay out a chunk of steps on the host and move it to the device at once."""
         device = self._task.device

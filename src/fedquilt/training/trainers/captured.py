@@ -39,14 +39,7 @@ from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import Objective
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
 from fedquilt.training.state import ModuleState
-from fedquilt.training.task import (
-    LocalSettings,
-    Loss,
-    LossOf,
-    StepLoss,
-    Task,
-    public_inputs,
-)
+from fedquilt.training.task import LocalSettings, Loss, LossOf, StepLoss, Task, public_inputs
 from fedquilt.training.trainers import NEVER_SILENT
 from fedquilt.training.trainers.autograd import (
     AutogradTrainer,
@@ -159,12 +152,7 @@ class CapturedTrainer(AutogradTrainer):
         return loss
 
     def _train(
-        self,
-        start: torch.Tensor,
-        index: torch.Tensor,
-        learning_rate: float,
-        seed: int,
-        loss: Loss,
+        self, start: torch.Tensor, index: torch.Tensor, learning_rate: float, seed: int, loss: Loss
     ) -> float:
         if self.captured is None:
             return super()._train(start, index, learning_rate, seed, loss)

@@ -23,13 +23,13 @@ from torch.nn import functional
 
 from fedquilt.training.draws import ClientDraws, draw_keys, hashed_bits
 from fedquilt.training.flat import FlatModel
-from fedquilt.training.hardware import one_thread
 from fedquilt.training.task import (
     ClientUpdate,
     LocalSettings,
     Task,
     client_seed,
     epoch_order,
+    one_thread,
     public_inputs,
 )
 from fedquilt.training.trainers import Trainer, failed_update
@@ -40,7 +40,7 @@ from fedquilt.training.trainers.manual_layers import (
     check_layers,
     matrices,
 )
-from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan
+from fedquilt.training.trainers.plan import Conv, Dense, Dropout, LayerPlan, NoPlanError
 from fedquilt.training.trainers.trial import (
     FLOAT32,
     SCALES,
@@ -103,7 +103,7 @@ class ManualTrainer(Trainer):
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
         self.flat, self.task, self.settings, self._draws = flat, task, settings, draws
-        self.plan: Plan = plan_for("manual", flat, task, settings)
+        self.plan: LayerPlan = plan_for("manual", flat, task, settings)
         check_layers(self.plan)
         is_plain = settings.optimizer.is_plain and not settings.fedprox_mu
         self._fused = is_plain and settings.batch_size <= _FUSED_BATCH

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from fedquilt.training.trainers import winograd
-from fedquilt.training.trainers.plan import Conv, Dense, Dropout, NoPlanError, Plan
+from fedquilt.training.trainers.plan import Conv, Dense, Dropout, LayerPlan, NoPlanError
 from fedquilt.training.trainers.winograd import Update
 
 _ALIGN = 16  # floats of a cache line; columns of a joined matrix are filled up to it
@@ -228,11 +228,7 @@ class _DropoutStep:
 
 
 def convolved(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    padding: list[int],
-    relu: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: list[int], relu: bool
 ) -> torch.Tensor:
     """Return relu(convolution) of stride 1, channels last, in one call where oneDNN is there."""
     if _FUSED is not None:
@@ -276,7 +272,7 @@ class ManualProgram:
 
     Parameters
     ----------
-    plan : Plan
+    plan : LayerPlan
         The network.
     width : int
         The size of a full batch.
@@ -288,7 +284,7 @@ class ManualProgram:
     """
 
     def __init__(
-        self, plan: Plan, width: int, with_gradients: bool, lanes: int | None = None
+        self, plan: LayerPlan, width: int, with_gradients: bool, lanes: int | None = None
     ) -> None:
         self._lanes = () if lanes is None else (lanes,)
         self._layers = _made(plan, fill_up=lanes is not None)
@@ -457,14 +453,14 @@ def _convolution(made: LayerBuffers, view: BufferView) -> _Step:
 _STEPS: dict[type, Any] = {Conv: _convolution, Dense: _DenseStep, Dropout: _DropoutStep}
 
 
-def check_layers(plan: Plan) -> None:
+def check_layers(plan: LayerPlan) -> None:
     """Raise NoPlanError for a plan with a layer that is not written here."""
     for layer in plan.layers:
         if type(layer) not in _STEPS:
             raise NoPlanError(f"{type(layer).__name__} is not written for a CPU")
 
 
-def _made(plan: Plan, fill_up: bool) -> list[LayerBuffers]:
+def _made(plan: LayerPlan, fill_up: bool) -> list[LayerBuffers]:
     """Return the layers, told what they read; `fill_up` rows of weights without a bias, too."""
     layers: list[LayerBuffers] = []
     image: tuple[int, ...] | None = None

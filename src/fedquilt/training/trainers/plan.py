@@ -148,7 +148,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """The layers in order, and how their weights lie."""
 
     layers: tuple[Layer, ...]
@@ -179,7 +179,7 @@ class Plan:
         return inputs.movedim(1, -1) if inputs.dim() == 4 else inputs
 
 
-def make_plan(module: nn.Module, sample: torch.Tensor) -> Plan:
+def plan_layers(module: nn.Module, sample: torch.Tensor) -> LayerPlan:
     """Return the plan of a network in training mode; `sample` is a batch of public inputs.
 
     Raises
@@ -239,14 +239,14 @@ class _Maker:
         self._whole = whole
         self._closed = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> LayerPlan:
         last = self._layers[-1] if self._layers else None
         if not isinstance(last, Dense) or last.relu:
             raise NoPlanError("it does not end in a linear layer")
         if self._whole and not isinstance(self._layers[0], Embedding):
             raise NoPlanError("its inputs are whole numbers, which no embedding reads")
         layers, weights = tuple(self._layers), tuple(self._weights)
-        return Plan(layers, weights, self._input_shape, self._closed)
+        return LayerPlan(layers, weights, self._input_shape, self._closed)
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":

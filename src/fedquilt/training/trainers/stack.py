@@ -443,7 +443,7 @@ class ProgramShapes:
         losses = losses * shares.to(device)[order, :width]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         marks = [losses.detach().sum(1), *(g for g in gradients if g is not None)]
-        return fingerprint([*marks, *self._steps(leaves, gradients)])
+        return bits_of_rows([*marks, *self._steps(leaves, gradients)])
 
     def _steps(
         self, leaves: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -459,7 +459,7 @@ class ProgramShapes:
 
 
 @torch.no_grad()
-def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
+def bits_of_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return one number for each row and tensor that follows from all of the row's bits."""
     columns = []
     for tensor in tensors:

@@ -29,7 +29,7 @@ from fedquilt.training.flat import FlatModel
 from fedquilt.training.objective import IGNORED, Objective
 from fedquilt.training.state import ModuleState
 from fedquilt.training.task import LocalSettings, Task, public_inputs
-from fedquilt.training.trainers.plan import NoPlanError, Plan, is_interpreted, make_plan
+from fedquilt.training.trainers.plan import LayerPlan, NoPlanError, is_interpreted, plan_layers
 
 FLOAT32, TF32, BFLOAT16 = 2.0**-18, 2.0**-9, 2.0**-7
 """How far weights and inputs are moved: 64 units of rounding, which tiled sums (Winograd) need some
@@ -91,13 +91,13 @@ def _has_labels(task: Task) -> bool:
     return is_label and is_class and not targets.is_floating_point()
 
 
-def plan_for(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> Plan:
+def plan_for(trainer: str, flat: FlatModel, task: Task, settings: LocalSettings) -> LayerPlan:
     """Return the plan of a model for a trainer, not tried yet; else raise NoPlanError."""
     reason = why_not(trainer, flat, task, settings)
     if reason:
         raise NoPlanError(reason)
     flat.module.train()
-    plan = make_plan(flat.module, task.public().inputs)
+    plan = plan_layers(flat.module, task.public().inputs)
     if {weights.name for weights in plan.weights} != set(flat.names):
         raise NoPlanError("it has parameters outside its layers, or frozen ones")
     return plan

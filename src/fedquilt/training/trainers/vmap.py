@@ -144,12 +144,7 @@ class VmapTrainer(Trainer):
             yield done.pop(client)
 
     def _train_rows(
-        self,
-        start: torch.Tensor,
-        table: BatchTable,
-        rows: int,
-        width: int,
-        learning_rate: float,
+        self, start: torch.Tensor, table: BatchTable, rows: int, width: int, learning_rate: float
     ) -> tuple[torch.Tensor, list[float]]:
         """Run all steps of a group; nothing waits for the device until the end."""
         stack, count = self._stack, len(table.clients)

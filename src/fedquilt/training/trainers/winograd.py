@@ -65,7 +65,7 @@ def suits(layer: Conv) -> bool:
     return direct > _WORTH * tiles * (3 * _IN**2 * pairs + transforms)
 
 
-def matrices() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tile_transforms() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return A^T [4, 6], G [6, 3] and B^T [6, 6] of Toom and Cook, in float64.
 
     With N_i(x) the product of (x - p_j) over the points other than p_i: row i of B^T has the
@@ -98,7 +98,7 @@ class _Transforms:
     """The matrices in float32, as they stand on the left of products; [n] of them for batches."""
 
     def __init__(self) -> None:
-        a, g, b = matrices()
+        a, g, b = tile_transforms()
         self.weights = torch.kron(g, g).float()
         self.weights_back = self.weights.t()
         self.a, self.b = a.float(), b.float()

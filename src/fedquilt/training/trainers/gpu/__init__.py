@@ -16,7 +16,7 @@ from fedquilt.training.flat import FlatModel
 from fedquilt.training.task import ClientUpdate, LocalSettings, Task, public_inputs
 from fedquilt.training.trainers import Trainer
 from fedquilt.training.trainers.batches import BatchTable, IndexChunk, Tables
-from fedquilt.training.trainers.plan import NoPlanError, Plan
+from fedquilt.training.trainers.plan import LayerPlan, NoPlanError
 from fedquilt.training.trainers.stack import clients_that_fit
 from fedquilt.training.trainers.trial import (
     BFLOAT16,
@@ -75,7 +75,7 @@ class GpuTrainer(Trainer):
     def __init__(
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
-        self.plan: Plan = plan_for("gpu", flat, task, settings)
+        self.plan: LayerPlan = plan_for("gpu", flat, task, settings)
         self.task, self.settings = task, settings
         self.starts_early = task.device.type == "cuda"
         self._flat, self._width = flat, settings.batch_size
@@ -234,7 +234,7 @@ def _rate(samples: torch.Tensor) -> float:
     return _TRIAL_RATE / max(1.0, size) ** 2
 
 
-def _trial_inputs(plan: Plan, like: torch.Tensor, count: int) -> torch.Tensor:
+def _trial_inputs(plan: LayerPlan, like: torch.Tensor, count: int) -> torch.Tensor:
     """Return made-up samples; tokens of the whole vocabulary, another at every place."""
     inputs: torch.Tensor = public_inputs(like, count)
     return inputs if not plan.vocabulary else drawn_tokens(inputs, plan.vocabulary, 0)

@@ -18,15 +18,15 @@ import torch
 from fedquilt.training.hardware import record_event
 from fedquilt.training.objective import IGNORED
 from fedquilt.training.trainers.batches import IndexChunk, Tables
-from fedquilt.training.trainers.gpu import embed_kernels, kernels, norm_kernels
+from fedquilt.training.trainers.gpu import kernels, norm_kernels
 from fedquilt.training.trainers.plan import (
     Conv,
     Dense,
     Dropout,
     Embedding,
     Layer,
+    LayerPlan,
     Norm,
-    Plan,
     Pool,
     is_interpreted,
 )
@@ -68,7 +68,7 @@ class Program:
 
     Parameters
     ----------
-    plan : Plan
+    plan : LayerPlan
         The network.
     inputs, targets : tensor
         All samples, channels last and contiguous.
@@ -87,7 +87,7 @@ class Program:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LayerPlan,
         inputs: torch.Tensor,
         targets: torch.Tensor,
         rows: int,
@@ -551,7 +551,7 @@ class Program:
         assert isinstance(layer, Embedding)
         sizes = _table_sizes(layer, self.width)
         block = min(1024, _power(sizes[0] * layer.dim))
-        embed_kernels.embedding_kernel[(_cdiv(sizes[0] * layer.dim, block), count)](
+        norm_kernels.embedding_kernel[(_cdiv(sizes[0] * layer.dim, block), count)](
             kept.x, self._used[layer.weight], kept.out, *sizes, layer.relu, BLOCK=block,
         )  # fmt: skip
 
@@ -561,7 +561,7 @@ class Program:
         sizes = _table_sizes(layer, self.width)
         table, columns = min(32, max(16, _power(layer.num))), min(64, max(16, _power(layer.dim)))
         grid = (_cdiv(layer.num, table), _cdiv(layer.dim, columns), count)
-        embed_kernels.embedding_update_kernel[grid](
+        norm_kernels.embedding_update_kernel[grid](
             self._step, self._sizes, self._rate, kept.x, kept.d,
             self._weights[layer.weight], self._used[layer.weight], self._anchors[layer.weight],
             self._pull, self.rows, *sizes, self._low, bool(self._prox),

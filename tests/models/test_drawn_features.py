@@ -1,0 +1,163 @@
+"""Features learned from drawn pictures: what was shipped, what they depend on, where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedquilt.errors import InvalidValueError
+from fedquilt.models import MODELS, make_model
+from fedquilt.models.features import DrawnFeatures, drawn, precompute
+from tools import train_extractor
+
+
+def test_the_shipped_weights_are_those_of_the_digest_and_of_the_training_network() -> None:
+    raw = drawn.WEIGHTS.read_bytes()
+    assert hashlib.sha256(raw).hexdigest() == drawn.SHA256
+    tensors = load_file(drawn.WEIGHTS)
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    made = train_extractor.folded(train_extractor.Network())
+    assert {name: shapes[name] for name in made} == {name: v.shape for name, v in made.items()}
+
+
+def test_features_are_those_of_a_plain_network_projected_and_of_one_length() -> None:
+    tensors = {name: value.double() for name, value in load_file(drawn.WEIGHTS).items()}
+    network = train_extractor.Network().double().eval()
+    for name, unit in network.named_modules():  # BatchNorm folded: only its bias does something
+        if isinstance(unit, train_extractor.Unit):
+            unit.norm.eps = 0.0
+            unit.conv.weight.data = tensors[f"{name}.weight"]
+            unit.norm.bias.data = tensors[f"{name}.bias"]
+    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = network(train_extractor.standardised(images.double()))
+    wanted = (plain - tensors["colour.mean"]) @ tensors["colour.directions"][:, :64]
+    wanted *= 128**0.5 / wanted.norm(dim=1, keepdim=True)
+    front = DrawnFeatures((3, 32, 32), 64)
+    torch.testing.assert_close(front(images).double(), wanted, rtol=1e-3, atol=1e-3)
+    moved = front(3 * images - 1)  # how data were scaled does not matter
+    torch.testing.assert_close(moved.double(), wanted, rtol=1e-3, atol=1e-3)
+    narrow = DrawnFeatures((3, 32, 32), 16)(images)
+    ratio = narrow / wanted[:, :16]
+    torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64)])
+def test_what_is_said_of_a_picture_depends_on_no_other(shape: tuple[int, int, int]) -> None:
+    front = DrawnFeatures(shape, 32)
+    images = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
+    alone = precompute(front, images[:1], batch_size=4)
+    torch.testing.assert_close(precompute(front, images, batch_size=4)[:1], alone)
+    assert not list(front.parameters())
+    assert not front.state_dict()
+
+
+@pytest.mark.parametrize("side", [8, 28])
+def test_gradients_and_drawn_features_each_have_half_of_a_row(side: int) -> None:
+    front = make_model("hog-drawn-linear", (1, side, side), 10, 0).front
+    images = torch.rand(4, 1, side, side, generator=torch.Generator().manual_seed(2))
+    rows = front(images)
+    gradients = make_model("hog-linear", (1, side, side), 10, 0).front(images)
+    drawn_rows = DrawnFeatures((1, side, side), 256, "grey")(images)
+    torch.testing.assert_close(rows[:, :128], gradients / 2**0.5)  # both have length sqrt(128)
+    torch.testing.assert_close(rows[:, 128:], drawn_rows / 2**0.5)
+    torch.testing.assert_close(front(images[:1]), rows[:1], rtol=1e-3, atol=1e-4)
+
+
+def test_grey_directions_whiten_what_the_tool_draws() -> None:
+    """Means of 400 pictures drawn afresh: near zero against the spread, which is even."""
+    torch.manual_seed(5)
+    kinds = train_extractor.KINDS[1:]
+    pictures = torch.cat(
+        [train_extractor.view(k, train_extractor.draw(k, 200), still=True)[:, :1] for k in kinds]
+    )
+    rows = DrawnFeatures((1, 32, 32), 256, "grey").describe(pictures)
+    assert rows.mean(0).norm() < 0.15 * rows.std(0).norm()
+    plain = DrawnFeatures((1, 32, 32), 256)
+    raw = plain._network(plain._seen(pictures))
+    values = [torch.linalg.eigvalsh(torch.cov(x.T)).clamp(min=0) for x in (rows, raw)]
+    even, uneven = (float(x.max() / x.sum()) for x in values)
+    assert even < uneven / 4
+
+
+def test_models_of_every_width_train_that_many_numbers_a_class() -> None:
+    for width in (16, 32, 64, 128, 256):
+        model = make_model(f"drawn-linear-{width}", (3, 32, 32), 10, 0)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 10 * width
+    assert sum(name.startswith("drawn-") for name in MODELS) == 5
+    beside = make_model("hog-drawn-linear", (1, 28, 28), 10, 0)
+    assert sum(p.numel() for p in beside.parameters() if p.requires_grad) == 3840
+    with pytest.raises(InvalidValueError, match="channels of input_shape=3 must be 1"):
+        make_model("hog-drawn-linear", (3, 32, 32), 10, 0)
+    with pytest.raises(InvalidValueError, match="channels of input_shape"):
+        make_model("drawn-linear-16", (2, 32, 32), 10, 0)
+
+
+def test_features_of_a_data_set_are_computed_once_and_again_if_the_file_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDQUILT_CACHE", str(tmp_path / "cache"))
+    front, images, calls = DrawnFeatures((1, 28, 28), 16), torch.rand(5, 1, 28, 28), []
+
+    def compute(all_of_it: torch.nn.Module) -> torch.Tensor:
+        calls.append(1)
+        return precompute(all_of_it, images)
+
+    first = drawn.remembered(front, images, compute)
+    torch.testing.assert_close(first, precompute(front, images))
+    wide = DrawnFeatures((1, 28, 28), 256)
+    torch.testing.assert_close(
+        drawn.remembered(wide, images, compute), precompute(wide, images), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(drawn.remembered(front, images, compute), first)
+    assert len(calls) == 1
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_bytes(b"something else")
+    assert torch.equal(drawn.remembered(front, images, compute), first)
+    drawn.remembered(front, images + 1, compute)  # other pictures, another file
+    assert len(calls) == 3
+    monkeypatch.setenv("FEDQUILT_CACHE", "/dev/null/nowhere")
+    assert torch.equal(drawn.remembered(front, images, compute), first)
+
+
+def test_kept_features_are_their_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDQUILT_CACHE", str(tmp_path / "cache"))
+    front, images = DrawnFeatures((1, 28, 28), 16), torch.rand(2, 1, 28, 28)
+    drawn.remembered(front, images, lambda whole: precompute(whole, images))
+    (path,) = (tmp_path / "cache").iterdir()
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (path.parent, path)] == [0o700, 0o600]
+
+
+def test_gradient_features_of_many_pictures_are_kept_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDQUILT_CACHE", str(tmp_path))
+    images = torch.rand(20, 1, 8, 8)
+    for name in ("hog-linear", "scatter-linear"):  # of one width and shape, not of one file
+        front = make_model(name, (1, 8, 8), 10, 0).front
+        monkeypatch.setattr(front, "keeps_from", 20)
+        for _ in range(2):
+            kept = drawn.remembered(front, images, lambda whole: precompute(whole, images))
+            assert torch.equal(kept, precompute(front, images))
+        drawn.remembered(front, images[:19], lambda whole: precompute(whole, images[:19]))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_weights_that_were_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for which in ("WEIGHTS", "GREY"):
+        (tmp_path / which).write_bytes(getattr(drawn, which).read_bytes()[:-1] + b"\x01")
+        monkeypatch.setattr(drawn, which, tmp_path / which)
+        drawn._tensors.cache_clear()
+        with pytest.raises(drawn.DataError, match="must have"):
+            DrawnFeatures((1, 28, 28), 16, "strokes" if which == "WEIGHTS" else "grey")
+        monkeypatch.undo()
+        drawn._tensors.cache_clear()
