@@ -341,6 +341,21 @@ def test_up_starts_nodes_with_the_key_that_counts_and_leaves_revoked_ones_out(
     assert federation.prepare(app, names)["nodes"]["c"]["key"] == "c-key2"
 
 
+def test_the_next_command_names_a_folder_that_is_not_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert LocalFederation("federation").command("run") == "fedquilt flower run"
+    elsewhere = tmp_path / "two words"
+    federation = LocalFederation(elsewhere)
+    assert federation.command("run") == f"fedquilt flower run --folder '{elsewhere}'"
+    federation.prepare(write_app(tmp_path / "app"), ["clinic-07"])
+    said: list[str] = []
+    notes = noted(tmp_path, "failed", tmp_path / "run", ended_process())
+    assert federation.control().follow(notes, said.append) == 1
+    assert said[-1].endswith(f"continue with: fedquilt flower resume --folder '{elsewhere}'")
+
+
 def test_stop_of_a_server_where_no_run_goes_on_is_refused(cli: Cli, output: Path) -> None:
     said = cli("flower", "stop", "--output", output)
     assert said.code == 2

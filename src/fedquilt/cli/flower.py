@@ -121,7 +121,7 @@ def up(
     ports = config["ports"]
     gate, link = (f"127.0.0.1:{ports[name]}" for name in ("gate", "superlink"))
     tell(f"up: {len(config['nodes'])} nodes, gate {gate}, SuperLink {link} (loopback only)")
-    tell(f"logs: {printable(federation.folder / 'logs')}\nnext: fedquilt flower run\n")
+    tell(f"logs: {printable(federation.folder / 'logs')}\nnext: {federation.command('run')}\n")
     print("The same on hosts of their own (docs/deploy.md):\n")
     print(commands_for_hosts(federation.config()))
 
@@ -451,7 +451,7 @@ def _submit(federation: LocalFederation, given: dict[str, Any], debug: bool) -> 
         stop(notes, now=choice == "now")
         control.follow(notes, lambda line: None)
         note = notes.read() or {"why": "stopped before it began"}
-        tell(f"{note['why']}\ncontinue with: fedquilt flower resume")
+        tell(f"{note['why']}\ncontinue with: {federation.command('resume')}")
         raise typer.Exit(130) from None
     if code and debug and notes.traceback():
         print(notes.traceback(), file=sys.stderr)

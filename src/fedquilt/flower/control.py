@@ -89,11 +89,13 @@ class Control:
         Of the authority that the SuperLink's certificate is signed by.
     output : Path
         The operator's folder of runs.
+    resume : str
+        The command that continues a run which ended before it was finished.
     """
 
-    def __init__(self, port: int, certificate: Path, output: Path) -> None:
+    def __init__(self, port: int, certificate: Path, output: Path, resume: str = "") -> None:
         self._where = (port, certificate)
-        self._output = output
+        self._output, self._resume = output, resume
         self._ask_at, self._seen_at = 0.0, time.monotonic()
 
     def submit(self, app: str, overrides: Mapping[str, Any]) -> RunNotes:
@@ -175,8 +177,9 @@ class Control:
             )
         return says
 
-    @staticmethod
-    def _tell_end(notes: RunNotes, ended: tuple[bool, str], say: Callable[[str], object]) -> int:
+    def _tell_end(
+        self, notes: RunNotes, ended: tuple[bool, str], say: Callable[[str], object]
+    ) -> int:
         finished, why = ended
         note = notes.read() or {"folder": "", "state": ""}
         folder = note["folder"]
@@ -188,7 +191,7 @@ class Control:
             return 0
         say(why if note["state"] == STOPPED else f"error: {why}")
         if folder:
-            say(f"the run's folder: {folder}\ncontinue with: fedquilt flower resume")
+            say(f"the run's folder: {folder}\ncontinue with: {self._resume}")
         return 1
 
 

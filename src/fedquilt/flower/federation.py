@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -364,7 +365,14 @@ class LocalFederation:
     def control(self) -> Control:
         """Return how runs are submitted and followed."""
         config = self.config()
-        return Control(config["ports"]["superlink"], self.folder / "ca.crt", Path(config["output"]))
+        places = self.folder / "ca.crt", Path(config["output"])
+        return Control(config["ports"]["superlink"], *places, self.command("resume"))
+
+    def command(self, name: str) -> str:
+        """Return a command for this federation as it is typed here."""
+        elsewhere = self.folder != Path("federation").resolve()
+        folder = f" --folder {shlex.quote(str(self.folder))}" if elsewhere else ""
+        return f"fedquilt flower {name}{folder}"
 
     def wait(self, rounds: int | None = None, seconds: float = 600.0) -> Path:
         """Wait until a run is finished, or has so many rounds; return its folder."""
