@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,10 +66,11 @@ def test_a_header_cannot_say_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn believes `X-Forwarded-For` of loopback, with a port, unless it is told not to."""
     command: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     given: dict[str, Any] = {}
+    app = SimpleNamespace(user_middleware=[])
     monkeypatch.setattr(command, "uvicorn", type("U", (), {"run": lambda **k: given.update(k)}))
-    monkeypatch.setattr(command, "flower_superlink", lambda: command.uvicorn.run(app="app", port=1))
-    internals.run_superlink(lambda app: f"guarded {app}", {})
-    assert given == {"app": "guarded app", "port": 1, "proxy_headers": False}
+    monkeypatch.setattr(command, "flower_superlink", lambda: command.uvicorn.run(app=app, port=1))
+    internals.run_superlink(lambda app: ("guarded", app), {})
+    assert given == {"app": ("guarded", app), "port": 1, "proxy_headers": False}
 
 
 def test_what_is_deleted_is_cut_off(tmp_path: Path) -> None:
@@ -91,3 +93,64 @@ def test_an_address_that_others_reach_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "argv", ["superlink", "--host", host])
         with pytest.raises(SystemExit, match="must be an address of loopback"):
             superlink.main()
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+
+def events_of(app: Any, path: str) -> list[tuple[Any, ...]]:
+    """Return what an ASGI app sends for a request of this path."""
+    sent: list[tuple[Any, ...]] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(event: Any) -> None:
+        if event["type"] == "http.response.start" or event["body"]:
+            sent.append((event["type"], event.get("status"), event.get("body")))
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+             "server": ("127.0.0.1", 1), "scheme": "http", "root_path": ""}  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+LAYERS = importlib.import_module("flwr.superlink.main")._get_middleware()
+
+
+def test_only_layers_of_one_api_are_passed_by() -> None:
+    limited = {layer.cls.__name__ for layer in LAYERS
+               if internals.for_its_own_api(layer.cls) is not layer.cls}  # fmt: skip
+    kept = {layer.cls.__name__ for layer in LAYERS} - limited
+    assert kept == {"BaseHTTPMiddleware", "ProtobufTranslationMiddleware"}
+    assert {"ControlAuthenticationMiddleware", "NodeAuthMiddleware"} < limited
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [each.cls for each in LAYERS if internals.for_its_own_api(each.cls) is not each.cls],
+    ids=lambda kind: kind.__name__,
+)
+def test_what_passes_by_a_layer_is_what_the_layer_itself_passes_on(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that did something for another API would have to be passed through."""
+    monkeypatch.setenv("FLWR_TRACING_ENABLED", "1")
+    name, seen = layer.__name__, []
+
+    async def noted(self: Any, request: Any, call_next: Any) -> Any:
+        seen.append(request.url.path)
+        return await call_next(request)
+
+    watched = type(name, (layer,), {"dispatch": noted})
+    limited = internals.for_its_own_api(watched)(hello)
+    (own,) = (path for start, path in internals._LAYERS.items() if name.startswith(start))
+    paths = [f"/v1/{api}/x" for api in ("control", "fleet", "runtime")]
+    for path in [*paths, "/v1/else/x", "/health"]:
+        answer = events_of(hello, path)
+        assert events_of(limited, path) == answer
+        if not path.startswith(own):
+            assert events_of(layer(hello), path) == answer
+    assert seen == [own + "x", "/v1/else/x", "/health"]
