@@ -32,7 +32,7 @@ test-all: install
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not deploy" $(TESTS)
 
 test-deploy: install
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m deploy $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m deploy $(TESTS)
 
 check: install
 	$(BIN)/ruff check .

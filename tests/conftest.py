@@ -51,7 +51,11 @@ use_profile()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes, and pages in a browser as slow: tiers are chosen by marks."""
+    """Mark what starts processes, and pages in a browser as slow: tiers are chosen by marks.
+
+    The longest test of a deployment begins first, so that nobody waits for it in the end.
+    """
+    items.sort(key=lambda item: "masks_deploy" not in item.nodeid)
     for item in items:
         used = getattr(item, "fixturenames", ())
         if "nursery" in used:
