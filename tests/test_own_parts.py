@@ -17,7 +17,7 @@ from torch import nn
 import fedquilt
 from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.common.errors import InvalidValueError, RunInterrupted
 from fedquilt.common.observer import Observer
 from fedquilt.privacy.accounting import gaussian_mu

@@ -52,8 +52,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.common.randomness import torch_seed
+from fedquilt.condense.matching import SyntheticSet
 from fedquilt.condense.server import load_like
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Learner
 from fedquilt.method import Progress
 from fedquilt.models.features import draw, precompute

@@ -10,7 +10,6 @@ so a `RunConfig` that exists is valid.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -790,26 +789,6 @@ class RunConfig:
     def releases_per_evaluation(self) -> int:
         """After how many releases the model is evaluated: `eval_every` rounds, or one release."""
         return max(1, self.eval_every // self.rounds_per_release)
-
-    def learning_rate_at(self, round_index: int) -> float:
-        """Return the local learning rate of release t, of T, by `lr_schedule`.
-
-        exponential: learning_rate * lr_decay ** t;  step: lr_decay ** (t // lr_step_rounds);
-        cosine: (1 + cos(pi t / T)) / 2;  all times (t + 1) / (w + 1) in the first w rounds,
-        lr_warmup_rounds.
-        """
-        rate = self.learning_rate * self._schedule(round_index)
-        if round_index < self.lr_warmup_rounds:
-            rate *= (round_index + 1) / (self.lr_warmup_rounds + 1)
-        return rate
-
-    def _schedule(self, round_index: int) -> float:
-        """Return the factor on the learning rate in a round, without warm-up."""
-        if self.lr_schedule == "cosine":
-            return (1.0 + math.cos(math.pi * round_index / self.num_releases)) / 2.0
-        if self.lr_schedule == "step":
-            return self.lr_decay ** (round_index // self.lr_step_rounds)
-        return self.lr_decay**round_index if self.lr_schedule == "exponential" else 1.0
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a copy with some fields changed, checked again."""

@@ -1,4 +1,4 @@
-"""The QuAP-FL paper's figures: the accuracy curve, and who consumes the nominal budget.
+"""The QuAP-FL paper's figures: the accuracy curve, a mode over seeds, who consumes the budget.
 
 Of several runs, seeds of one another make one line with a band from the lowest to the highest.
 """
@@ -21,30 +21,44 @@ from fedquilt.report.runs import RunSeries, series_of
 from fedquilt.report.series import (
     ROUND,
     Array,
+    Series,
+    aligned,
     column,
     entries,
+    headline,
+    in_title,
     is_absent,
     no_budget_in_words,
+    per_evaluation,
     target_accuracy,
 )
 from fedquilt.report.style import (
     BLUE,
+    GREEN,
+    GREY,
+    PALETTE,
     VERMILION,
+    accuracy_limits,
     draw_band,
     draw_metric,
     drawing,
     figure_path,
     figure_settings,
     in_words,
+    line,
+    logarithmic,
     looks_of,
+    padded,
     panel_title,
     save_figure,
+    text_color,
     whole_rounds,
 )
-from fedquilt.report.training_figure import draw_accuracy
+from fedquilt.report.training_figure import draw_accuracy, spend_by_round
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PAPER_SIZE = (6.5, 4.5)
 _FRACTION = 0.2
@@ -291,3 +305,215 @@ def _draw_group(axes: Axes, groups: Sequence[GroupConsumption], color: str, dash
     axes.plot(rounds, means.mean(axis=0), color=color, ls=dash)
     draw_band(axes, rounds, means, color)
     return length
+
+
+Histories = Sequence[Mapping[str, Any]]
+_NAMED_SEEDS = len(PALETTE)
+_THIN = {"linewidth": 1.0, "alpha": 0.8, "markersize": 2.5}
+_THICK = {"linewidth": 2.0, "markersize": 3, "zorder": 3}
+
+
+def plot_multi_seed_comparison(
+    results: Histories,
+    seeds: Sequence[int],
+    dataset_name: str,
+    config: Mapping[str, Any] | None = None,
+    save_path: str | os.PathLike[str] | None = None,
+) -> str:
+    """Draw several seeds of one experiment in four panels; return the path.
+
+    `results` are histories, or whole result dictionaries that hold one.  Seeds
+    that were evaluated at different rounds, or that stopped early, are averaged
+    over the rounds they share.  The mean is drawn only where every seed has a
+    finite value: leaving a diverged seed out would flatter the others.
+    """
+    histories = [_history(index, result) for index, result in enumerate(results)]
+    if not histories or len(histories) != len(seeds):
+        raise InvalidValueError(
+            f"results ({len(histories)}) and seeds ({len(seeds)}) must match, at least one"
+        )
+    settings = figure_settings(config)
+    path = figure_path(save_path, f"{dataset_name}_multi_seed_comparison", settings)
+    key = headline(histories[0])
+    target = target_accuracy(dataset_name, config) if key == "test_accuracy" else None
+    with drawing(settings) as figure:
+        ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
+        figure.suptitle(f"Multi-seed comparison: {str(dataset_name).upper()}, {_count(histories)}")
+        _draw_metric(top_left, histories, key)
+        _draw_metric(top_right, histories, "test_loss", log=True)
+        _draw_budgets(bottom_left, histories)
+        _draw_final(bottom_right, histories, key, target)
+        _name_seeds(figure, seeds)
+        return save_figure(figure, path, settings)
+
+
+def _history(index: int, result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the history in a result, which may be the history itself."""
+    inner = result.get("history", result) if isinstance(result, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise InvalidValueError(f"results[{index}]={result!r:.60} must be a history dictionary")
+    return inner
+
+
+def _count(items: Sequence[object]) -> str:
+    return "1 seed" if len(items) == 1 else f"{len(items)} seeds"
+
+
+def _color(index: int, count: int) -> str:
+    """Return the colour of a seed; with more seeds than colours all are grey."""
+    return PALETTE[index] if count <= _NAMED_SEEDS else GREY
+
+
+def _name_seeds(figure: Figure, seeds: Sequence[int]) -> None:
+    if len(seeds) > _NAMED_SEEDS:
+        return
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=_color(i, len(seeds)), label=f"seed {seed}")
+        for i, seed in enumerate(seeds)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(seeds), frameon=False)
+
+
+def _draw_each(axes: Axes, histories: Histories, key: str, positive: bool) -> Array:
+    """Draw one thin line per seed; return the positions reached, none without data."""
+    reached = [np.zeros(0)]
+    for index, history in enumerate(histories):
+        series = per_evaluation(history, key)
+        keep = series.finite & ((series.values > 0) | (not positive))
+        if keep.any():
+            values = np.where(keep, series.values, np.nan)
+            color = _color(index, len(histories))
+            line(axes, Series(series.positions, values, series.axis), color, **_THIN)
+            reached.append(series.positions)
+    return np.concatenate(reached)
+
+
+def _mean_over_seeds(histories: Histories, key: str) -> tuple[Series, Array, list[str]]:
+    """Return the mean over the seeds, the sample deviation, and notes to print."""
+    positions, values, axis = aligned(histories, key)
+    mean = values.mean(axis=0) if values.size else np.zeros(positions.size)
+    spread = values.std(axis=0, ddof=1) if len(values) > 1 else np.full(positions.size, np.nan)
+    notes = []
+    if not positions.size:
+        notes.append("no mean: the seeds share no evaluation round")
+    elif len(values) < len(histories):
+        notes.append(f"mean over the {len(values)} seeds that recorded it")
+    elif not np.isfinite(mean).all():
+        notes.append("no mean where a seed is not finite")
+    return Series(positions, mean, axis), spread, notes
+
+
+def _draw_metric(axes: Axes, histories: Histories, key: str, *, log: bool = False) -> None:
+    """Draw a test metric of every seed, and the mean with its deviation; losses on a log scale."""
+    name, title = _plain(key), f"Test {in_title(key)}"
+    reached = _draw_each(axes, histories, key, positive=log)
+    if not reached.size:
+        in_words(axes, f"no finite {'positive ' if log else ''}{name} was recorded", title)
+        return
+    mean, spread, notes = _mean_over_seeds(histories, key)
+    shown = np.where(mean.values > 0, mean.values, np.nan) if log else mean.values
+    line(axes, Series(mean.positions, shown, mean.axis), text_color(), **_THICK)
+    legend = "thick: mean"
+    if log:
+        logarithmic(axes)
+    else:
+        if np.isfinite(spread).any():
+            low, high = mean.values - spread, mean.values + spread
+            axes.fill_between(mean.positions, low, high, color=GREY, alpha=0.25, linewidth=0)
+            legend = "thick: mean; band: ± one standard deviation"
+        if key == "test_accuracy":
+            accuracy_limits(axes, np.concatenate([column(history, key) for history in histories]))
+    axes.set_ylabel(f"Test {name} (log scale)" if log else f"Test {name}")
+    whole_rounds(axes, reached, mean.axis)
+    panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix("test_").replace("_", " ")
+
+
+def _draw_budgets(axes: Axes, histories: Histories) -> None:
+    """Draw the histogram of the nominal epsilon of single rounds, over all seeds.
+
+    Runs with a bound have no nominal budgets: what the worst client has spent is drawn.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    title = "Privacy Budget Distribution"
+    values = np.concatenate([column(history, "privacy_budgets") for history in histories])
+    values = values[np.isfinite(values)]
+    spent = [spend_by_round(history) for history in histories]
+    if not values.size and all(spent):
+        _draw_spent(axes, [found["worst"] for found in spent])
+        return
+    if not values.size:
+        absent = all(is_absent(history, "privacy_budgets") for history in histories)
+        why = no_budget_in_words(histories[0]) if absent else "no finite value was recorded"
+        in_words(axes, why, title)
+        return
+    axes.hist(values, bins=_bins(values, most=30), color=GREEN, alpha=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("nominal epsilon of one round (not a guarantee)")
+    axes.set_ylabel("Rounds, over all seeds")
+    panel_title(axes, title, [f"{values.size} rounds, mean {values.mean():.4g}"])
+
+
+def _draw_spent(axes: Axes, worst: Sequence[Array]) -> None:
+    for index, values in enumerate(worst):
+        rounds = np.arange(1.0, values.size + 1)
+        line(axes, Series(rounds, values, ROUND), _color(index, len(worst)), marker="")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("epsilon of the worst client")
+    whole_rounds(axes, np.arange(1.0, max(values.size for values in worst) + 1), ROUND)
+    panel_title(axes, "Privacy Spent", ["each line: one seed"])
+
+
+def _bins(values: Array, most: int) -> list[float]:
+    """Return bin edges; values that are all equal get one narrow bin around them."""
+    low, high = float(values.min()), float(values.max())
+    if high - low <= 1e-9 * max(abs(high), 1e-12):
+        half = 0.02 * abs(high) or 0.5
+        return [low - half, high + half]
+    count = int(min(np.ceil(np.sqrt(values.size)), most))
+    edges: list[float] = np.linspace(low, high, count + 1).tolist()
+    return edges
+
+
+def _draw_final(axes: Axes, histories: Histories, key: str, target: float | None) -> None:
+    """Draw the histogram of the last values, with a tick for every seed."""
+    from matplotlib.ticker import MaxNLocator
+
+    title = f"Final {in_title(key)} Distribution"
+    lasts = [column(history, key)[-1:] for history in histories]
+    finals = np.concatenate(lasts)
+    finals = finals[np.isfinite(finals)]
+    if not finals.size:
+        in_words(axes, f"no finite final {_plain(key)}", title)
+        return
+    axes.hist(finals, bins=_bins(finals, most=20), color=BLUE, alpha=0.35)
+    for index, last in enumerate(lasts):
+        axes.plot(
+            last,
+            [0.04] * last.size,
+            "|",
+            ms=14,
+            mew=2,
+            color=_color(index, len(lasts)),
+            transform=axes.get_xaxis_transform(),
+        )
+    if target is not None:
+        axes.axvline(target, color=VERMILION, linestyle="--", linewidth=1.2, alpha=0.8)
+    if key == "test_accuracy":
+        axes.set_xlim(*padded(np.append(finals, np.nan if target is None else target)))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"Test {_plain(key)} at the end of the run")
+    axes.set_ylabel("Seeds")
+    panel_title(axes, title, _final_notes(finals, len(histories), target))
+
+
+def _final_notes(finals: Array, count: int, target: float | None) -> list[str]:
+    spread = f" ± {finals.std(ddof=1):.4f}" if finals.size > 1 else ""
+    notes = [f"mean {finals.mean():.4f}{spread} over {finals.size} of {count} (ticks: seeds)"]
+    return notes if target is None else [*notes, f"dashed: target {target:g}"]

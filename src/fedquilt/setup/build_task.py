@@ -25,17 +25,21 @@ from fedquilt.data import (
     split_clients,
 )
 from fedquilt.data.holdings import Holdings, shared_sample
-from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
+from fedquilt.data.load import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
-from fedquilt.setup.clients import (
+from fedquilt.setup.task import (
+    FederatedTask,
+    GivenData,
     Parts,
+    UserComponents,
+    Working,
     check_client_tests,
+    make_task,
     roster_digest,
     roster_of_own,
     roster_of_split,
 )
-from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, Working, make_task
 from fedquilt.training.hardware import warm_up_gpu
 
 

@@ -24,7 +24,7 @@ from fedquilt.slices.layer_rules import (
     own_tensors,
     tensor_maps,
 )
-from fedquilt.slices.ranges import Axis, Layer_Range, Ranges, format_ranges, parse_ranges
+from fedquilt.slices.selection import Axis, Layer_Range, Ranges, format_ranges, parse_ranges
 from fedquilt.slices.tensor_map import TensorMap
 
 

@@ -31,11 +31,13 @@ from fedquilt.config.modes import MODE_TABLE
 from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.model_slice import WithoutRows
-from fedquilt.slices.ranks import NOTES, Products, ZeroPadded
 from fedquilt.slices.slicer import keep_scaling
 from fedquilt.slices.slicing import (
+    NOTES,
     Cut,
+    Products,
     Slicing,
+    ZeroPadded,
     cost_of_everybody,
     cost_table,
     make_slicing,

@@ -1,7 +1,7 @@
 """The privacy ledger: one file that says, for every client, what it has given away.
 
 Allowances belong to clients, not to jobs, so the ledger outlives runs.  Its unit of
-account is the squared GDP unit μ² (`units`), in which releases add up exactly.
+account is the squared GDP unit μ² (`entries`), in which releases add up exactly.
 
 >>> import tempfile
 >>> ledger = Ledger.open(tempfile.mkdtemp() + "/ledger.sqlite", create=True)

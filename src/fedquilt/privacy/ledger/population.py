@@ -18,14 +18,20 @@ from fedquilt.privacy.ledger.balances import Balances
 from fedquilt.privacy.ledger.entries import (
     UNKNOWN,
     Entry,
+    FloatArray,
+    IntArray,
     PopulationInfo,
     RunInfo,
     alike,
+    allowance_mu2,
     check_ids,
+    falls_short,
+    grid_unit,
     ids_digest,
     make_body,
     members_body,
     numbers_of,
+    round_down,
 )
 from fedquilt.privacy.ledger.rows import (
     Charge,
@@ -42,14 +48,6 @@ from fedquilt.privacy.ledger.rows import (
 )
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import (
-    FloatArray,
-    IntArray,
-    allowance_mu2,
-    falls_short,
-    grid_unit,
-    round_down,
-)
 
 
 def population_name(
@@ -379,7 +377,7 @@ class Population:
         """Return the largest epsilon that a new run may ask of everybody; 0 when nothing is left.
 
         This is gaussian_epsilon(√(smallest allowance left), delta), which is more
-        than the difference of epsilons: see the module `units`.
+        than the difference of epsilons: see `entries`.
         """
         return payable_by_all(self._fresh())
 

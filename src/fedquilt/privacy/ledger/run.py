@@ -17,9 +17,16 @@ from fedquilt.common.errors import (
 )
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances, joins_in_run, reservation_of
-from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
+from fedquilt.privacy.ledger.entries import (
+    Entry,
+    FloatArray,
+    IntArray,
+    Reservation,
+    RunInfo,
+    epsilon_spent,
+    granted,
+)
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
 
 _CHUNK = 1 << 16  # clients whose numbers stay in the processor's cache
 
