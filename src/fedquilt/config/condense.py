@@ -24,6 +24,7 @@ from fedquilt.config.choices import (
     MODEL_SCHEDULES,
     ROW_BITS,
 )
+from fedquilt.config.documents import STATED
 from fedquilt.config.modes import CONDENSE_MODES, MODES
 from fedquilt.config.option import AnyBut, Case, Flag, declare, declare_again
 from fedquilt.config.run import (
@@ -80,42 +81,7 @@ CERTIFIED_DEFAULTS: dict[str, Any] = {
 }
 CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
     "colour": COLOUR_DEFAULTS,
-    "fednum-document": {
-        "mode": "fednum",
-        "dataset": "cifar10",
-        "partition": "part",
-        "dirichlet_alpha": 0.1,
-        "num_clients": 50,
-        "model": "convnet",
-        "num_rounds": 20,
-        "clients_per_round": 1.0,
-        "batch_size": 256,
-        "model_epochs": 500,
-        "model_lr": 0.01,
-        "model_weight_decay": 5e-4,
-        "model_schedule": "constant",
-        "cutmix": 0.0,
-        "model_families": 1,
-        "eval_every": 1,
-        "feature_model": "global",
-        "augmentation": "none",
-        "avg_num": 32,
-        "min_group": 1,
-        "max_samples": 0,
-        "moments": 1,
-        "row_bits": 32,
-        "ipc": 10,
-        "tiles": 1,
-        "init_method": "real_sample",
-        "dc_iterations": 1000,
-        "batch_num": 128,
-        "image_optimizer": "sgd",
-        "image_lr": 1.0,
-        "image_momentum": 0.5,
-        # What the published code calls Wasserstein.
-        "logit_loss_type": "wasserstein_sorted",
-        "loss_computation": "avg-loss",
-    },
+    "fednum-document": STATED["fednum-document"],
 }
 """The settings of the FedNum document's published code, and those for colour images."""
 
