@@ -214,7 +214,9 @@ def _hockey_stick(p: tuple[float, float], q: tuple[float, float], epsilon: float
     if abs(square) < 1e-12 / std**2:
         if slope == 0:
             return max(0.0, 1 - math.exp(epsilon)) if level > 0 else 0.0
-        return _gain(p, q, epsilon, [_half_line(-level / slope, slope > 0)])
+        end = -level / slope
+        part = (end, math.inf) if slope > 0 else (-math.inf, end)
+        return _gain(p, q, epsilon, [part])
     inside = slope**2 - 4 * square * level
     if inside <= 0:
         return _gain(p, q, epsilon, [(-math.inf, math.inf)]) if square > 0 else 0.0
@@ -222,10 +224,6 @@ def _hockey_stick(p: tuple[float, float], q: tuple[float, float], epsilon: float
     if square < 0:
         return _gain(p, q, epsilon, [(ends[0], ends[1])])
     return _gain(p, q, epsilon, [(-math.inf, ends[0]), (ends[1], math.inf)])
-
-
-def _half_line(end: float, upwards: bool) -> tuple[float, float]:
-    return (end, math.inf) if upwards else (-math.inf, end)
 
 
 def _gain(

@@ -227,10 +227,13 @@ Prepare = Callable[[RunConfig, FederatedTask], FederatedTask]
 """Exchanges parts of a problem before its run: who trains its clients, and where."""
 
 
-def _built(config: RunConfig, observer: Watching | None) -> tuple[RunConfig, FederatedTask]:
+def _built(
+    config: RunConfig, observer: Watching | None, prepare: Prepare | None
+) -> tuple[RunConfig, FederatedTask]:
     """Return the named data set's problem; the observer is told what takes long."""
     told = as_observer(observer).working
-    return build_task(config, progress=observer is not None, working=told)
+    config, problem = build_task(config, progress=observer is not None, working=told)
+    return config, problem if prepare is None else prepare(config, problem)
 
 
 def run_config(
@@ -241,8 +244,7 @@ def run_config(
     tracker: str = "none",
 ) -> RunResult:
     """Run what a configuration describes, in a new folder under its output_dir."""
-    config, problem = _built(config, observer)
-    problem = problem if prepare is None else prepare(config, problem)
+    config, problem = _built(config, observer, prepare)
     with _tracked(tracker, observer) as watching:
         return start_run(config, problem, None, config.output_dir, watching)
 
@@ -275,8 +277,7 @@ def resume_run(
             f"run folder {str(path)!r} was made from your own model or data: "
             "continue it from Python with fedquilt.run(model, train, test, clients, resume=...)"
         )
-    config, problem = _built(config, observer)
-    problem = problem if prepare is None else prepare(config, problem)
+    config, problem = _built(config, observer, prepare)
     with _tracked(tracker, observer) as watching:
         return start_run(config, problem, folder, None, watching)
 
@@ -321,18 +322,10 @@ def _own_parts(
     """Part what a user brought from what was named; the configuration says `custom`."""
     if isinstance(metrics, list | tuple) and all(isinstance(one, str) for one in metrics):
         metrics = ",".join(str(one) for one in metrics)
-    given = {
-        "method": method,
-        "engine": engine,
-        "loss": loss,
-        "optimizer": optimizer,
-        "metrics": metrics,
-    }
-    names = {
-        key: value if isinstance(value, str) else CUSTOM
-        for key, value in given.items()
-        if value is not None
-    }
+    given: dict[str, Any] = {"method": method, "engine": engine, "loss": loss}
+    given |= {"optimizer": optimizer, "metrics": metrics}
+    told = {key: value for key, value in given.items() if value is not None}
+    names = {key: value if isinstance(value, str) else CUSTOM for key, value in told.items()}
     elsewhere = hasattr(engine, "serve")
     own = UserComponents(
         method=None if isinstance(method, str) else method,

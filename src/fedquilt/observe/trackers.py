@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from fedquilt.common import checks, optional
@@ -168,12 +167,7 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(failed=kind is not None)
 
     def _leave_behind(self, name: str, error: Exception) -> None:

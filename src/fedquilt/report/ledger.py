@@ -167,8 +167,12 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     unbounded = int((~bounded).sum())
     notes += [f"{unbounded} clients without any bound: not drawn"] if unbounded else []
     axes.set_ylim(0, 1.12 * allowance)
-    axes.set_ylabel(f"epsilon spent at delta {format_bound(summary.delta, 6)}")
-    whole_rounds(axes, np.append(joins, 0).astype(np.float64), "joins")
+    whole_rounds(
+        axes,
+        np.append(joins, 0).astype(np.float64),
+        "joins",
+        f"epsilon spent at delta {format_bound(summary.delta, 6)}",
+    )
     if near.any():
         notes.append(f"diamonds: {near.sum()} clients near the end or used up")
     panel_title(axes, f"{as_drawn(summary.population)}: {summary.clients} clients", notes)

@@ -199,8 +199,7 @@ def _draw_groups(
         axes.plot(rounds, group.mean, color=color, label=label, marker=marker)
         axes.fill_between(rounds, group.low, group.high, color=color, alpha=0.2, linewidth=0)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("nominal epsilon")
-    whole_rounds(axes, rounds, ROUND)
+    whole_rounds(axes, rounds, ROUND, "nominal epsilon")
     axes.legend(loc="upper left")
     panel_title(axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"])
 
@@ -291,8 +290,7 @@ def _groups(
         in_words(axes, no_budget_in_words(results[0]["history"]), title)
         return
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("nominal epsilon")
-    whole_rounds(axes, np.arange(1.0, longest + 1), ROUND)
+    whole_rounds(axes, np.arange(1.0, longest + 1), ROUND, "nominal epsilon")
     axes.legend(fontsize=9)
     notes = ["summed over the rounds a client attended (not a guarantee)"]
     panel_title(axes, title, [*notes, "line: mean of the group and the seeds; band: all seeds"])
@@ -425,8 +423,7 @@ def _draw_metric(axes: Axes, histories: Histories, key: str, *, log: bool = Fals
             legend = "thick: mean; band: ± one standard deviation"
         if key == "test_accuracy":
             accuracy_limits(axes, np.concatenate([column(history, key) for history in histories]))
-    axes.set_ylabel(f"Test {name} (log scale)" if log else f"Test {name}")
-    whole_rounds(axes, reached, mean.axis)
+    whole_rounds(axes, reached, mean.axis, f"Test {name} (log scale)" if log else f"Test {name}")
     panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
 
 
@@ -465,8 +462,12 @@ def _draw_spent(axes: Axes, worst: Sequence[Array]) -> None:
         rounds = np.arange(1.0, values.size + 1)
         line(axes, Series(rounds, values, ROUND), _color(index, len(worst)), marker="")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("epsilon of the worst client")
-    whole_rounds(axes, np.arange(1.0, max(values.size for values in worst) + 1), ROUND)
+    whole_rounds(
+        axes,
+        np.arange(1.0, max(values.size for values in worst) + 1),
+        ROUND,
+        "epsilon of the worst client",
+    )
     panel_title(axes, "Privacy Spent", ["each line: one seed"])
 
 

@@ -154,8 +154,7 @@ def _draw_cohorts(axes: Axes, history: Mapping[str, Any]) -> None:
     series = Series(np.arange(1.0, sizes.size + 1), sizes, ROUND)
     line(axes, series, GREEN)
     axes.set_ylim(0, 1.1 * max(1.0, float(sizes.max())))
-    axes.set_ylabel("clients")
-    whole_rounds(axes, series.positions, series.axis)
+    whole_rounds(axes, series.positions, series.axis, "clients")
     panel_title(
         axes, title, [f"mean {sizes.mean():.4g}; no noise in this mode, nothing is bounded"]
     )
@@ -168,8 +167,7 @@ def _draw_last(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
         _draw_clip(axes, history, config)
         return
     line(axes, losses, PURPLE)
-    axes.set_ylabel("Training loss")
-    whole_rounds(axes, losses.positions, losses.axis)
+    whole_rounds(axes, losses.positions, losses.axis, "Training loss")
     panel_title(
         axes, "Training Loss over Rounds", ["mean over the clients of a round; no clipping"]
     )
@@ -187,8 +185,7 @@ def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) 
     notes = shortfall(series, "evaluations")
     tiers = _draw_tiers(axes, history) if key == "test_accuracy" else np.zeros(0)
     if key != "test_accuracy":
-        axes.set_ylabel(f"Test {in_title(key)}")
-        whole_rounds(axes, series.positions, series.axis)
+        whole_rounds(axes, series.positions, series.axis, f"Test {in_title(key)}")
         panel_title(axes, title, notes)
         return
     if tiers.size:
@@ -197,8 +194,7 @@ def draw_accuracy(axes: Axes, history: Mapping[str, Any], target: float | None) 
         reference(axes, target)
         notes.insert(0, f"dashed: target {target:g}")
     accuracy_limits(axes, np.append(series.values, tiers), target)
-    axes.set_ylabel("Test accuracy")
-    whole_rounds(axes, series.positions, series.axis)
+    whole_rounds(axes, series.positions, series.axis, "Test accuracy")
     panel_title(axes, title, notes)
 
 
@@ -253,8 +249,7 @@ def _draw_budget(axes: Axes, history: Mapping[str, Any], config: Mapping[str, An
     line(axes, Series(series.positions, running_sum(series.values), series.axis), GREEN)
     reference(axes, total)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("nominal epsilon")
-    whole_rounds(axes, series.positions, series.axis)
+    whole_rounds(axes, series.positions, series.axis, "nominal epsilon")
     panel_title(axes, title, [NOMINAL, f"dashed: {origin} {total:g}", *shortfall(series, "rounds")])
 
 
@@ -282,8 +277,7 @@ def _draw_clip(
     mean = float(np.nanmean(series.values))
     line(axes, series, PURPLE)
     reference(axes, mean)
-    axes.set_ylabel("Clip bound")
-    whole_rounds(axes, series.positions, series.axis)
+    whole_rounds(axes, series.positions, series.axis, "Clip bound")
     panel_title(axes, title, [f"dashed: mean {mean:.4g}", *shortfall(series, "rounds")])
 
 
@@ -329,8 +323,7 @@ def draw_spend(axes: Axes, history: Mapping[str, Any], config: Mapping[str, Any]
     if out:
         notes.append(f"sat out the last round, with nothing left: {out}")
     axes.set_ylim(0, 1.08 * top if top > 0 else 1.0)
-    axes.set_ylabel("epsilon spent in this run")
-    whole_rounds(axes, rounds, ROUND)
+    whole_rounds(axes, rounds, ROUND, "epsilon spent in this run")
     panel_title(axes, "Privacy Spent by Each Client", notes)
 
 
@@ -408,8 +401,7 @@ def _draw_lines(
     if len(reached) == 1:
         in_words(axes, "nothing of it in these runs", label)
         return False
-    axes.set_ylabel(label)
-    whole_rounds(axes, np.concatenate(reached), ROUND)
+    whole_rounds(axes, np.concatenate(reached), ROUND, label)
     seeds = [_BAND] if any(len(runs) > 1 for _, runs in own) else []
     panel_title(axes, title or f"{label} by round", [*seeds, *notes])
     return True

@@ -245,7 +245,7 @@ class Slicer:
             found = tensor_maps(layer, inputs, outputs, f"layer {name!r}", cut.dim)
             maps.update((f"{name}.{key}" if name else key, m) for key, m in found.items())
         for name, (dim, parts) in self._raw.items():
-            axes = [Axis.full(size) for size in self._raw_shape(name)]
+            axes = [Axis.full(size) for size in tensors[name].shape]
             axes[dim] = self._axis(parts, selection)
             maps[name] = TensorMap(tuple(axes))
         items = [(name, maps.get(name, TensorMap.full(t.shape))) for name, t in tensors.items()]
@@ -294,9 +294,6 @@ class Slicer:
         if len(makers) != 1 or len(last) != 1:
             return None
         return makers[0] if isinstance(self.model.get_submodule(makers[0]), nn.Linear) else None
-
-    def _raw_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(tensors_of(self.model)[name].shape)
 
     def _roots(self, parts: Parts) -> Parts:
         return tuple(self._table.root(part) for part in parts)
