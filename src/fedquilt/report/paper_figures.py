@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.report import style
 from fedquilt.report.runs import RunSeries, series_of
 from fedquilt.report.series import (
     ROUND,
@@ -31,28 +32,6 @@ from fedquilt.report.series import (
     no_budget_in_words,
     per_evaluation,
     target_accuracy,
-)
-from fedquilt.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    PALETTE,
-    VERMILION,
-    accuracy_limits,
-    draw_band,
-    draw_metric,
-    drawing,
-    figure_path,
-    figure_settings,
-    in_words,
-    line,
-    logarithmic,
-    looks_of,
-    padded,
-    panel_title,
-    save_figure,
-    text_color,
-    whole_rounds,
 )
 from fedquilt.report.training_figure import draw_accuracy, spend_by_round
 
@@ -162,22 +141,22 @@ def plot_privacy_consumption_by_group(
 
     Several whole results instead of a history are drawn together, each with its own clients.
     """
-    settings = figure_settings(config, _PAPER_SIZE)
+    settings = style.figure_settings(config, _PAPER_SIZE)
     if not isinstance(history, Mapping):
-        path = figure_path(save_path, f"{dataset_name or 'runs'}_privacy_by_group", settings)
-        with drawing(settings) as figure:
+        path = style.figure_path(save_path, f"{dataset_name or 'runs'}_privacy_by_group", settings)
+        with style.drawing(settings) as figure:
             _groups(figure.subplots(), series_of(history), history, fraction)
-            return save_figure(figure, path, settings)
-    path = figure_path(save_path, f"{dataset_name or 'run'}_privacy_by_group", settings)
+            return style.save_figure(figure, path, settings)
+    path = style.figure_path(save_path, f"{dataset_name or 'run'}_privacy_by_group", settings)
     most, least = consumption_by_group(history, num_clients, fraction)
-    with drawing(settings) as figure:
+    with style.drawing(settings) as figure:
         axes = figure.subplots()
         title = ": ".join(filter(None, ["Nominal epsilon by participation", dataset_name.upper()]))
         if not most.mean.size or is_absent(history, "privacy_budgets"):
-            in_words(axes, _missing(history), title)
+            style.in_words(axes, _missing(history), title)
         else:
             _draw_groups(axes, title, most, least, fraction)
-        return save_figure(figure, path, settings)
+        return style.save_figure(figure, path, settings)
 
 
 def _missing(history: Mapping[str, Any]) -> str:
@@ -190,7 +169,7 @@ def _draw_groups(
     axes: Axes, title: str, most: GroupConsumption, least: GroupConsumption, fraction: float
 ) -> None:
     rounds = np.arange(1.0, most.mean.size + 1)
-    for name, group, color in (("most", most, BLUE), ("least", least, VERMILION)):
+    for name, group, color in (("most", most, style.BLUE), ("least", least, style.VERMILION)):
         label = (
             f"{name} frequent {fraction:.0%}: {group.members.size} clients, "
             f"{group.attended:.1f} rounds each"
@@ -199,9 +178,11 @@ def _draw_groups(
         axes.plot(rounds, group.mean, color=color, label=label, marker=marker)
         axes.fill_between(rounds, group.low, group.high, color=color, alpha=0.2, linewidth=0)
     axes.set_ylim(bottom=0)
-    whole_rounds(axes, rounds, ROUND, "nominal epsilon")
+    style.whole_rounds(axes, rounds, ROUND, "nominal epsilon")
     axes.legend(loc="upper left")
-    panel_title(axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"])
+    style.panel_title(
+        axes, title, [_ATTENDED, "line: mean of the group; band: lowest to highest client"]
+    )
 
 
 def plot_paper_figures(
@@ -219,13 +200,13 @@ def plot_paper_figures(
     """
     if not isinstance(history, Mapping):
         return plot_paper_figures_of_runs(history, save_dir, config)
-    settings = figure_settings(config, _PAPER_SIZE)
+    settings = style.figure_settings(config, _PAPER_SIZE)
     folder = Path(save_dir)
     consumption_by_group(history, num_clients)  # refuses bad ids before anything is written
-    with drawing(settings) as figure:
+    with style.drawing(settings) as figure:
         draw_accuracy(figure.subplots(), history, target_accuracy(dataset_name, config))
         path = folder / f"{dataset_name}_accuracy_curve.{settings.format}"
-        accuracy = save_figure(figure, path, settings)
+        accuracy = style.save_figure(figure, path, settings)
     groups = plot_privacy_consumption_by_group(
         history,
         num_clients,
@@ -245,14 +226,14 @@ def plot_paper_figures_of_runs(
 
     Returns the paths of `figure2_accuracy` and `figure3_privacy_by_group` in `save_dir`.
     """
-    settings = figure_settings(config, _PAPER_SIZE)
+    settings = style.figure_settings(config, _PAPER_SIZE)
     series = series_of(results)
     paths = []
     for stem, draw in (("figure2_accuracy", _accuracy), ("figure3_privacy_by_group", _groups)):
-        with drawing(settings) as figure:
+        with style.drawing(settings) as figure:
             draw(figure.subplots(), series, results)
             path = Path(save_dir) / f"{stem}.{settings.format}"
-            paths.append(save_figure(figure, path, settings))
+            paths.append(style.save_figure(figure, path, settings))
     return paths
 
 
@@ -260,10 +241,10 @@ def _accuracy(
     axes: Axes, series: Sequence[RunSeries], results: Sequence[Mapping[str, Any]]
 ) -> None:
     title = f"Test {series[0].metric_name.lower()} by round"
-    if draw_metric(axes, series, looks_of(series), with_seeds=True):
-        panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
+    if style.draw_metric(axes, series, style.looks_of(series), with_seeds=True):
+        style.panel_title(axes, title, ["line: mean of the seeds; band: lowest to highest seed"])
     else:
-        in_words(axes, "no evaluation was recorded", title)
+        style.in_words(axes, "no evaluation was recorded", title)
 
 
 def _groups(
@@ -274,7 +255,7 @@ def _groups(
 ) -> None:
     title = "Nominal epsilon by participation"
     longest = 0
-    for look, one in zip(looks_of(series), series, strict=True):
+    for look, one in zip(style.looks_of(series), series, strict=True):
         color = look.color
         own = [results[member] for member in one.members]
         if any(is_absent(result["history"], "privacy_budgets") for result in own):
@@ -287,13 +268,15 @@ def _groups(
             )
             longest = max(longest, rounds)
     if not longest:
-        in_words(axes, no_budget_in_words(results[0]["history"]), title)
+        style.in_words(axes, no_budget_in_words(results[0]["history"]), title)
         return
     axes.set_ylim(bottom=0)
-    whole_rounds(axes, np.arange(1.0, longest + 1), ROUND, "nominal epsilon")
+    style.whole_rounds(axes, np.arange(1.0, longest + 1), ROUND, "nominal epsilon")
     axes.legend(fontsize=9)
     notes = ["summed over the rounds a client attended (not a guarantee)"]
-    panel_title(axes, title, [*notes, "line: mean of the group and the seeds; band: all seeds"])
+    style.panel_title(
+        axes, title, [*notes, "line: mean of the group and the seeds; band: all seeds"]
+    )
 
 
 def _draw_group(axes: Axes, groups: Sequence[GroupConsumption], color: str, dash: str) -> int:
@@ -301,12 +284,12 @@ def _draw_group(axes: Axes, groups: Sequence[GroupConsumption], color: str, dash
     rounds = np.arange(1.0, length + 1)
     means = np.asarray([group.mean[:length] for group in groups])
     axes.plot(rounds, means.mean(axis=0), color=color, ls=dash)
-    draw_band(axes, rounds, means, color)
+    style.draw_band(axes, rounds, means, color)
     return length
 
 
 Histories = Sequence[Mapping[str, Any]]
-_NAMED_SEEDS = len(PALETTE)
+_NAMED_SEEDS = len(style.PALETTE)
 _THIN = {"linewidth": 1.0, "alpha": 0.8, "markersize": 2.5}
 _THICK = {"linewidth": 2.0, "markersize": 3, "zorder": 3}
 
@@ -330,11 +313,11 @@ def plot_multi_seed_comparison(
         raise InvalidValueError(
             f"results ({len(histories)}) and seeds ({len(seeds)}) must match, at least one"
         )
-    settings = figure_settings(config)
-    path = figure_path(save_path, f"{dataset_name}_multi_seed_comparison", settings)
+    settings = style.figure_settings(config)
+    path = style.figure_path(save_path, f"{dataset_name}_multi_seed_comparison", settings)
     key = headline(histories[0])
     target = target_accuracy(dataset_name, config) if key == "test_accuracy" else None
-    with drawing(settings) as figure:
+    with style.drawing(settings) as figure:
         ((top_left, top_right), (bottom_left, bottom_right)) = figure.subplots(2, 2)
         figure.suptitle(f"Multi-seed comparison: {str(dataset_name).upper()}, {_count(histories)}")
         _draw_metric(top_left, histories, key)
@@ -342,7 +325,7 @@ def plot_multi_seed_comparison(
         _draw_budgets(bottom_left, histories)
         _draw_final(bottom_right, histories, key, target)
         _name_seeds(figure, seeds)
-        return save_figure(figure, path, settings)
+        return style.save_figure(figure, path, settings)
 
 
 def _history(index: int, result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -359,7 +342,7 @@ def _count(items: Sequence[object]) -> str:
 
 def _color(index: int, count: int) -> str:
     """Return the colour of a seed; with more seeds than colours all are grey."""
-    return PALETTE[index] if count <= _NAMED_SEEDS else GREY
+    return style.PALETTE[index] if count <= _NAMED_SEEDS else style.GREY
 
 
 def _name_seeds(figure: Figure, seeds: Sequence[int]) -> None:
@@ -383,7 +366,7 @@ def _draw_each(axes: Axes, histories: Histories, key: str, positive: bool) -> Ar
         if keep.any():
             values = np.where(keep, series.values, np.nan)
             color = _color(index, len(histories))
-            line(axes, Series(series.positions, values, series.axis), color, **_THIN)
+            style.line(axes, Series(series.positions, values, series.axis), color, **_THIN)
             reached.append(series.positions)
     return np.concatenate(reached)
 
@@ -408,23 +391,27 @@ def _draw_metric(axes: Axes, histories: Histories, key: str, *, log: bool = Fals
     name, title = _plain(key), f"Test {in_title(key)}"
     reached = _draw_each(axes, histories, key, positive=log)
     if not reached.size:
-        in_words(axes, f"no finite {'positive ' if log else ''}{name} was recorded", title)
+        style.in_words(axes, f"no finite {'positive ' if log else ''}{name} was recorded", title)
         return
     mean, spread, notes = _mean_over_seeds(histories, key)
     shown = np.where(mean.values > 0, mean.values, np.nan) if log else mean.values
-    line(axes, Series(mean.positions, shown, mean.axis), text_color(), **_THICK)
+    style.line(axes, Series(mean.positions, shown, mean.axis), style.text_color(), **_THICK)
     legend = "thick: mean"
     if log:
-        logarithmic(axes)
+        style.logarithmic(axes)
     else:
         if np.isfinite(spread).any():
             low, high = mean.values - spread, mean.values + spread
-            axes.fill_between(mean.positions, low, high, color=GREY, alpha=0.25, linewidth=0)
+            axes.fill_between(mean.positions, low, high, color=style.GREY, alpha=0.25, linewidth=0)
             legend = "thick: mean; band: ± one standard deviation"
         if key == "test_accuracy":
-            accuracy_limits(axes, np.concatenate([column(history, key) for history in histories]))
-    whole_rounds(axes, reached, mean.axis, f"Test {name} (log scale)" if log else f"Test {name}")
-    panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
+            style.accuracy_limits(
+                axes, np.concatenate([column(history, key) for history in histories])
+            )
+    style.whole_rounds(
+        axes, reached, mean.axis, f"Test {name} (log scale)" if log else f"Test {name}"
+    )
+    style.panel_title(axes, title, [f"{legend}; thin: one seed", *notes])
 
 
 def _plain(key: str) -> str:
@@ -448,27 +435,27 @@ def _draw_budgets(axes: Axes, histories: Histories) -> None:
     if not values.size:
         absent = all(is_absent(history, "privacy_budgets") for history in histories)
         why = no_budget_in_words(histories[0]) if absent else "no finite value was recorded"
-        in_words(axes, why, title)
+        style.in_words(axes, why, title)
         return
-    axes.hist(values, bins=_bins(values, most=30), color=GREEN, alpha=0.8)
+    axes.hist(values, bins=_bins(values, most=30), color=style.GREEN, alpha=0.8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("nominal epsilon of one round (not a guarantee)")
     axes.set_ylabel("Rounds, over all seeds")
-    panel_title(axes, title, [f"{values.size} rounds, mean {values.mean():.4g}"])
+    style.panel_title(axes, title, [f"{values.size} rounds, mean {values.mean():.4g}"])
 
 
 def _draw_spent(axes: Axes, worst: Sequence[Array]) -> None:
     for index, values in enumerate(worst):
         rounds = np.arange(1.0, values.size + 1)
-        line(axes, Series(rounds, values, ROUND), _color(index, len(worst)), marker="")
+        style.line(axes, Series(rounds, values, ROUND), _color(index, len(worst)), marker="")
     axes.set_ylim(bottom=0)
-    whole_rounds(
+    style.whole_rounds(
         axes,
         np.arange(1.0, max(values.size for values in worst) + 1),
         ROUND,
         "epsilon of the worst client",
     )
-    panel_title(axes, "Privacy Spent", ["each line: one seed"])
+    style.panel_title(axes, "Privacy Spent", ["each line: one seed"])
 
 
 def _bins(values: Array, most: int) -> list[float]:
@@ -491,9 +478,9 @@ def _draw_final(axes: Axes, histories: Histories, key: str, target: float | None
     finals = np.concatenate(lasts)
     finals = finals[np.isfinite(finals)]
     if not finals.size:
-        in_words(axes, f"no finite final {_plain(key)}", title)
+        style.in_words(axes, f"no finite final {_plain(key)}", title)
         return
-    axes.hist(finals, bins=_bins(finals, most=20), color=BLUE, alpha=0.35)
+    axes.hist(finals, bins=_bins(finals, most=20), color=style.BLUE, alpha=0.35)
     for index, last in enumerate(lasts):
         axes.plot(
             last,
@@ -505,13 +492,13 @@ def _draw_final(axes: Axes, histories: Histories, key: str, target: float | None
             transform=axes.get_xaxis_transform(),
         )
     if target is not None:
-        axes.axvline(target, color=VERMILION, linestyle="--", linewidth=1.2, alpha=0.8)
+        axes.axvline(target, color=style.VERMILION, linestyle="--", linewidth=1.2, alpha=0.8)
     if key == "test_accuracy":
-        axes.set_xlim(*padded(np.append(finals, np.nan if target is None else target)))
+        axes.set_xlim(*style.padded(np.append(finals, np.nan if target is None else target)))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"Test {_plain(key)} at the end of the run")
     axes.set_ylabel("Seeds")
-    panel_title(axes, title, _final_notes(finals, len(histories), target))
+    style.panel_title(axes, title, _final_notes(finals, len(histories), target))
 
 
 def _final_notes(finals: Array, count: int, target: float | None) -> list[str]:

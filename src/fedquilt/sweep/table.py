@@ -35,16 +35,8 @@ from fedquilt.common.formatting import format_bound, printable
 from fedquilt.common.schema import ANY_NUMBER, ANY_TEXT, COUNT, Scalar, check, maybe
 from fedquilt.common.storage import check_regular, storage_errors, write_file
 from fedquilt.common.untrusted import TABLE_BYTES, read_bytes
+from fedquilt.report import style
 from fedquilt.report.runs import Paired, Spread, paired, spread
-from fedquilt.report.style import (
-    as_look,
-    drawing,
-    figure_path,
-    figure_settings,
-    in_words,
-    panel_title,
-    save_figure,
-)
 from fedquilt.report.views.claim import composed_epsilon
 from fedquilt.sweep.plan import Plan, Point
 
@@ -380,16 +372,16 @@ def plot_sweep(
     """
     if not rows or not axes:
         raise InvalidValueError("a figure of a sweep needs at least one option and one row")
-    settings = figure_settings(config, (6.8, 4.4))
-    path = figure_path(save_path, "sweep", settings)
-    with drawing(settings) as figure:
+    settings = style.figure_settings(config, (6.8, 4.4))
+    path = style.figure_path(save_path, "sweep", settings)
+    with style.drawing(settings) as figure:
         _draw_lines(figure.subplots(), rows, axes, metric)
-        paths = [save_figure(figure, path, settings)]
+        paths = [style.save_figure(figure, path, settings)]
     if len(axes) > 1:
-        with drawing(settings) as figure:
+        with style.drawing(settings) as figure:
             _draw_map(figure.subplots(), rows, axes[0], axes[1], metric)
             place = path.with_name(f"{path.stem}_map{path.suffix}")
-            paths.append(save_figure(figure, place, settings))
+            paths.append(style.save_figure(figure, place, settings))
     return paths
 
 
@@ -398,7 +390,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: st
     families = _values(rows, keys[1]) if len(keys) > 1 else [None]
     numeric = all(_is_number(value) for value in _values(rows, first))
     places = {shown_value(value): i for i, value in enumerate(_values(rows, first))}
-    looks = [as_look(one) for one in identities([""] * len(families), {})]
+    looks = [style.as_look(one) for one in identities([""] * len(families), {})]
     for index, family in enumerate(families):
         own = [r for r in rows if family is None or r["values"][keys[1]] == family]
         table = _averaged(own, first)
@@ -425,7 +417,7 @@ def _draw_lines(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: st
     notes = ["points: mean of the seeds; bars: 95 % interval of the mean"]
     if len(keys) > 2:
         notes.append(f"averaged over {', '.join(keys[2:])}")
-    panel_title(axes, f"{metric.capitalize()} by {first}", notes)
+    style.panel_title(axes, f"{metric.capitalize()} by {first}", notes)
 
 
 def _label_x(
@@ -447,9 +439,9 @@ def _draw_map(axes: Axes, rows: Sequence[Row], across: str, down: str, metric: s
         table = _averaged([r for r in rows if r["values"][down] == line], across)
         for value, mean, *_ in table:
             cells[i, columns.index(value)] = mean
-    panel_title(axes, f"{metric.capitalize()} by {across} and {down}", ["mean of the seeds"])
+    style.panel_title(axes, f"{metric.capitalize()} by {across} and {down}", ["mean of the seeds"])
     if not np.isfinite(cells).any():
-        in_words(axes, "nothing was measured")
+        style.in_words(axes, "nothing was measured")
         return
     axes.grid(False)
     picture = axes.imshow(cells, aspect="auto", cmap="cividis", origin="lower")

@@ -44,20 +44,7 @@ from fedquilt.experiment.loop import Experiment
 from fedquilt.federation import Federation
 from fedquilt.method import Progress
 from fedquilt.observe.trackers import Tracker, check_trackers, open_trackers, tracker_names
-from fedquilt.papers.fednum.arguments import (
-    Client,
-    ImageInfo,
-    all_classes,
-    check_fingerprint,
-    check_outputs,
-    check_settings,
-    checked_clients,
-    checked_device,
-    checked_loader,
-    fingerprint,
-    make_config,
-    write_settings,
-)
+from fedquilt.papers.fednum import arguments
 from fedquilt.papers.fednum.client import FedNumClient, table_of
 from fedquilt.papers.fednum.pictures import draw_pictures
 from fedquilt.population import Cohort, ParticipationTracker
@@ -85,7 +72,7 @@ class ClientEngine(TableSource):
 
     def __init__(
         self,
-        clients: Sequence[Client],
+        clients: Sequence[arguments.Client],
         round_models: RoundModels,
         augmentation: Augmentation,
         device: torch.device,
@@ -115,7 +102,7 @@ class ClientEngine(TableSource):
             size = int(table.counts.sum())
             yield ClientUpdate(place, table.pack(bits).to(self._device), size, math.nan)
 
-    def _ask(self, client: Client, round_index: int, number: int) -> StatisticsTable:
+    def _ask(self, client: arguments.Client, round_index: int, number: int) -> StatisticsTable:
         round_models = self.round_models
         if isinstance(client, FedNumClient):
             # Not how often it was asked, but the round decides: a resumed run goes on alike.
@@ -130,7 +117,7 @@ class ClientEngine(TableSource):
         return table_of(message, client.cid, number, round_models.classes, *sizes)
 
 
-def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) -> None:
+def _check_augmentable(clients: Iterable[arguments.Client], augmentation: Augmentation) -> None:
     for client in clients:
         if not hasattr(client, "receive_augmentation"):
             raise InvalidValueError(
@@ -139,7 +126,7 @@ def _check_augmentable(clients: Iterable[Client], augmentation: Augmentation) ->
             )
 
 
-def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
+def cohort_of(chosen: Iterable[arguments.Client], clients: Iterable[arguments.Client]) -> Cohort:
     """Return the places of the chosen clients among all of them."""
     place_of = {id(client): place for place, client in enumerate(clients)}
     found = [place_of.get(id(client), -1) for client in chosen]
@@ -149,7 +136,7 @@ def cohort_of(chosen: Iterable[Client], clients: Iterable[Client]) -> Cohort:
     return Cohort(places, places)
 
 
-def check_contributes(clients: Sequence[Client]) -> None:
+def check_contributes(clients: Sequence[arguments.Client]) -> None:
     """Raise, before anything is computed, where it is known that nobody will send anything.
 
     What clients with a `train` of their own send is known only when they have.
@@ -171,7 +158,7 @@ def make_fednum(
     config: CondenseConfig,
     model: nn.Module,
     sample: torch.Tensor,
-    clients: Sequence[Client],
+    clients: Sequence[arguments.Client],
     classes: tuple[int, ...],
     num_classes: int,
 ) -> Condensation:
@@ -181,7 +168,7 @@ def make_fednum(
     round_models = make_round_models(config, model, sample, augmentation, classes)
     engine = ClientEngine(clients, round_models, augmentation, sample.device)
 
-    def images_of(holders: Sequence[Client], label: int) -> torch.Tensor:
+    def images_of(holders: Sequence[arguments.Client], label: int) -> torch.Tensor:
         held = [_images_of(client, label, config).to(sample.device) for client in holders]
         return torch.cat(held)
 
@@ -198,7 +185,7 @@ def make_fednum(
     )
 
 
-def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tensor:
+def _images_of(client: arguments.Client, label: int, config: CondenseConfig) -> torch.Tensor:
     get = getattr(client, "get_images", None)
     if get is None:
         raise InvalidValueError(
@@ -209,7 +196,7 @@ def _images_of(client: Client, label: int, config: CondenseConfig) -> torch.Tens
     return images
 
 
-def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
+def notes_on(clients: Sequence[arguments.Client], init_method: str) -> list[str]:
     """Say what leaves the clients."""
     ours = [c for c in clients if isinstance(c, FedNumClient)]
     known = [c for c in ours if _groups_as_ours(c)]
@@ -222,10 +209,7 @@ def notes_on(clients: Sequence[Client], init_method: str) -> list[str]:
     return notes + init_notes(init_method)
 
 
-__all__ = ["Client", "FedNumServer"]
-
-
-def entry_of(line: Mapping[str, Any], clients: Sequence[Client]) -> dict[str, Any]:
+def entry_of(line: Mapping[str, Any], clients: Sequence[arguments.Client]) -> dict[str, Any]:
     """Return the entry of `history` for a round's line."""
     return {
         "round": line["round"],
@@ -247,7 +231,7 @@ def round_in_words(done: Mapping[str, Any], num_rounds: int) -> str:
 
 
 def warn_of_round(
-    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client]
+    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[arguments.Client]
 ) -> None:
     """Warn of a round without statistics, and of the clients that were left out."""
     done = entry_of(line, clients)
@@ -320,7 +304,7 @@ class _Rounds(Experiment):
 
     def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
         assert self.folder is not None
-        check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
+        arguments.check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
 
 
 class FedNumServer:
@@ -378,7 +362,7 @@ class FedNumServer:
     def __init__(
         self,
         global_model: nn.Module,
-        clients: Sequence[Client],
+        clients: Sequence[arguments.Client],
         communication_rounds: int,
         join_ratio: float,
         batch_size: int,
@@ -415,17 +399,17 @@ class FedNumServer:
         verbose: bool = True,
     ) -> None:
         self.global_model = global_model
-        self.clients = checked_clients(clients)
-        self.info = ImageInfo.read(dataset_info)
-        self.device = checked_device(device)
+        self.clients = arguments.checked_clients(clients)
+        self.info = arguments.ImageInfo.read(dataset_info)
+        self.device = arguments.checked_device(device)
         self.test_set = test_set
         self.model_identification = model_identification
-        self.all_classes = all_classes(self.clients, self.info.num_classes)
-        self.test_loader = checked_loader(test_loader, self.info)
+        self.all_classes = arguments.all_classes(self.clients, self.info.num_classes)
+        self.test_loader = arguments.checked_loader(test_loader, self.info)
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
         self._own_logger = logger is not None
         self.verbose = checks.flag("verbose", verbose)
-        self.config = make_config(
+        self.config = arguments.make_config(
             self.clients,
             self.info,
             communication_rounds=communication_rounds,
@@ -462,7 +446,7 @@ class FedNumServer:
     def _checked_model(self) -> FlatModel:
         sample = torch.zeros(2, *self.info.shape, device=self.device)
         flat = FlatModel(self.global_model, sample)
-        check_outputs(flat.module, sample, self.info)
+        arguments.check_outputs(flat.module, sample, self.info)
         return flat
 
     def _build(self) -> _Rounds:
@@ -487,7 +471,7 @@ class FedNumServer:
             _Subject(self, self._flat),
             federation,
             observer=self._observe,
-            kept_state={"fingerprint": fingerprint(clients, federation.weights)},
+            kept_state={"fingerprint": arguments.fingerprint(clients, federation.weights)},
         )
 
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
@@ -515,7 +499,7 @@ class FedNumServer:
         federation = self._experiment.federation
         return federation.mechanism.statement(federation.tracker.participation_count, None)
 
-    def select_clients(self) -> list[Client]:
+    def select_clients(self) -> list[arguments.Client]:
         """Return the clients of the next round: everybody, or as many as join_ratio says."""
         count = len(self.clients)
         limit = self.config.cohort_limit(count)
@@ -593,9 +577,9 @@ class FedNumServer:
         """Make the run's folder, or open the one that is there; lock it for the stack."""
         if not (path / "config.toml").exists():
             with storage_errors(path):
-                write_settings(path, self.config)
+                arguments.write_settings(path, self.config)
         folder = RunFolder.open(path)
-        check_settings(path, folder.read_config(), self.config)
+        arguments.check_settings(path, folder.read_config(), self.config)
         folder.acquire()
         stack.callback(folder.close)
         return folder

@@ -73,6 +73,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fedquilt.common import storage
 from fedquilt.common.errors import (
     FedquiltError,
     LedgerBusyError,
@@ -81,18 +82,6 @@ from fedquilt.common.errors import (
     LedgerFileError,
 )
 from fedquilt.common.schema import ANY_TEXT, COUNT, TEXT, MapOf, Object, check
-from fedquilt.common.storage import (
-    NO_LOCKS,
-    NoLocksError,
-    append_line,
-    check_regular,
-    has_locks,
-    lock_file,
-    open_regular,
-    sync_file,
-    sync_folder,
-    write_file,
-)
 from fedquilt.common.untrusted import parse_json, read_json, read_lines
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry, read_row
 
@@ -206,7 +195,7 @@ def _check_path(path: Path, *, read_only: bool) -> None:
         raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
     own = path.resolve()
     for end in _BESIDE:
-        check_regular(own.with_name(own.name + end))  # SQLite would wait for a pipe
+        storage.check_regular(own.with_name(own.name + end))  # SQLite would wait for a pipe
     if read_only:
         return
     for place, what in ((path, "the file"), (own.parent, "its folder")):
@@ -261,7 +250,7 @@ _LOCK_FAILED = ("SQLITE_IOERR_LOCK", "SQLITE_IOERR_RDLOCK", "SQLITE_IOERR_CHECKR
 def _has_locks(folder: Path) -> bool:
     """SQLite takes "no locks available" for a lock of somebody else, and waits."""
     try:
-        return has_locks(folder)
+        return storage.has_locks(folder)
     except OSError:  # nothing can be tried there
         return True
 
@@ -329,7 +318,7 @@ def _check_alone(path: Path, journal: Path) -> None:
     name, its checksum, and the mark of a journal again.
     """
     try:
-        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+        with open(storage.open_regular(journal, os.O_RDONLY), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END.size))
             end = stream.read(_END.size)
     except OSError:  # there is none; what else is wrong is said by who uses it
@@ -353,7 +342,7 @@ def _not_its_own(path: Path, journal: Path, problem: str) -> LedgerFileError:
 def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
     """Return the bytes of a ledger and its journal; None without one that SQLite would use."""
     try:
-        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+        with open(storage.open_regular(journal, os.O_RDONLY), "rb") as stream:
             length = os.fstat(stream.fileno()).st_size
             status = path.stat()  # later: a ledger that is being written has only grown
             if length > 2 * status.st_size + _SPARE_BYTES:
@@ -454,9 +443,9 @@ _FOREIGN_SECONDS = 24 * 3600.0  # older versions named drafts at random and held
 def no_locks(path: Path) -> LedgerFileError:
     """Return the error about a ledger where files cannot be locked."""
     return LedgerFileError(
-        f"ledger {path}: {NO_LOCKS}; without locks two runs could spend the same allowance. Put "
-        "the ledger where there are some: ledger=... (--ledger FILE), or output_dir=... "
-        "(--output-dir FOLDER) for a run with a ledger of its own"
+        f"ledger {path}: {storage.NO_LOCKS}; without locks two runs could spend the same "
+        "allowance. Put the ledger where there are some: ledger=... (--ledger FILE), or "
+        "output_dir=... (--output-dir FOLDER) for a run with a ledger of its own"
     )
 
 
@@ -484,7 +473,7 @@ def appear(draft: Path, path: Path) -> None:
         if error.errno not in _NO_HARD_LINKS or os.path.lexists(path):
             raise
         os.rename(draft, path)
-    sync_folder(path.parent)
+    storage.sync_folder(path.parent)
 
 
 def remove_drafts(path: Path) -> None:
@@ -529,8 +518,8 @@ def _alone(path: Path, timeout: float) -> Iterator[None]:
 def _hold(path: Path, lock: Path, deadline: float) -> io.FileIO:
     while True:
         try:
-            held = lock_file(lock, 0o600)
-        except NoLocksError as error:
+            held = storage.lock_file(lock, 0o600)
+        except storage.NoLocksError as error:
             lock.unlink(missing_ok=True)  # nobody can hold it
             raise no_locks(path) from error
         except BlockingIOError:
@@ -571,7 +560,7 @@ def write_names(ledger: str | Path, names: Mapping[str, str]) -> None:
     merged = {**known, **names}
     if merged != known:
         text = json.dumps(merged, indent=1, sort_keys=True) + "\n"
-        write_file(names_path(ledger), text.encode(), 0o600)
+        storage.write_file(names_path(ledger), text.encode(), 0o600)
 
 
 def id_of(names: Mapping[str, str], client: str) -> str:
@@ -594,8 +583,8 @@ def notes_path(ledger: Path) -> Path:
 def add_note(ledger: Path, note: Mapping[str, Any]) -> str:
     """Write down what belongs to an entry that is to come, durable; return its digest."""
     line = json.dumps(note, sort_keys=True)
-    append_line(notes_path(ledger), line, 0o600)
-    sync_file(notes_path(ledger))
+    storage.append_line(notes_path(ledger), line, 0o600)
+    storage.sync_file(notes_path(ledger))
     return hashlib.sha256(line.encode()).hexdigest()
 
 

@@ -52,14 +52,7 @@ from torch import nn
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError
 from fedquilt.config.choices import ENGINES, FLOWER_ENGINES
-from fedquilt.training.engines.pool import (
-    ClientJob,
-    Serve,
-    WorkerPool,
-    WorkerProcess,
-    WorkerTask,
-    failure,
-)
+from fedquilt.training.engines import pool
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.hardware import OperationCount, usable_cores
 from fedquilt.training.task import ClientIds, ClientUpdate, Engine, LocalSettings, LossOf, Task
@@ -453,7 +446,7 @@ class DevicesEngine(Engine):
         self.task, self.settings, self.devices = task, settings, list(devices)
         vector = FlatModel(model, task.public().inputs).vector
         on_cpu = copy.deepcopy(model).cpu()
-        self._pool = WorkerPool(WorkerProcess, "devices", on_cpu, task, settings, vector)
+        self._pool = pool.WorkerPool(pool.WorkerProcess, "devices", on_cpu, task, settings, vector)
 
     def train(
         self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
@@ -469,7 +462,7 @@ class DevicesEngine(Engine):
                 share = clients[number :: len(self.devices)]
                 samples = [np.asarray(self.task.clients[c], dtype=np.int64) for c in share]
                 worker.in_hand += share
-                worker.send(ClientJob(share, samples, round_index, learning_rate, []))
+                worker.send(pool.ClientJob(share, samples, round_index, learning_rate, []))
             yield from self._in_order(clients, start.device)
         except BaseException:
             self._pool.end()
@@ -503,7 +496,7 @@ class DevicesEngine(Engine):
         self._pool.close()
 
 
-def _receive(worker: WorkerProcess, device: torch.device) -> ClientUpdate:
+def _receive(worker: pool.WorkerProcess, device: torch.device) -> ClientUpdate:
     """Return the next update of a worker, and give its slot free."""
     message: _Trained = worker.receive()
     delta = worker.slots[message.slot].to(device, copy=True)
@@ -512,11 +505,11 @@ def _receive(worker: WorkerProcess, device: torch.device) -> ClientUpdate:
     return ClientUpdate(message.client, delta, message.num_examples, message.loss)
 
 
-def _serve(here: WorkerTask) -> Serve:
+def _serve(here: pool.WorkerTask) -> pool.Serve:
     """Return what a worker does with its clients of a round: many at once, on its device."""
     engine = make_engine("batched", here.model, here.task, here.settings)
 
-    def train(job: ClientJob, connection: Connection) -> None:
+    def train(job: pool.ClientJob, connection: Connection) -> None:
         start = here.take(job)
         updates = engine.train(start, job.clients, job.round_index, job.learning_rate)
         for number, update in enumerate(updates):
@@ -528,12 +521,12 @@ def _serve(here: WorkerTask) -> Serve:
         for _ in range(min(len(job.clients), _SLOTS)):
             connection.recv()
 
-    def serve(job: ClientJob, connection: Connection) -> None:
+    def serve(job: pool.ClientJob, connection: Connection) -> None:
         try:
             train(job, connection)
         except (EOFError, OSError):
             raise
         except Exception as error:
-            connection.send(failure(None, error))
+            connection.send(pool.failure(None, error))
 
     return serve
