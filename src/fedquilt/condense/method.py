@@ -17,8 +17,14 @@ from fedquilt.aggregation import Accumulator, Concatenation, RunningMean
 from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator, torch_seed
-from fedquilt.condense import certified
 from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.certified import (
+    CertifiedEngine,
+    GrowingServer,
+    GrowingSettings,
+    Released,
+    Schedule,
+)
 from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
 from fedquilt.condense.matching import (
@@ -86,7 +92,7 @@ class Condensation(Method):
         self,
         config: CondenseConfig,
         engine: StatisticsSource,
-        server: CondensingServer | certified.GrowingServer,
+        server: CondensingServer | GrowingServer,
         new_sum: Callable[[], Accumulator],
         notes: Sequence[str],
         *,
@@ -331,15 +337,15 @@ def _make_bounded(
         )
     shape, device = tuple(task.inputs.shape[1:]), task.inputs.device
     front = make_feature_model(config.feature_extractor, shape, num_classes).front.to(device)
-    released = certified.Released.nothing(num_classes, count_features(front), device)
+    released = Released.nothing(num_classes, count_features(front), device)
     # Updates are scaled to the clip, so the step is in units of it.
     step = config.head_step / config.clip_norm
-    schedule = certified.Schedule(config.num_rounds, config.rounds_of_means, step)
+    schedule = Schedule(config.num_rounds, config.rounds_of_means, step)
     senders = config.cohort_limit(len(task.clients)) if config.amplification else None
-    engine = certified.CertifiedEngine(task, front, released, schedule, senders)
+    engine = CertifiedEngine(task, front, released, schedule, senders)
     mean, std = normalisation(config, shape[0])
     source = generator(config.seed, "first images")
-    server = certified.GrowingServer(
+    server = GrowingServer(
         trainer,
         SyntheticSet.random(range(num_classes), config.ipc, shape, source, device),
         engine,
@@ -347,7 +353,7 @@ def _make_bounded(
         mean=mean,
         std=std,
         drawings=config.synthetic_images,
-        growing=certified.GrowingSettings(),
+        growing=GrowingSettings(),
         seed=config.seed,
     )
     notes = (

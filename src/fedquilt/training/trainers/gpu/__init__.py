@@ -14,16 +14,26 @@ from fedquilt.common.vectors import cache_norm
 from fedquilt.training.draws import ClientDraws, draw_keys
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.task import ClientUpdate, LocalSettings, Task, public_inputs
-from fedquilt.training.trainers import Trainer, trial
+from fedquilt.training.trainers import Trainer
 from fedquilt.training.trainers.batches import BatchTable, IndexChunk, Tables
 from fedquilt.training.trainers.plan import LayerPlan, NoPlanError
 from fedquilt.training.trainers.stack import clients_that_fit
+from fedquilt.training.trainers.trial import (
+    BFLOAT16,
+    SCALES,
+    TF32,
+    Trial,
+    autograd_gradients,
+    drawn_tokens,
+    plan_for,
+    refuse_disagreement,
+)
 
 if TYPE_CHECKING:
     from fedquilt.training.trainers.gpu.program import Program
 
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-_UNITS = {torch.float32: trial.TF32, torch.bfloat16: trial.BFLOAT16}
+_UNITS = {torch.float32: TF32, torch.bfloat16: BFLOAT16}
 _TRIAL_CLIENTS, _TRIAL_STEPS, _TRIAL_RATE = 5, 2, 0.1
 _REPEATS = 4
 
@@ -65,7 +75,7 @@ class GpuTrainer(Trainer):
     def __init__(
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
-        self.plan: LayerPlan = trial.plan_for("gpu", flat, task, settings)
+        self.plan: LayerPlan = plan_for("gpu", flat, task, settings)
         self.task, self.settings = task, settings
         self.starts_early = task.device.type == "cuda"
         self._flat, self._width = flat, settings.batch_size
@@ -189,9 +199,9 @@ class GpuTrainer(Trainer):
         def by_autograd(weights: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
             return self._by_autograd(weights, samples, targets, tables, draws)
 
-        trial.refuse_disagreement(
+        refuse_disagreement(
             *("its steps by hand are", by_hand, by_autograd, self._flat),
-            *([trial.Trial(inputs, len(inputs), trial.SCALES)], _UNITS[self._type], draws),
+            *([Trial(inputs, len(inputs), SCALES)], _UNITS[self._type], draws),
             vocabulary=self.plan.vocabulary,
         )
 
@@ -208,7 +218,7 @@ class GpuTrainer(Trainer):
         flat.write(start)
         for step, begin in enumerate(tables.begins[:, 0].tolist()):
             batch = slice(begin, begin + self._width)
-            gradients = trial.autograd_gradients(
+            gradients = autograd_gradients(
                 flat, objective, inputs[batch], targets[batch], draws, step
             )
             with torch.no_grad():
@@ -227,7 +237,7 @@ def _rate(samples: torch.Tensor) -> float:
 def _trial_inputs(plan: LayerPlan, like: torch.Tensor, count: int) -> torch.Tensor:
     """Return made-up samples; tokens of the whole vocabulary, another at every place."""
     inputs: torch.Tensor = public_inputs(like, count)
-    return inputs if not plan.vocabulary else trial.drawn_tokens(inputs, plan.vocabulary, 0)
+    return inputs if not plan.vocabulary else drawn_tokens(inputs, plan.vocabulary, 0)
 
 
 def _trial_tables(width: int, draws: int) -> Tables:
