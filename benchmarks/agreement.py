@@ -43,8 +43,7 @@ from fedquilt.config.modes import MODES
 from fedquilt.method import MethodParts
 from fedquilt.models import make_model
 from fedquilt.training import ClientUpdate, Engine, make_engine
-from fedquilt.training.engines import LocalEngine, batched_trainer
-from fedquilt.training.engines.devices import DevicesEngine
+from fedquilt.training.engines import DevicesEngine, LocalEngine, batched_trainer
 from fedquilt.training.engines.workers import ProcessEngine
 from fedquilt.training.trainers.vmap import VmapTrainer
 

@@ -20,11 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import kept
-from fedquilt.audit.inversion import INVERSIONS, Inversion, invert
-from fedquilt.audit.membership import FALSE_ALARMS, membership
+from fedquilt.audit.privacy_attacks import FALSE_ALARMS, INVERSIONS, Inversion, invert, membership
 from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
-from fedquilt.report.sheet import picture_rows
+from fedquilt.report.images import picture_rows
 
 FILE = kept.DOCS / "attack.jsonl"
 SHARED: dict[str, Any] = {

@@ -697,13 +697,13 @@ def read_idx(name: str) -> Action:
 
 def unpack(case: Path) -> object:
     """Unpack an archive whose checksum is taken for right."""
-    from fedquilt.data import download
+    from fedquilt.data import files
     from fedquilt.data.specs import ArchiveSpec, FileSpec
 
     content = (case / "idx").read_bytes()
     file = FileSpec("idx", (5, 4), "uint8", len(content), hashlib.sha256(content).hexdigest())
     (case / "scratch").mkdir()
-    return download._extract(
+    return files._extract(
         case / "a.tar.gz", ArchiveSpec("a.tar.gz", 0, "", "p"), [file], case / "scratch"
     )
 
@@ -723,7 +723,7 @@ def read_published(name: str, file: str, shape: tuple[int, int, int]) -> Action:
 
 def read_leaf(case: Path) -> object:
     """Read what LEAF's scripts write."""
-    from fedquilt.data.leaf import load_leaf
+    from fedquilt.data.load import load_leaf
     from fedquilt.data.specs import DATASETS
 
     return load_leaf(dataclasses.replace(DATASETS["femnist"], image_shape=(1, 2, 2)), [case])
@@ -1095,8 +1095,8 @@ def without_training() -> None:
     from fedquilt.cli import run
     from fedquilt.experiment.loop import Experiment
     from fedquilt.papers.fednum import pictures
-    from fedquilt.sweep import figure as sweep_figure
     from fedquilt.sweep import run as sweep
+    from fedquilt.sweep import table as sweep_table
 
     def go_on(*_: object, **__: object) -> None:
         raise WentOnError
@@ -1115,7 +1115,7 @@ def without_training() -> None:
         federation.Control.submit = go_on  # type: ignore[method-assign, assignment]
         # What is not the user's own is refused before it is read: go on as if all were.
         federation.LocalFederation._is_said = lambda self: True  # type: ignore[method-assign]
-    sweep_figure.plot_sweep = lambda *given: []
+    sweep_table.plot_sweep = lambda *given: []
     # Runs are refused or begun in processes of their own; a sweep whose runs fail ends with 1.
     begin = sweep._Worker.run
 

@@ -5,7 +5,7 @@
 
 100 clients (writers: all 539), Dirichlet 0.5, presence Beta(2, 5), 100 rounds, delta 1e-5, secret
 noise, zero-out; accuracy on the test data, mean over seeds 0, 1, ...  Nothing was chosen on test
-data or on these seeds: `fedquilt.config.recipe` says on what.  `glyphs` are pen drawings by
+data or on these seeds: `fedquilt.config.modes` says on what.  `glyphs` are pen drawings by
 programme, ten classes of four shapes each, warped; they had no part in any choice, but the drawing
 is that of the extractor's own pictures.  A line of OUT a run; what is there already is not run
 again.  Of a row that claims something the statement's epsilon is held against the claim.

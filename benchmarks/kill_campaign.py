@@ -48,7 +48,6 @@ import torch
 
 from fedquilt.config import RunConfig
 from fedquilt.experiment import api as experiment
-from fedquilt.experiment import start as opening
 from fedquilt.federation import Federation
 from fedquilt.privacy.accounting.gaussian import gaussian_epsilon
 from fedquilt.privacy.certified import Certified
@@ -113,7 +112,7 @@ def run_or_resume(parent: Path, ledger: Path, rounds: int, number: int) -> None:
 
 def _note_releases(log: Path) -> None:
     """Write down each release between its settlement and its use."""
-    build = opening.build_federation
+    build = experiment.build_federation
 
     def build_noting(*given: Any, **named: Any) -> Federation:
         federation = build(*given, **named)
@@ -135,7 +134,7 @@ def _note_releases(log: Path) -> None:
         federation.mechanism.open_round = note_plan  # type: ignore[method-assign]
         return federation
 
-    opening.build_federation = build_noting
+    experiment.build_federation = build_noting
 
 
 def given_away(federation: Federation, plan: RoundPlan) -> dict[int, float]:

@@ -39,9 +39,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.condense.embeds import frozen_copy
-from fedquilt.condense.matching import Matcher, MatchingSettings, View
+from fedquilt.condense.matching import Matcher, MatchingSettings, SyntheticSet, View
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.models.networks import ConvNet
 from fedquilt.training.hardware import freed_memory_kept
 

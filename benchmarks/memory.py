@@ -36,7 +36,6 @@ from torch import nn
 import fedquilt
 import fedquilt.experiment.api
 import fedquilt.experiment.loop
-import fedquilt.experiment.start
 import fedquilt.round
 from fedquilt.aggregation import RunningMean, ServerOptimizer
 from fedquilt.privacy.certified import Certified
@@ -51,8 +50,8 @@ COHORT = 10
 # Where a phase is: the class or module, the function, the phase's name.
 PHASES = (
     (fedquilt.experiment.api, "task_from", "start"),
-    (fedquilt.experiment.start, "build_method", "trial of the model"),
-    (fedquilt.experiment.start, "open_account", "ledger"),
+    (fedquilt.experiment.api, "build_method", "trial of the model"),
+    (fedquilt.experiment.api, "open_account", "ledger"),
     (AutogradTrainer, "_train_one", "local training"),
     (NoPrivacy, "receive", "receive, clip"),
     (Certified, "receive", "receive, clip"),

@@ -20,22 +20,22 @@ SOURCE = ROOT / "src"
 DRAWING = "house_pictures.py"
 
 CEILINGS = {
-    "files": 282,
-    "lines": 75_900,
-    "modules with one importer": 49,
+    "files": 250,
+    "lines": 74_920,
+    "modules with one importer": 37,
     "cycles of modules": 0,
     "modules at the top": 12,
     "lines of round.py": 220,
     "options in several lists": 0,
-    "public names in several modules": 10,
-    "one round, fedavg: functions": 93,
-    "one round, fedavg: files": 15,
-    "one round, certified: functions": 180,
-    "one round, certified: files": 24,
-    "one round, certified, heterofl: functions": 299,
-    "one round, certified, heterofl: files": 41,
-    "one round, condense: functions": 124,
-    "one round, condense: files": 25,
+    "public names in several modules": 8,
+    "one round, fedavg: functions": 91,
+    "one round, fedavg: files": 14,
+    "one round, certified: functions": 177,
+    "one round, certified: files": 22,
+    "one round, certified, heterofl: functions": 295,
+    "one round, certified, heterofl: files": 38,
+    "one round, condense: functions": 122,
+    "one round, condense: files": 23,
 }
 """At most this much.  Whoever raises a figure says in the commit why the house needs it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from torch import nn
 import fedquilt
 from fedquilt import Certified, ClientUpdate, WholeModel
 from fedquilt.aggregation import RunningMean, keeps_vectors, sensitivity_of
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.common.errors import InvalidValueError, RunInterrupted
 from fedquilt.common.observer import Observer
-from fedquilt.privacy.accounting import gaussian_mu
+from fedquilt.data import ImageDataset
+from fedquilt.privacy.accounting import Adjacency, gaussian_mu
 from fedquilt.record.result import RunResult
-from fedquilt.setup.own_parts import held_digest, parts_digest
+from fedquilt.setup.own_parts import code_digest, held_digest, parts_digest
+from fedquilt.slices import Axis
 
 CLIENTS, SIZE = 9, 3
 QUIET: dict[str, Any] = {"output_dir": None, "quiet": True}
@@ -638,3 +641,10 @@ class Net(nn.Module):
     weights = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, w])) for w in (1.0, 2.0, 1.0)]
     assert held(weights[0]) == held(weights[2]) != held(weights[1])
     assert held(None, first.Net()) == held(None, again.Net()) != held(None, second.Net())
+
+
+def test_a_digest_stays_when_a_module_of_the_package_moves() -> None:
+    """The text was computed when these three lay in modules of their own."""
+    images = ImageDataset(torch.zeros(2, 1, 2, 2), torch.tensor([0, 1]), "own", 2)
+    part = functools.partial(print, images, Adjacency.ZERO_OUT, Axis.full(3))
+    assert code_digest([part]) == "56a6710ab2bc8acf"

@@ -18,7 +18,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.aggregation import ServerOptimizer
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.config import option_fields, plain_config
 from fedquilt.data import ImageDataset, load_dataset
 from fedquilt.experiment import loop as training_loop

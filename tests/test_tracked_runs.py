@@ -27,13 +27,11 @@ def test_every_tracker_is_told_spend_and_noise_and_nothing_private(
 ) -> None:
     """What is logged goes through `scalars_of`; look at it there, for the real run."""
     pytest.importorskip(tracker)
-    from fedquilt.observe import tracker_kinds
+    from fedquilt.observe import trackers
 
     told: list[dict[str, Any]] = []
-    real = tracker_kinds.scalars_of
-    monkeypatch.setattr(
-        tracker_kinds, "scalars_of", lambda line: told.append(real(line)) or told[-1]
-    )
+    real = trackers.scalars_of
+    monkeypatch.setattr(trackers, "scalars_of", lambda line: told.append(real(line)) or told[-1])
     done = run_config(tiny(**SECRET, output_dir=str(tmp_path)), tracker=tracker)
     assert done.folder is not None
     assert (done.folder / tracker).is_dir()

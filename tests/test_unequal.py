@@ -41,14 +41,13 @@ from fedquilt.config.choices import (
 from fedquilt.config.modes import MODES
 from fedquilt.config.run import RunConfig
 from fedquilt.errors import InvalidValueError
-from fedquilt.experiment import start
+from fedquilt.experiment import api
 from fedquilt.federation import Federation
 from fedquilt.privacy.certified import Certified
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.mechanism import Contribution, RoundPlan, RoundTally
 from fedquilt.privacy.run_account import RunAccount
-from fedquilt.privacy.secure import SecureCertified
-from fedquilt.privacy.skellam import skellam_mu
+from fedquilt.privacy.secure import SecureCertified, skellam_mu
 from fedquilt.record.result import RunResult
 from fedquilt.slices.method import Slices
 from fedquilt.training.trainers import autograd
@@ -241,7 +240,7 @@ def settings_of(names: Sequence[str], folder: Path) -> Settings:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watched]:
     """Return what begins to watch anew: only what the package does is looked at."""
     seen = [Watched()]
-    build, reserve, close = start.build_federation, RunAccount.reserve, RunAccount.close
+    build, reserve, close = api.build_federation, RunAccount.reserve, RunAccount.close
 
     def building(*given: Any, **named: Any) -> Federation:
         made = build(*given, **named)
@@ -278,7 +277,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watched]:
         seen[0].lifetime = account.population.spent()
         close(account)
 
-    monkeypatch.setattr(start, "build_federation", building)
+    monkeypatch.setattr(api, "build_federation", building)
     monkeypatch.setattr(RunAccount, "reserve", reserving)
     monkeypatch.setattr(RunAccount, "close", closing)
     # Whether a model hides state is tried anew for every run, and these models are known.

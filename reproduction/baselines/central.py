@@ -8,8 +8,7 @@ from torch import nn
 
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, reinitialised
-from fedquilt.condense.real import RealImages, match_real
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.matching import RealImages, SyntheticSet, match_real
 from fedquilt.config import CondenseConfig
 from fedquilt.method import Progress
 from fedquilt.setup.task import FederatedTask

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import embed_and_forward, embedding_model
-from fedquilt.condense.matching import MatchingSettings
+from fedquilt.condense.matching import MatchingSettings, SyntheticSet
 from fedquilt.condense.method import augmentation_of, training_of
-from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import TrainingSettings, train_on
 from fedquilt.config import CondenseConfig
+from fedquilt.data.condensed import shrink_to_tiles
 from fedquilt.method import Progress
 from fedquilt.setup.task import FederatedTask
 from fedquilt.training import FlatModel, Task, evaluate

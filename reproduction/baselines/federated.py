@@ -15,9 +15,8 @@ from torch import nn
 
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.embeds import embedding_model, perturbed
+from fedquilt.condense.matching import RealImages, SyntheticSet, match_real
 from fedquilt.condense.method import training_of
-from fedquilt.condense.real import RealImages, match_real
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.experiment.loop import Experiment

@@ -9,39 +9,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedquilt._version import __version__
+from fedquilt._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fedquilt.common.observer import Observer
-    from fedquilt.config import RunConfig
-    from fedquilt.data import register_dataset
-    from fedquilt.experiment.api import run
-    from fedquilt.method import Method, MethodParts, WholeModel
-    from fedquilt.privacy.certified import Certified
-    from fedquilt.privacy.mechanism import Mechanism
-    from fedquilt.privacy.statement import Statement
-    from fedquilt.record.result import RunResult, load
-    from fedquilt.setup.mechanism import MechanismParts
-    from fedquilt.training import ClientUpdate, Engine
-
-__all__ = [
-    "Certified",
-    "ClientUpdate",
-    "Engine",
-    "Mechanism",
-    "MechanismParts",
-    "Method",
-    "MethodParts",
-    "Observer",
-    "RunConfig",
-    "RunResult",
-    "Statement",
-    "WholeModel",
-    "__version__",
-    "load",
-    "register_dataset",
-    "run",
-]
+    from fedquilt.common.observer import Observer as Observer
+    from fedquilt.config import RunConfig as RunConfig
+    from fedquilt.data import register_dataset as register_dataset
+    from fedquilt.experiment.api import run as run
+    from fedquilt.method import Method as Method
+    from fedquilt.method import MethodParts as MethodParts
+    from fedquilt.method import WholeModel as WholeModel
+    from fedquilt.privacy.certified import Certified as Certified
+    from fedquilt.privacy.mechanism import Mechanism as Mechanism
+    from fedquilt.privacy.statement import Statement as Statement
+    from fedquilt.record.result import RunResult as RunResult
+    from fedquilt.record.result import load as load
+    from fedquilt.setup.mechanism import MechanismParts as MechanismParts
+    from fedquilt.training import ClientUpdate as ClientUpdate
+    from fedquilt.training import Engine as Engine
 
 _HOME = {
     "Certified": "fedquilt.privacy.certified",
@@ -60,6 +45,7 @@ _HOME = {
     "register_dataset": "fedquilt.data",
     "run": "fedquilt.experiment.api",
 }
+__all__ = sorted([*_HOME, "__version__"])
 
 _DOCUMENTS = (
     *("config", "data", "errors", "fed", "framework"),

@@ -54,7 +54,7 @@ class Federation:
     `sensitivity` and `sum_kind` are those of the sums which the mechanism's noise was made for;
     `protocol` puts a sum in their place that shows nobody a single vector.
     `doubts` are reasons why nothing may be claimed, `beliefs` what a claim takes on trust of
-    somebody's own parts (`setup.basis`).  What begins with one of `withheld`
+    somebody's own parts (`setup.federation`).  What begins with one of `withheld`
     is measured on samples that clients have made, and under a claim it is the owner's alone.
     """
 

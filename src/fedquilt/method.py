@@ -59,7 +59,7 @@ from fedquilt.training.attacks import AttackedEngine, hostile_clients
 from fedquilt.training.compression import CompressedEngine, sent_bytes
 from fedquilt.training.corrections import CorrectedEngine
 from fedquilt.training.personal import PersonalEngine, own_segments
-from fedquilt.training.task import ClientVectors, LossOf
+from fedquilt.training.task import ClientVectors, LossOf, learning_rate_at
 from fedquilt.training.trainers import Trainer
 from fedquilt.training.trainers.autograd import default_loss_of
 
@@ -220,7 +220,7 @@ class MethodParts:
 
     def _on_devices(self, names: str) -> Engine:
         """Return one batched engine on each of several devices."""
-        from fedquilt.training.engines.devices import DevicesEngine, parse_devices
+        from fedquilt.training.engines import DevicesEngine, parse_devices
 
         return DevicesEngine(self.flat.module, self.task, self.local_settings, parse_devices(names))
 
@@ -471,7 +471,7 @@ class WholeModel(Method):
             if config.personal != "finetune":
                 return engine.model_of(client, weights)
             return engine.finetuned(
-                client, weights, round_index, config.learning_rate_at(round_index)
+                client, weights, round_index, learning_rate_at(config, round_index)
             )
 
         self.personal_model = model_of

@@ -18,7 +18,7 @@ from fedquilt.slices.layers import (
     SSLinear,
     SSMultiheadAttention,
 )
-from fedquilt.slices.ranges import Interval, Intervals, Layer_Range
+from fedquilt.slices.selection import Interval, Intervals, Layer_Range
 from fedquilt.slices.slicer import Scaler
 
 __all__ = [

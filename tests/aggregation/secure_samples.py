@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedquilt.aggregation.secure.client import MaskingClient
-from fedquilt.aggregation.secure.order import Member, SumOrder, new_signing_key
-from fedquilt.aggregation.secure.primitives import verifying_key
+from fedquilt.aggregation.secure.client import MaskingClient, Member, SumOrder
+from fedquilt.aggregation.secure.primitives import new_signing_key, verifying_key
 from fedquilt.aggregation.secure.server import Server
 from fedquilt.common.quorum import fewest
 

@@ -19,15 +19,21 @@ from scipy import stats
 from secure_samples import STEPS, Party, hashed, integers, play
 
 from fedquilt.aggregation.secure import client as client_module
-from fedquilt.aggregation.secure import order as order_module
 from fedquilt.aggregation.secure import primitives
 from fedquilt.aggregation.secure import server as server_module
-from fedquilt.aggregation.secure.client import Advert, MaskingClient, Opened, story
-from fedquilt.aggregation.secure.order import Member, SumOrder, new_signing_key
+from fedquilt.aggregation.secure.client import (
+    Advert,
+    MaskingClient,
+    Member,
+    Opened,
+    SumOrder,
+    story,
+)
 from fedquilt.aggregation.secure.primitives import (
     PRIME,
     ProtocolError,
     combine,
+    new_signing_key,
     share,
     verifying_key,
 )
@@ -630,7 +636,7 @@ def test_a_threshold_of_half_would_let_two_lists_be_signed(
 
     assert not is_accepted()
     half: Callable[..., int] = lambda count, share, colluding: count // 2  # noqa: E731
-    monkeypatch.setattr(order_module, "fewest", half)
+    monkeypatch.setattr(client_module, "fewest", half)
     assert is_accepted()
 
 

@@ -18,14 +18,20 @@ import pytest
 from secure_samples import Party, hashed, integers, play
 
 from fedquilt.aggregation.secure import client as client_module
-from fedquilt.aggregation.secure import order as order_module
 from fedquilt.aggregation.secure import primitives
-from fedquilt.aggregation.secure.client import MaskingClient, Opened, pair_mask, story
-from fedquilt.aggregation.secure.order import Member, SumOrder, new_signing_key
+from fedquilt.aggregation.secure.client import (
+    MaskingClient,
+    Member,
+    Opened,
+    SumOrder,
+    pair_mask,
+    story,
+)
 from fedquilt.aggregation.secure.primitives import (
     ProtocolError,
     combine,
     key_stream,
+    new_signing_key,
     own_key,
     public_of,
     unpack,
@@ -176,24 +182,26 @@ def unsigned() -> bool:
 
 ATTACKS: dict[str, tuple[Callable[[], bool], ModuleType, str, str]] = {
     # what the server does, and the check: where, its words in the source, what the client says
-    "a round is repeated": (replayed, order_module, "must be after round", "must be after round 0"),
+    "a round is repeated": (
+        replayed, client_module, "must be after round", "must be after round 0",
+    ),
     "the cohort is shrunken": (
         lambda: of_fewer(Party.of(6, smallest=5), range(3), least=2),
-        order_module, "clients and must have", "has 3 clients and must have 5",
+        client_module, "clients and must have", "has 3 clients and must have 5",
     ),
     "the minimum is lowered": (
         lambda: of_fewer(Party.of(6), range(3), least=3),
-        order_module, "least={order.least}", "least=3 must be from 4",
+        client_module, "least={order.least}", "least=3 must be from 4",
     ),
     "fewer may collude": (
         lambda: of_fewer(Party.of(6, colluding=1), range(6), least=5),
-        order_module, "colluding={order.colluding}", "colluding=0 must be at least 1",
+        client_module, "colluding={order.colluding}", "colluding=0 must be at least 1",
     ),
     "a key is forged": (
-        lambda: sybil(2), order_module, "known keys only", "not another one for client 2",
+        lambda: sybil(2), client_module, "known keys only", "not another one for client 2",
     ),
     "a client is added": (
-        lambda: sybil(4), order_module, "known keys only", "not another one for client 4",
+        lambda: sybil(4), client_module, "known keys only", "not another one for client 4",
     ),
     "a key without a signature": (
         man_in_between, client_module, "must have its signature", "client 1 must have its sig",

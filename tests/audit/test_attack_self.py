@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.audit import inversion, membership
+from fedquilt.audit import privacy_attacks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
@@ -61,7 +61,7 @@ def _gradient_step(**changes: Any) -> torch.Tensor:
 
 def _held(**changes: Any) -> torch.Tensor:
     config, problem = build_task(build_config({**SHARED, "mode": "fedavg", **changes}))
-    return inversion.held_of_first_round(config, problem, CLIENT).vector
+    return privacy_attacks.held_of_first_round(config, problem, CLIENT).vector
 
 
 def test_without_noise_the_attacker_holds_the_update_itself() -> None:
@@ -84,8 +84,8 @@ def test_every_run_of_the_attack_draws_new_noise() -> None:
 
 def test_images_are_found_in_a_plain_update_and_not_in_a_noised_release(tmp_path: Path) -> None:
     options: dict[str, Any] = {"iterations": 80, "restarts": 1}
-    plain = inversion.invert(_run(tmp_path), CLIENT, ["tv"], **options)
-    bounded = inversion.invert(_run(tmp_path, **CERTIFIED), CLIENT, ["tv"], **options)
+    plain = privacy_attacks.invert(_run(tmp_path), CLIENT, ["tv"], **options)
+    bounded = privacy_attacks.invert(_run(tmp_path, **CERTIFIED), CLIENT, ["tv"], **options)
     assert plain.psnr["tv"] > plain.blank + 5
     assert bounded.psnr["tv"] < bounded.blank
     np.testing.assert_array_equal(plain.truth, bounded.truth)
@@ -95,9 +95,9 @@ def test_what_fednova_has_divided_by_its_steps_is_not_divided_again() -> None:
     def attacked(correction: str) -> torch.Tensor:
         changes = {"local_epochs": 4, "correction": correction}
         config, problem = build_task(build_config({**SHARED, "mode": "fedavg", **changes}))
-        held = inversion.held_of_first_round(config, problem, CLIENT)
+        held = privacy_attacks.held_of_first_round(config, problem, CLIENT)
         labels = problem.task.targets[problem.task.index(CLIENT)]
-        return inversion._Victim(problem, held, labels, 0.1)._target
+        return privacy_attacks._Victim(problem, held, labels, 0.1)._target
 
     torch.testing.assert_close(attacked("fednova"), attacked("none"), atol=1e-6, rtol=1e-4)
 
@@ -105,19 +105,19 @@ def test_what_fednova_has_divided_by_its_steps_is_not_divided_again() -> None:
 def test_no_label_is_read_off_a_head_that_stays_with_its_client(tmp_path: Path) -> None:
     folder = _run(tmp_path, personal="fedper")
     with pytest.raises(InvalidValueError, match="must be one, and be sent; dlg needs none"):
-        inversion.invert(folder, CLIENT, ["tv"])
-    found = inversion.invert(folder, CLIENT, ["dlg"], iterations=60, restarts=1)
+        privacy_attacks.invert(folder, CLIENT, ["tv"])
+    found = privacy_attacks.invert(folder, CLIENT, ["dlg"], iterations=60, restarts=1)
     assert found.psnr["dlg"] > found.blank + 3, "what is shared shows the images"
 
 
 def test_psnr_and_order_are_those_of_their_definitions() -> None:
     truth = np.random.default_rng(0).random((3, 1, 4, 4))
     found = np.clip(truth[[2, 0, 1]] + 0.01, 0, 1)
-    order = inversion.nearest(truth, found)
+    order = privacy_attacks.nearest(truth, found)
     assert order.tolist() == [1, 2, 0]
     errors = [np.mean((truth[i] - found[order[i]]) ** 2) for i in range(3)]
     wanted = np.mean([10 * np.log10(1 / error) for error in errors])
-    assert inversion.psnr(truth, found[order]) == pytest.approx(wanted)
+    assert privacy_attacks.psnr(truth, found[order]) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_what_cannot_be_inverted_is_refused(
 ) -> None:
     folder = _run(tmp_path, num_clients=20, **changes)
     with pytest.raises(InvalidValueError, match=said):
-        inversion.invert(folder)
+        privacy_attacks.invert(folder)
 
 
 def test_a_client_that_did_not_join_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="client=300 must join the first round"):
-        inversion.invert(_run(tmp_path), 300)
+        privacy_attacks.invert(_run(tmp_path), 300)
 
 
 def test_lira_is_the_ratio_of_two_normal_densities_with_shared_deviations() -> None:
@@ -155,7 +155,7 @@ def test_lira_is_the_ratio_of_two_normal_densities_with_shared_deviations() -> N
         confidence, means[False], spread[False]
     )
     np.testing.assert_allclose(
-        membership.likelihood_ratio(confidence, seen, was_in), wanted, rtol=1e-9
+        privacy_attacks.likelihood_ratio(confidence, seen, was_in), wanted, rtol=1e-9
     )
 
 
@@ -163,7 +163,7 @@ def test_area_and_alarms_are_those_counted_pair_by_pair() -> None:
     random = np.random.default_rng(2)
     scores = random.integers(0, 30, size=500).astype(float)
     is_member = np.arange(500) < 300
-    found = membership._judged("loss", scores, is_member, float, 1.0)
+    found = privacy_attacks._judged("loss", scores, is_member, float, 1.0)
     ours, others = scores[:300], scores[300:]
     pairs = (ours[:, None] > others).mean() + (ours[:, None] == others).mean() / 2
     assert found.auc == pytest.approx(pairs)
@@ -177,7 +177,7 @@ def test_the_most_a_bound_allows_counts_mu_twice_for_one_sample(tmp_path: Path) 
 
     from fedquilt.privacy.accounting import gaussian_mu
 
-    found = membership.membership(_run(tmp_path, num_clients=20, **CERTIFIED), shadows=0)[0]
+    found = privacy_attacks.membership(_run(tmp_path, num_clients=20, **CERTIFIED), shadows=0)[0]
     mu = 2 * gaussian_mu(6.0, 1e-5)
     assert found.allowed_auc == pytest.approx(norm.cdf(mu / np.sqrt(2)), abs=1e-3)
     assert found.allowed_alarms[0.01] == pytest.approx(norm.cdf(norm.ppf(0.01) + mu), abs=1e-3)
@@ -191,7 +191,7 @@ def test_under_a_secret_coin_the_claim_itself_is_the_most() -> None:
         delta=1e-3, covered=(), uncovered=(), noise_source="", notes=()
     )
     coin = {"amplification": True, "selection": "poisson", "policy": "worst_case"}
-    most, area = membership._most(
+    most, area = privacy_attacks._most(
         dataclasses.replace(statement, epsilon_max=1.0), build_config({**CERTIFIED, **coin})
     )
     # A bit that is flipped with odds of e^2, and shown outright with probability delta.
@@ -208,7 +208,7 @@ def test_under_a_secret_coin_the_claim_itself_is_the_most() -> None:
 def test_lira_finds_members_of_a_model_that_remembers_them(tmp_path: Path) -> None:
     long = {"num_clients": 20, "num_rounds": 40, "local_epochs": 5, "batch_size": 16}
     folder = _run(tmp_path, **long, learning_rate=0.5, eval_every=40)
-    found = {one.attack: one for one in membership.membership(folder)}
+    found = {one.attack: one for one in privacy_attacks.membership(folder)}
     assert found["lira"].auc > 0.53
 
 

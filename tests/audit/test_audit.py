@@ -32,8 +32,7 @@ from fedquilt.privacy.mechanism import (
 )
 from fedquilt.privacy.noise import BandedNoise
 from fedquilt.privacy.quap_mechanisms import LayerNoise
-from fedquilt.privacy.secure import SecureCertified
-from fedquilt.privacy.skellam import skellam
+from fedquilt.privacy.secure import SecureCertified, skellam
 from fedquilt.record import result as record
 from fedquilt.slices.slicing import Slicing
 from fedquilt.training.compression import compress

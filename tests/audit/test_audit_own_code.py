@@ -25,7 +25,7 @@ from whole_cases import WholeCase
 
 from fedquilt import federation
 from fedquilt.audit.canary import Net
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.condense.certified import CertifiedEngine
 from fedquilt.config import plain_config
 from fedquilt.errors import InvalidValueError
@@ -33,9 +33,9 @@ from fedquilt.experiment.api import run_config
 from fedquilt.privacy import noise
 from fedquilt.privacy.noise import DeviceNoise
 from fedquilt.report.views import page_view
-from fedquilt.setup import basis as assemble
 from fedquilt.setup import build_task as assemble_problem
-from fedquilt.setup.basis import Basis
+from fedquilt.setup import federation as assemble
+from fedquilt.setup.federation import Basis
 from fedquilt.training import ClientUpdate
 from fedquilt.training.optimizers import ClientOptimizer
 from fedquilt.training.state import ModuleState

@@ -31,7 +31,7 @@ from whole_cases import QUICK, ROADMAP, SHARED, whole_cases
 from whole_runs import main, replay_worlds
 
 import fedquilt
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.condense.certified import CertifiedEngine
 from fedquilt.config import RunConfig
 from fedquilt.config.run import option_fields
@@ -44,8 +44,7 @@ from fedquilt.record import result as history
 from fedquilt.setup import account as assemble_account
 from fedquilt.setup import build_task as assemble_problem
 from fedquilt.slices import engine as sliced
-from fedquilt.slices.ranks import Products
-from fedquilt.slices.slicing import Slicing
+from fedquilt.slices.slicing import Products, Slicing
 from fedquilt.training import ClassMask, ClientUpdate, Task
 from fedquilt.training.stale import AgedEngine
 from fedquilt.training.trainers.batches import BatchTable
@@ -441,7 +440,7 @@ def test_nothing_means_nothing() -> None:
 def named_by_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """A4: the name of a population is made of options, the irrelevant ones included."""
     if not hasattr(assemble_account, "_default_name"):
-        from fedquilt.setup.clients import Roster
+        from fedquilt.setup.task import Roster
 
         real = assemble_account._population
 

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedquilt.audit.cases import WatchedServer, World, known_entropy
 from fedquilt.audit.findings import declared_clip, released_fraction, released_sum
-from fedquilt.audit.worlds import WatchedServer, World, known_entropy
 from fedquilt.common.errors import FedquiltError
 from fedquilt.common.observer import Observer
 from fedquilt.config import RunConfig

@@ -19,7 +19,7 @@ from task_forms import CLIENT_FORMS, own_loss, own_loss_by_sample
 
 from fedquilt.config import RunConfig
 from fedquilt.config.choices import EXIT_METHODS, METHODS, OWN_LOSS_METHODS, RANK_METHODS
-from fedquilt.config.recipe import rules_for, strength
+from fedquilt.config.modes import rules_for, strength
 
 
 @dataclass(frozen=True)

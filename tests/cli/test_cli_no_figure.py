@@ -12,7 +12,7 @@ from run_samples import flags
 
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("one_thread")
-WRITERS = ["style", "sheet", "condensed"]
+WRITERS = ("style", "images")
 SMALL = "--num-clients 2 --model convnet-32 --num-rounds 1 --ipc 1 --dc-iterations 1 --model-n 1"
 
 

@@ -86,11 +86,11 @@ REVIEWED = {
     "privacy/noise.py": {"SeedSequence"},  # of a seed that is checked to be a number
     # Names that nobody else may have or guess: files, runs, ledgers, seats, tokens, keys.
     **{name: {"token_hex"} for name in ("common/storage.py", "record/checkpoint.py")},
-    "experiment/start.py": {"token_hex", "token_bytes"},
+    "experiment/api.py": {"token_hex", "token_bytes"},
     "setup/account.py": {"token_bytes"},
     "privacy/ledger/files.py": {"token_hex"},
     "observe/monitors.py": {"uuid4"},
-    "observe/tracker_kinds.py": {"uuid4"},
+    "observe/trackers.py": {"uuid4"},
     "report/watch.py": {"token_urlsafe"},
     "flower/engine.py": {"token_hex"},
     "flower/masked_engine.py": {"token_hex"},

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import HalfPrecision, Halving, frozen_copy
-from fedquilt.condense.synthetic import SyntheticSet, expand_tiles
+from fedquilt.condense.matching import SyntheticSet, expand_tiles
 from fedquilt.condense.training import TrainingSettings, augmented
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.networks import ConvNet

@@ -16,7 +16,7 @@ from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import FeatureModels
 from fedquilt.condense.engine import RoundModels, StatisticsEngine, joined
-from fedquilt.condense.matching import MatchingSettings
+from fedquilt.condense.matching import MatchingSettings, SyntheticSet
 from fedquilt.condense.method import (
     augmentation_of,
     first_images,
@@ -26,7 +26,6 @@ from fedquilt.condense.method import (
 )
 from fedquilt.condense.server import CondensingServer
 from fedquilt.condense.statistics import StatisticsTable, make_groups
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Learner, TrainingSettings
 from fedquilt.errors import InvalidValueError
 from fedquilt.training import ClientUpdate, FlatModel, Task

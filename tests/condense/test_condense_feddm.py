@@ -9,9 +9,13 @@ from torch import nn
 
 from fedquilt.common.randomness import generator
 from fedquilt.condense.augment import Augmentation
-from fedquilt.condense.matching import MatchingSettings
-from fedquilt.condense.real import RealImages, match_real, real_view
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.matching import (
+    MatchingSettings,
+    RealImages,
+    SyntheticSet,
+    match_real,
+    real_view,
+)
 from fedquilt.models import ConvNet
 
 IMAGES = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 1, 8, 8), dtype=np.float32))

@@ -10,9 +10,8 @@ import torch
 
 from fedquilt.condense.augment import Augmentation, Transform
 from fedquilt.condense.embeds import frozen_copy
-from fedquilt.condense.matching import Matcher, MatchingSettings, View, match
+from fedquilt.condense.matching import Matcher, MatchingSettings, SyntheticSet, View, match
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.errors import InvalidValueError
 from fedquilt.models.networks import ConvNet
 

@@ -15,12 +15,12 @@ from fedquilt.condense.embeds import frozen_copy
 from fedquilt.condense.matching import (
     Matcher,
     MatchingSettings,
+    SyntheticSet,
     View,
     match,
     view_loss,
 )
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable, group_means
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.config.choices import LOGIT_LOSSES, LOSS_COMPUTATIONS
 from fedquilt.models.networks import ConvNet
 

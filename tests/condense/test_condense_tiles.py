@@ -11,8 +11,13 @@ from condense_samples import condense, images_of
 from torch import nn
 
 from fedquilt.condense.embeds import TwoMoments
-from fedquilt.condense.matching import matching_loss, mean_and_spread
-from fedquilt.condense.synthetic import SyntheticSet, expand_tiles, shrink_to_tiles
+from fedquilt.condense.matching import (
+    SyntheticSet,
+    expand_tiles,
+    matching_loss,
+    mean_and_spread,
+    shrink_to_tiles,
+)
 from fedquilt.condense.training import TrainingSettings, cut_and_mix
 from fedquilt.data import load_condensed
 from fedquilt.errors import InvalidValueError

@@ -13,7 +13,7 @@ from flwr.app import Context
 
 import fedquilt
 from certified_samples import refine_in_few_steps
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.data import load_dataset
 from fedquilt.flower.client_registry import PlaceRegistry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ TABLES = {
     name: frozenset(values)
     for module in (choices, modes)
     for name, values in vars(module).items()
-    if name.isupper() and len(values) > 1
+    if name.isupper() and isinstance(values, Collection) and len(values) > 1
 }
 # The documents' clipping_strategy is another option that happens to have the same values.
 ANOTHER = {("quapfl.py", "CLIPPINGS")}

@@ -12,6 +12,7 @@ import pytest
 
 from fedquilt.config import RunConfig, option_fields
 from fedquilt.errors import InvalidValueError
+from fedquilt.training.task import learning_rate_at
 
 FIELDS = option_fields()
 
@@ -210,7 +211,7 @@ def test_layer_patterns(name: str) -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     config = RunConfig(learning_rate=0.2, lr_decay=0.5)
-    assert [config.learning_rate_at(t) for t in range(4)] == [0.2, 0.1, 0.05, 0.025]
+    assert [learning_rate_at(config, t) for t in range(4)] == [0.2, 0.1, 0.05, 0.025]
 
 
 def test_records_are_frozen_and_copies_are_checked() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.config import build_config
-from fedquilt.config.recipe import gaussian_mu, recipe_line, rules_for, strength, width_for
+from fedquilt.config.modes import gaussian_mu, recipe_line, rules_for, strength, width_for
 from fedquilt.models import FeatureModel, OwnFront, make_feature_model
 from fedquilt.privacy.accounting import gaussian_mu as exact_mu
 

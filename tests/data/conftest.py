@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from fedquilt.data import DATASETS, DatasetSpec, FileSpec, ImageDataset, load_dataset
-from fedquilt.data import download as mirrors_module
 from fedquilt.data import files as locate_module
 from fedquilt.data import load as load_module
 from fedquilt.errors import DataNotFoundError
@@ -106,7 +105,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> TinySet:
 
 def register(monkeypatch: pytest.MonkeyPatch, spec: DatasetSpec) -> None:
     known = {**DATASETS, spec.name: spec}
-    for module in (load_module, locate_module, mirrors_module):
+    for module in (load_module, locate_module):
         monkeypatch.setattr(module, "DATASETS", known)
 
 

@@ -118,7 +118,7 @@ def test_an_archive_may_not_be_larger_than_it_is(colour, mirror, tmp_path: Path)
 def test_a_mirror_that_takes_too_long_is_given_up(
     tiny, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedquilt.data.download.TIME_LIMIT_SECONDS", 0)
+    monkeypatch.setattr("fedquilt.data.files.TIME_LIMIT_SECONDS", 0)
     with pytest.raises(DataNotFoundError, match="takes more than 0 s"):
         load(served, tmp_path / "data")
     assert everything_under(tmp_path) == []

@@ -20,10 +20,10 @@ from PIL import Image
 from watched_runs import differing, folder_values
 
 import fedquilt
-from fedquilt.audit.worlds import known_entropy
+from fedquilt.audit.cases import known_entropy
 from fedquilt.config import plain_config
 from fedquilt.data import DATASETS, DatasetSpec, ImageDataset, dataset_status, load_dataset, specs
-from fedquilt.data.leaf import LETTERS, SHARED_PEOPLE
+from fedquilt.data.load import LETTERS, SHARED_PEOPLE
 from fedquilt.errors import DataError, DataNotFoundError, InvalidValueError
 from fedquilt.experiment.api import run_config, run_in_memory
 from fedquilt.setup.build_task import build_task

@@ -21,7 +21,7 @@ from fedquilt.experiment.client_evaluation import SENSITIVITY, contribution
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.run_account import EvaluationShare
-from fedquilt.setup.clients import hold_back
+from fedquilt.setup.task import hold_back
 from fedquilt.training import evaluate
 from gaussian_oracle import exact_epsilon
 

@@ -29,7 +29,7 @@ from fedquilt.flower.server import run_from
 from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.flower.template import run_configuration, write_app
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.privacy.ledger.names import id_of, names_path, read_names, write_names
+from fedquilt.privacy.ledger.files import id_of, names_path, read_names, write_names
 from fedquilt.record.result import load
 from fedquilt.report.views import ledger_view
 from flower_samples import Tampered, client_data, honest, make_model, test_data

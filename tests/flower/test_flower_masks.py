@@ -27,26 +27,24 @@ pytest.importorskip("cryptography")
 from flwr.app import Array, ConfigRecord, Context, Message
 
 from fedquilt.aggregation.secure import client as client_module
-from fedquilt.aggregation.secure import order as order_module
 from fedquilt.aggregation.secure import primitives
-from fedquilt.aggregation.secure.client import is_advert_of
-from fedquilt.aggregation.secure.order import Member, SumOrder, new_signing_key
-from fedquilt.aggregation.secure.primitives import ProtocolError, verifying_key
+from fedquilt.aggregation.secure.client import Member, SumOrder, is_advert_of
+from fedquilt.aggregation.secure.primitives import ProtocolError, new_signing_key, verifying_key
 from fedquilt.aggregation.secure.server import Server
 from fedquilt.common.errors import DataError, InvalidValueError
 from fedquilt.config import build_config
 from fedquilt.experiment.api import run_config
 from fedquilt.flower import keeper as keeper_module
-from fedquilt.flower import keys, masks, prefork
+from fedquilt.flower import keys, prefork, wire
 from fedquilt.flower import policy as policy_module
 from fedquilt.flower.client_registry import der_fingerprint, public_der, roster_of_keys
 from fedquilt.flower.keeper import Identity, Keeper, KeeperProcess
 from fedquilt.flower.masked_engine import MaskedArrivals, MaskedEngine, engine_of
-from fedquilt.flower.masks import STEPS
 from fedquilt.flower.policy import policy_text, read_policy
 from fedquilt.flower.settings import FlowerSettings
 from fedquilt.flower.simulate import secure_nodes, simulate
 from fedquilt.flower.site import Site, account_path, site_account
+from fedquilt.flower.wire import STEPS
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.training.compression import UnreadableError
 from flower_samples import error
@@ -272,7 +270,7 @@ def replies(grid: Masked, step: str) -> list[Message]:
 
 
 def bytes_of(message: Message) -> bytes:
-    return masks.body_of(message.content, 1 << 30)
+    return wire.body_of(message.content, 1 << 30)
 
 
 def test_the_charge_is_on_disk_before_anybody_is_asked_for_a_share(tmp_path: Path) -> None:
@@ -306,7 +304,7 @@ def numbered(value: float) -> Callable[[Message], object]:
 
     def write(reply: Message) -> None:
         size = reply.content["arrays"]["vector"].shape[0]
-        reply.content["arrays"]["vector"] = masks.wire.as_array(np.full(size, value, "<f4"))
+        reply.content["arrays"]["vector"] = wire.as_array(np.full(size, value, "<f4"))
 
     return write
 
@@ -386,10 +384,10 @@ def test_what_two_nodes_answer_falsely_costs_them_and_not_the_round(
 
 def test_a_long_list_takes_as_much_longer_to_read_as_it_is() -> None:
     def seconds(entries: int) -> float:
-        body, best = masks.write_map(dict.fromkeys(range(entries), b"")), math.inf
+        body, best = wire.write_map(dict.fromkeys(range(entries), b"")), math.inf
         for _ in range(3):
             began = time.process_time()
-            assert len(masks.read_map(body)) == entries
+            assert len(wire.read_map(body)) == entries
             best = min(best, time.process_time() - began)
         return best
 
@@ -400,8 +398,8 @@ def test_who_deals_false_shares_spoils_one_round_and_is_not_asked_again(tmp_path
     grid = Masked(5)
 
     def garbage(letters: bytes) -> bytes:
-        tags = {c: letter[:32] for c, letter in masks.read_map(letters).items()}
-        return masks.write_map({c: t + bytes(82) if c != 4 else t for c, t in tags.items()})
+        tags = {c: letter[:32] for c, letter in wire.read_map(letters).items()}
+        return wire.write_map({c: t + bytes(82) if c != 4 else t for c, t in tags.items()})
 
     spoil(grid, 4, "share", garbage)
     result = masked_run(grid, tmp_path, num_rounds=3)
@@ -442,7 +440,7 @@ def test_another_model_for_one_client_ends_the_round(tmp_path: Path) -> None:
         if at == "advertise" and place in (1, 2, 3, 4):  # four of ten: six are too few
             array = message.content["arrays"]["vector"]
             other = np.frombuffer(array.data, dtype="<f4") + 1
-            message.content["arrays"]["vector"] = masks.wire.as_array(other)
+            message.content["arrays"]["vector"] = wire.as_array(other)
         return message
 
     grid = Masked(10, change=change)
@@ -456,24 +454,24 @@ def test_another_model_for_one_client_ends_the_round(tmp_path: Path) -> None:
 ATTACKS: dict[str, tuple[Callable[[dict[str, Any], Masked], dict[str, Any]], str]] = {
     "a stranger's key": (
         lambda facts, grid: {
-            "roster": masks.write_map(
-                {**masks.read_map(facts["roster"]), 9: verifying_key(new_signing_key())}
+            "roster": wire.write_map(
+                {**wire.read_map(facts["roster"]), 9: verifying_key(new_signing_key())}
             )
         },
         "known keys only",
     ),
     "one client twice": (
         lambda facts, grid: {
-            "roster": masks.write_map(
-                {**(known := masks.read_map(facts["roster"])), 9: known[8]}
+            "roster": wire.write_map(
+                {**(known := wire.read_map(facts["roster"])), 9: known[8]}
             )
         },
         "known keys only",
     ),
     "a shrunken cohort": (
         lambda facts, grid: {
-            "roster": masks.write_map(
-                {(own := facts["place"]): masks.read_map(facts["roster"])[own]}
+            "roster": wire.write_map(
+                {(own := facts["place"]): wire.read_map(facts["roster"])[own]}
             ),
             "least": 1,
         },
@@ -489,16 +487,16 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any], Masked], dict[str, Any]], str
 }  # fmt: skip
 Checks = tuple[tuple[ModuleType, str], ...]
 CHECKS: dict[str, Checks] = {  # where each is, and its words in the source
-    "a stranger's key": ((order_module, "known keys only"),),
-    "one client twice": ((order_module, "known keys only"),),
-    "a shrunken cohort": ((order_module, "clients and must have"),),
-    "fewer survivors": ((order_module, "least={order.least}"),),
-    "another run": ((keeper_module, "must be {masks.run_name"),),
-    "less noise": ((masks, "must name a clip, noise"),),
+    "a stranger's key": ((client_module, "known keys only"),),
+    "one client twice": ((client_module, "known keys only"),),
+    "a shrunken cohort": ((client_module, "clients and must have"),),
+    "fewer survivors": ((client_module, "least={order.least}"),),
+    "another run": ((keeper_module, "must be {wire.run_name"),),
+    "less noise": ((wire, "must name a clip, noise"),),
     "fewer than none collude": (
-        (masks, "must name a clip, noise"), (order_module, "colluding={order.colluding}"),
+        (wire, "must name a clip, noise"), (client_module, "colluding={order.colluding}"),
     ),
-    "no bits": ((order_module, "bits={order.bits}"),),
+    "no bits": ((client_module, "bits={order.bits}"),),
 }  # fmt: skip
 
 
@@ -525,7 +523,7 @@ def test_nodes_refuse_what_a_server_must_not_order_and_do_it_without_the_check(
     grid = Masked(10, change=change)
     masked_run(grid, None, num_rounds=1)
     adverts = [bytes_of(reply) for reply in replies(grid, "advertise")]
-    signed = [masks.read_advert(advert) for advert in adverts if advert]
+    signed = [wire.read_advert(advert) for advert in adverts if advert]
     assert len(signed) >= 9, grid.refusals()  # a client whose key is another's has no part in it
 
 
@@ -603,13 +601,13 @@ def test_a_keeper_in_a_process_of_its_own_answers_and_forgets_when_it_ends(tmp_p
         note = {"run": "flower-1", "round_index": 0, "client": 0, "least": 2, "colluding": 0,
                 "size": 4, "bits": 16}  # fmt: skip
         told = json.dumps(note).encode()
-        keeper("accept", told, masks.write_map(known), b"task", told)
+        keeper("accept", told, wire.write_map(known), b"task", told)
         assert keeper("note", told) == told
-        advert = masks.read_advert(keeper("advertise", told, np.arange(4).tobytes()))
+        advert = wire.read_advert(keeper("advertise", told, np.arange(4).tobytes()))
         order = SumOrder("flower-1", 0, b"task", known, 2, 0, 4, 16)
         assert is_advert_of(order, 0, advert)
         with pytest.raises(ProtocolError, match="must be after round 0"):
-            keeper("accept", told, masks.write_map(known), b"task", told)
+            keeper("accept", told, wire.write_map(known), b"task", told)
         os.kill(keeper.pid, signal.SIGKILL)
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(ProtocolError, match="does not answer"):
@@ -619,13 +617,13 @@ def test_a_keeper_in_a_process_of_its_own_answers_and_forgets_when_it_ends(tmp_p
             keeper("note", told)
         # Whoever kills a keeper, or the prefork server above it, gains no second turn at a round.
         with pytest.raises(ProtocolError, match="must be after round 0"):
-            keeper("accept", told, masks.write_map(known), b"task", told)
+            keeper("accept", told, wire.write_map(known), b"task", told)
         end(keeper)
         keeper = KeeperProcess(Identity.of_files(tmp_path / "node0", roster), prefork.fork)
         with pytest.raises(ProtocolError, match="must be after round 0"):
-            keeper("accept", told, masks.write_map(known), b"task", told)
+            keeper("accept", told, wire.write_map(known), b"task", told)
         later = json.dumps({**note, "round_index": 1}).encode()
-        keeper("accept", later, masks.write_map(known), b"task", later)
+        keeper("accept", later, wire.write_map(known), b"task", later)
     finally:
         end(keeper)
     assert json.loads((tmp_path / "node0.rounds").read_text()) == {"flower-1": 1}
@@ -666,16 +664,16 @@ def test_a_keeper_takes_no_order_when_its_turns_cannot_be_read(tmp_path: Path) -
             "size": 4, "bits": 16}  # fmt: skip
     told = json.dumps(note).encode()
     with pytest.raises(DataError):
-        keeper("accept", told, masks.write_map(known), b"task", told)
+        keeper("accept", told, wire.write_map(known), b"task", told)
     turns.unlink()
-    keeper("accept", told, masks.write_map(known), b"task", told)
+    keeper("accept", told, wire.write_map(known), b"task", told)
 
 
 def test_a_round_that_nobody_goes_on_with_leaves_no_secret() -> None:
     (node, *_), public = secure_nodes(2)
     keeper = node._call
     assert isinstance(keeper, Keeper)
-    roster = masks.write_map(dict(enumerate(map(public_der, public))))
+    roster = wire.write_map(dict(enumerate(map(public_der, public))))
 
     def begin(run: str, index: int) -> Any:
         facts = {"run": run, "round_index": index, "client": 0, "least": 2, "colluding": 0,
@@ -764,7 +762,7 @@ def test_secrets_are_in_no_file_no_log_no_message_and_no_state_of_flower(
     finally:
         for keeper in keepers:
             end(keeper)
-    first = [masks.read_advert(bytes_of(reply)) for reply in replies(grid, "advertise")[:5]]
+    first = [wire.read_advert(bytes_of(reply)) for reply in replies(grid, "advertise")[:5]]
     assert all(b"FQSECRET" not in part.letters + part.masks + part.seed for part in first)
     owners = [int.from_bytes(recognisable(0)[8:16], "big")] + [one.pid for one in keepers]
     drawn_there = {
@@ -829,9 +827,7 @@ def test_a_site_charges_itself_what_its_own_computation_says(tmp_path: Path) -> 
     assert grid.refusals() == []
     assert result.folder is not None
     own = [given_away(site) for site in grid.sites]
-    asked = [
-        masks.read_first(m.content)[0] for at, p, m, _ in grid.seen if at == STEPS[0] and not p
-    ]
+    asked = [wire.read_first(m.content)[0] for at, p, m, _ in grid.seen if at == STEPS[0] and not p]
     for order in asked:
         grid_step = order.order.noise_std / order.variance**0.5
         square = (order.order.clip / grid_step) ** 2 + order.total.size / 4
@@ -849,7 +845,7 @@ def test_a_site_takes_nothing_off_before_it_has_seen_who_survived(tmp_path: Path
         grid.lost = {(0, step): {1}}
         result = masked_run(grid, tmp_path / f"{step}-runs", num_rounds=4, policy="worst_case")
         first, *last = (
-            masks.read_first(m.content)[0].charge
+            wire.read_first(m.content)[0].charge
             for at, place, m, _ in grid.seen
             if at == STEPS[0] and place == 1
         )
@@ -881,7 +877,7 @@ def test_another_run_of_the_same_server_charges_a_site_for_no_round(tmp_path: Pa
             own = grid.contexts[message.metadata.dst_node_id]
             other = dataclasses.replace(own, run_id=77)
             reply = site.answer(copy.deepcopy(message), other, APP, lambda: grid.inner)
-            told.append((masks.wire.unpack_reply(reply.content, 0).refusal, given_away(site)))
+            told.append((wire.unpack_reply(reply.content, 0).refusal, given_away(site)))
         return message
 
     grid.change = change
@@ -903,9 +899,9 @@ SITE_CHECKS: dict[str, Checks] = {
     "plain updates": ((policy_module, "under masks only"),),
     "simulated masks": ((policy_module, "under masks only"),),
     "too few survivors": ((policy_module, "survivors={survivors}"),),
-    "no room for traitors": ((order_module, "colluding={order.colluding}"),),
+    "no room for traitors": ((client_module, "colluding={order.colluding}"),),
     "a small cohort": (
-        (policy_module, "{name}={value} is fewer"), (order_module, "clients and must have"),
+        (policy_module, "{name}={value} is fewer"), (client_module, "clients and must have"),
     ),
     "a dearer round": ((policy_module, "the round costs"),),
 }  # fmt: skip

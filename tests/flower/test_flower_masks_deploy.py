@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedquilt.flower.federation import LocalFederation
-from fedquilt.flower.masks import STEPS
 from fedquilt.flower.template import write_app
+from fedquilt.flower.wire import STEPS
 from fedquilt.privacy.ledger import Ledger
 
 pytestmark = [pytest.mark.deploy, pytest.mark.processes, pytest.mark.timeout(600)]

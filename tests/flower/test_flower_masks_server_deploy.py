@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedquilt.flower.federation import LocalFederation
-from fedquilt.flower.masks import STEPS
 from fedquilt.flower.template import write_app
+from fedquilt.flower.wire import STEPS
 from fedquilt.privacy.ledger import Ledger
 
 pytestmark = [pytest.mark.deploy, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fedquilt.flower import server_app
 from fedquilt.flower.masked_engine import MaskedEngine
-from fedquilt.flower.masks import STEPS
+from fedquilt.flower.wire import STEPS
 from quiltapp.task import make_model, test_data
 
 here = Path(os.environ["FEDQUILT_FLOWER_OUTPUT"])

@@ -37,7 +37,7 @@ from fedquilt.flower.simulate import InProcessGrid
 from fedquilt.flower.site import REFUSALS, Site, account_path, site_account
 from fedquilt.flower.template import run_configuration
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.privacy.ledger.names import write_names
+from fedquilt.privacy.ledger.files import write_names
 from fedquilt.privacy.ledger.rows import Paid, Short
 from flower_samples import COUNT, client_data, make_model, run_federation, spent, test_data
 from run_processes import environment

@@ -14,9 +14,9 @@ from command_line import Said
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.monitor import RoundMonitor
 from fedquilt.monitor.thread_monitor import FileMonitor
-from fedquilt.observe.round_monitor import summed
+from fedquilt.observe.monitors import summed
 from fedquilt.observe.samples import CPU, MEMORY, VDD_IN, Sample
-from fedquilt.report.monitor_figure import plot_usage, read_usage
+from fedquilt.report.training_figure import plot_usage, read_usage
 
 SMALL = ("--num-clients", "6", "--clients-per-round", "6", "--num-rounds", "2", "--model", "mlp")
 

@@ -16,8 +16,14 @@ import numpy as np
 import pytest
 
 from fedquilt.errors import InvalidValueError, MissingPackageError, StorageError
-from fedquilt.observe.tracker_kinds import scalars_of, step_number, withholds_time
-from fedquilt.observe.trackers import Tracker, Trackers, open_trackers
+from fedquilt.observe.trackers import (
+    Tracker,
+    Trackers,
+    open_trackers,
+    scalars_of,
+    step_number,
+    withholds_time,
+)
 
 NAMING: dict[str, Any] = {"project": "p", "run_name": "n", "config": {}}
 

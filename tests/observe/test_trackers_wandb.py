@@ -156,7 +156,7 @@ def test_a_run_of_the_callers_own_goes_on(tmp_path: Path, tracked: Tracked) -> N
 
 
 def test_an_unreadable_id_is_replaced(tmp_path: Path, tracked: Tracked) -> None:
-    from fedquilt.observe.tracker_kinds import _run_id
+    from fedquilt.observe.trackers import _run_id
 
     file = tmp_path / "wandb" / "run-id.txt"
     file.parent.mkdir()

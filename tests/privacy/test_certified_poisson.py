@@ -24,8 +24,8 @@ from fedquilt.errors import InvalidValueError
 from fedquilt.federation import Federation
 from fedquilt.population import Cohort
 from fedquilt.privacy.accounting import calibrate
+from fedquilt.privacy.certified import AmplifiedCertified
 from fedquilt.privacy.mechanism import RoundTally
-from fedquilt.privacy.poisson import AmplifiedCertified
 from fedquilt.round import run_round
 from fedquilt.setup import mechanism as assemble_mechanism
 from fedquilt.training.engines import LocalEngine

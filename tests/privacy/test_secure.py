@@ -39,8 +39,13 @@ from fedquilt.privacy import secure as module
 from fedquilt.privacy.accounting.gaussian import gaussian_delta
 from fedquilt.privacy.ledger import Ledger
 from fedquilt.privacy.mechanism import Contribution, RoundTally
-from fedquilt.privacy.secure import SecureCertified, round_within, settled_share, variance_for
-from fedquilt.privacy.skellam import skellam_mu
+from fedquilt.privacy.secure import (
+    SecureCertified,
+    round_within,
+    settled_share,
+    skellam_mu,
+    variance_for,
+)
 from fedquilt.round import run_round
 from fedquilt.training import ClientUpdate
 from run_samples import same_tensors, tiny

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import signal, special, stats
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.privacy import skellam as module
+from fedquilt.privacy import secure as module
 from fedquilt.privacy.accounting.gaussian import gaussian_delta, gaussian_epsilon
-from fedquilt.privacy.skellam import poisson, skellam, skellam_mu
+from fedquilt.privacy.secure import poisson, skellam, skellam_mu
 
 
 def seeded(seed: int) -> module.Words:

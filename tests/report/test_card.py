@@ -14,7 +14,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.experiment.api import RunResult, run_config
-from fedquilt.report.views.card import model_card
+from fedquilt.report.views.claim import model_card
 from run_samples import tiny
 
 

@@ -39,8 +39,7 @@ from fedquilt.report.series import upward
 from fedquilt.report.views import page_view, run_view
 from fedquilt.report.views.claim import guess_sentence
 from fedquilt.report.views.page import find_runs
-from fedquilt.report.views.run import encode_roster
-from fedquilt.report.views.spend import lifetime_view
+from fedquilt.report.views.run import encode_roster, lifetime_view
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 from fedquilt.config import MODE_TABLE, build_config
 from fedquilt.experiment.api import run_config
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.privacy.ledger.units import allowance_mu2
+from fedquilt.privacy.ledger.entries import allowance_mu2
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import build_result

@@ -20,6 +20,7 @@ from fedquilt.config import RunConfig
 from fedquilt.errors import InvalidValueError
 from fedquilt.report import generate_summary_table, plot_training_history
 from fedquilt.report.series import headline
+from fedquilt.training.task import learning_rate_at
 from run_samples import assert_same_run
 
 CLIENTS, SAMPLES, WORDS = 8, 6, 9
@@ -391,7 +392,7 @@ def test_models_of_hugging_face_train_under_a_claim_as_without(name: str) -> Non
 def test_learning_rate_schedules() -> None:
     def rates(**options: Any) -> list[float]:
         config = RunConfig(num_rounds=6, learning_rate=1.0, **options)
-        return [round(config.learning_rate_at(t), 6) for t in range(6)]
+        return [round(learning_rate_at(config, t), 6) for t in range(6)]
 
     assert rates() == [1.0] * 6
     assert rates(lr_decay=0.5) == [1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.slices import Axis
-from fedquilt.slices.ranges import end_to_end
+from fedquilt.slices.selection import end_to_end
 
 
 @st.composite

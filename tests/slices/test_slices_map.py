@@ -21,7 +21,7 @@ from fedquilt.slices import (
     depth_slice,
     merge_states,
 )
-from fedquilt.slices.depth import Blocks
+from fedquilt.slices.slicer import Blocks
 from fedquilt.training.flat import FlatModel
 
 SELECTIONS: list[Selection] = [Prefix("1/2"), Window("1/2", 13), RandomUnits("1/2", 2), Prefix(1)]

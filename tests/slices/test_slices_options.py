@@ -17,12 +17,11 @@ from fedquilt.config import build_config, plain_config
 from fedquilt.models import ExitNet
 from fedquilt.round import run_round
 from fedquilt.setup.federation import build_method
-from fedquilt.slices.depth import exits_loss, ramp
 from fedquilt.slices.engine import _Nested, loss_of_slice
 from fedquilt.slices.method import LargestOnly, Slices
 from fedquilt.slices.model_slice import SliceMap, WithoutRows
 from fedquilt.slices.selection import Prefix
-from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.slicer import Slicer, exits_loss, ramp
 from run_samples import tiny
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedquilt.errors import InvalidValueError
 from fedquilt.nn import Interval, Intervals, Layer_Range, SSBatchNorm2d, SSConv2d, SSLinear
-from fedquilt.slices.ranges import format_ranges, parse_bound, parse_ranges, positions
+from fedquilt.slices.selection import format_ranges, parse_bound, parse_ranges, positions
 
 HALF = ((Fraction(0), Fraction(1, 2)),)
 

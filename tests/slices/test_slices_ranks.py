@@ -15,9 +15,8 @@ from torch import nn
 import fedquilt
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import merge_cores, with_cores
-from fedquilt.slices.ranks import RankSlicer
 from fedquilt.slices.selection import client_widths
-from fedquilt.slices.slicing import tier_widths
+from fedquilt.slices.slicing import RankSlicer, tier_widths
 
 METHODS = ("hetlora", "flexlora", "fedsb")
 WIDTHS = ("1", "1/2", "1/4", "1/2")

@@ -17,8 +17,8 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import NARROW_METHODS
 from fedquilt.data import load_dataset, split_clients
 from fedquilt.round import run_round
-from fedquilt.setup.clients import hold_back
 from fedquilt.setup.federation import build_method
+from fedquilt.setup.task import hold_back
 from fedquilt.slices.method import Slices
 from fedquilt.slices.static_norm import (
     batches_of,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.sweep.figure import plot_sweep
+from fedquilt.sweep.table import plot_sweep
 
 
 def row(mean: float | None = 0.5, **values: Any) -> dict[str, Any]:

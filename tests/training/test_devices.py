@@ -19,7 +19,7 @@ from fedquilt.experiment.api import run_in_memory
 from fedquilt.method import MethodParts
 from fedquilt.models import DigitsModel
 from fedquilt.training import FlatModel, LocalSettings, Task, make_engine
-from fedquilt.training.engines.devices import DevicesEngine, parse_devices
+from fedquilt.training.engines import DevicesEngine, parse_devices
 from fedquilt.training.engines.pool import end_workers
 from run_samples import tiny
 

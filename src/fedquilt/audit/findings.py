@@ -16,16 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedquilt.audit.cases import CASES, FAMILIES, Case
-from fedquilt.audit.worlds import KnownNoise, World, known_noise, make_worlds, prescribed
+from fedquilt.audit.cases import (
+    CASES,
+    FAMILIES,
+    Case,
+    KnownNoise,
+    World,
+    known_noise,
+    make_worlds,
+    prescribed,
+)
 from fedquilt.common import checks
 from fedquilt.common.formatting import text_table
 from fedquilt.common.vectors import norm
 from fedquilt.observe.progress import StepsProgress
-from fedquilt.privacy.certified import Certified
-from fedquilt.privacy.poisson import AmplifiedCertified
-from fedquilt.privacy.secure import SecureCertified
-from fedquilt.privacy.skellam import skellam, skellam_mu
+from fedquilt.privacy.certified import AmplifiedCertified, Certified
+from fedquilt.privacy.secure import SecureCertified, skellam, skellam_mu
 
 # What float64 rounding may add, relative to the numbers that were added and subtracted.
 _ROUNDING = 1e-11

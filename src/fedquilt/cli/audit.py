@@ -126,10 +126,10 @@ def attack_images(
 
     The round is run once more, with new noise; no ledger is charged and the run stays as it is.
     """
-    from fedquilt.audit.inversion import INVERSIONS, invert
+    from fedquilt.audit.privacy_attacks import INVERSIONS, invert
     from fedquilt.observe.progress import StepsProgress
     from fedquilt.record.folder import RunFolder
-    from fedquilt.report.sheet import picture_rows
+    from fedquilt.report.images import picture_rows
 
     chosen = attacks or list(INVERSIONS)
     total = len(chosen) * max(restarts, 0)
@@ -162,7 +162,7 @@ def attack_membership(
 
     LiRA trains shadow models as the run trained, in memory: no ledger is charged.
     """
-    from fedquilt.audit.membership import membership
+    from fedquilt.audit.privacy_attacks import membership
     from fedquilt.observe.progress import StepsProgress
     from fedquilt.record.folder import RunFolder
 

@@ -74,7 +74,7 @@ def show(
 
 def _names(path: str) -> dict[str, str]:
     """Return what people call the clients of a ledger, by their ids."""
-    from fedquilt.privacy.ledger.names import read_names
+    from fedquilt.privacy.ledger.files import read_names
 
     return read_names(_ledger_file(Path(path)))
 
@@ -88,7 +88,7 @@ def _show_client(
     chosen: list[Any], client: str, path: str, as_json: bool, names: dict[str, str], *, keys: bool
 ) -> None:
     """Say what one client has given away: by its name, its id, or its number without one."""
-    from fedquilt.privacy.ledger.names import id_of
+    from fedquilt.privacy.ledger.files import id_of
     from fedquilt.report.ledger import client_facts
 
     wanted = id_of(names, client)
@@ -225,7 +225,7 @@ def say_short(
     `charged` are charges of zero-out, in squared GDP units.
     """
     from fedquilt.privacy.accounting import Adjacency
-    from fedquilt.privacy.ledger.names import read_notes
+    from fedquilt.privacy.ledger.files import read_notes
     from fedquilt.privacy.ledger.rows import paid_by, short_of
 
     factor, notes = Adjacency.of(site.info.adjacency).sensitivity_factor, read_notes(account)
@@ -305,7 +305,7 @@ def _told_apart(one: Path, other: Path) -> bool:
 
 def _stories(path: Path) -> dict[tuple[str, int], set[str]]:
     """Return hashes by run and round: of releases in receipts, of models in a site's notes."""
-    from fedquilt.privacy.ledger.names import notes_in
+    from fedquilt.privacy.ledger.files import notes_in
 
     found: dict[tuple[str, int], set[str]] = {}
     if path.name.endswith(".jsonl"):
@@ -347,7 +347,7 @@ def _receipts(path: Path) -> list[dict[str, Any]]:
 
 def _accounts_of(client: str, chosen: list[Any], path: str) -> list[tuple[Any, int]]:
     """Return the populations that a client is in, and its number there; refuse a stranger."""
-    from fedquilt.privacy.ledger.names import id_of
+    from fedquilt.privacy.ledger.files import id_of
 
     names = _names(path)
     wanted = id_of(names, client)

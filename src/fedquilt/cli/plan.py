@@ -13,8 +13,7 @@ from fedquilt.cli.run import CONFIG, JSON, PRESET, say
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import printable, text_table, wrapped
 from fedquilt.config import RunConfig, build_config
-from fedquilt.config.modes import MODE_TABLE, NOISED_MODES
-from fedquilt.config.recipe import recipe_line
+from fedquilt.config.modes import MODE_TABLE, NOISED_MODES, recipe_line
 
 if TYPE_CHECKING:
     from fedquilt.privacy.feasibility import Feasibility

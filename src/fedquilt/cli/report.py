@@ -105,7 +105,7 @@ def card(
 ) -> None:
     """Write a model card, with Hugging Face's metadata, from a finished run's statement."""
     from fedquilt.common.storage import write_file
-    from fedquilt.report.views.card import model_card
+    from fedquilt.report.views.claim import model_card
 
     folder, result = _finished(run, "there is no statement yet")
     target = folder.path / "README.md" if output is None else output

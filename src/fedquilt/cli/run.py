@@ -70,7 +70,7 @@ def run(
         with optional_drawing("training.png"):
             draw_history(finished)
         if monitor and finished.folder is not None:
-            from fedquilt.report.monitor_figure import plot_usage
+            from fedquilt.report.training_figure import plot_usage
 
             with optional_drawing("monitor.png"):
                 plot_usage(finished.folder)
@@ -111,7 +111,7 @@ def _monitored(monitor: bool, observer: Observer | None) -> Iterator[Observer | 
         yield observer
         return
     optional.require("psutil", "--monitor")
-    from fedquilt.observe.round_monitor import RoundMonitor
+    from fedquilt.observe.monitors import RoundMonitor
 
     with RoundMonitor() as measures:
         yield Observers(as_observer(observer), measures)

@@ -147,8 +147,7 @@ def _report(
     """Say what was found; end with 1 where runs did not end, or none of them could begin."""
     from fedquilt.record.folder import finite
     from fedquilt.sweep import summarise
-    from fedquilt.sweep.figure import plot_sweep
-    from fedquilt.sweep.table import FAILED, REFUSED, WAITING
+    from fedquilt.sweep.table import FAILED, REFUSED, WAITING, plot_sweep
 
     found = summarise(plan, rows)
     points = [

@@ -160,13 +160,10 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     )
 
 
-def _initials(name: str) -> str:
-    return "".join(part[:1] for part in name.split("_"))
-
-
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the known word nearest to `word`, else ""."""
     words = list(known)
-    near = [name for name in words if "_" in name and word == _initials(name)]
+    initials = {name: "".join(part[:1] for part in name.split("_")) for name in words}
+    near = [name for name in words if "_" in name and word == initials[name]]
     near = near or difflib.get_close_matches(str(word), words, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -20,7 +20,7 @@ def secret_bytes(size: int) -> bytes:
     """Return bytes of the operating system's generator.
 
     All noise and all secret coins come from here and from nowhere else, so that an audit
-    can hold them still (`fedquilt.audit.worlds.known_entropy`) without knowing who draws.
+    can hold them still (`fedquilt.audit.cases.known_entropy`) without knowing who draws.
     """
     return os.urandom(size)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import Embeds, LayerEmbedding
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.matching import SyntheticSet
 
 if TYPE_CHECKING:
     from fedquilt.papers.fednum import FedNumClient, FedNumServer

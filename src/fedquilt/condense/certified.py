@@ -52,8 +52,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedquilt.common.randomness import torch_seed
+from fedquilt.condense.matching import SyntheticSet
 from fedquilt.condense.server import load_like
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Learner
 from fedquilt.method import Progress
 from fedquilt.models.features import draw, precompute
@@ -327,7 +327,7 @@ def mean_table(features: torch.Tensor, places: torch.Tensor, classes: int) -> to
     """
     counts = torch.bincount(places, minlength=classes)
     held = (counts > 0).to(features)
-    sums = _class_sums(features, places, classes)
+    sums = functional.one_hot(places, classes).to(features).T @ features
     means = sums / counts.clamp(min=1)[:, None] / math.sqrt(features.shape[1])
     return torch.cat([means, (KAPPA * held)[:, None]], dim=1)
 
@@ -342,10 +342,6 @@ def residual_table(
     residual = wanted - functional.softmax(features @ head.T, dim=1)
     weighted = residual / counts[places].sqrt()[:, None]
     return functional.pad(weighted.T @ features, (0, 1))
-
-
-def _class_sums(features: torch.Tensor, places: torch.Tensor, classes: int) -> torch.Tensor:
-    return functional.one_hot(places, classes).to(features).T @ features
 
 
 @dataclass(eq=False)

@@ -42,11 +42,19 @@ Zhao et al. 2023).  It asks nothing of the clients.
 
 For the squared terms both forms have the same gradient: they differ by the variance
 of the groups, which no image can change.
+
+Where real images are at hand (DM, FedDM, first images that clients condense), data that lie beside
+the matching need no statistics: every step has a model, an augmentation and a batch of real images
+of its own (`match_real`).
+
+The synthetic set (`SyntheticSet`) has `ipc` images of each class, class after class.  Every image
+may hold `tiles` x `tiles` smaller ones (`fedquilt.data.condensed`), which are what is matched and
+trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,11 +66,106 @@ from torch.nn import functional
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.condense.augment import Transform
-from fedquilt.condense.embeds import Embeds, embed_and_forward
-from fedquilt.condense.statistics import ClassTargets, Drawn
-from fedquilt.condense.synthetic import SyntheticSet, expand_tiles
+from fedquilt.common.randomness import generator, torch_seed
+from fedquilt.condense.augment import Augmentation, Transform
+from fedquilt.condense.embeds import Embeds, embed_and_forward, embedding_model, perturbed
+from fedquilt.condense.statistics import ClassTargets, Drawn, StatisticsTable, group_means
+from fedquilt.config import CondenseConfig
 from fedquilt.config.choices import IMAGE_OPTIMIZERS, LOGIT_LOSSES, LOSS_COMPUTATIONS
+from fedquilt.data.condensed import expand_tiles, most_tiles, shrink_to_tiles
+from fedquilt.models.features import draw
+
+
+@dataclass(eq=False)
+class SyntheticSet:
+    """Images [len(classes) * ipc, C, H, W] in class order, and their labels.
+
+    Class labels may be any whole numbers; `classes` lists them ascending.  Each image
+    holds `tiles` x `tiles` smaller ones; `expanded` returns those.
+    """
+
+    images: torch.Tensor
+    classes: tuple[int, ...]
+    ipc: int
+    tiles: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tiles <= (most := most_tiles(self.images.shape)):
+            raise InvalidValueError(
+                f"tiles={self.tiles} must be >= 1 and at most {most} for {len(self.images)} images "
+                f"of {tuple(self.images.shape[2:])} pixels"
+            )
+        if list(self.classes) != sorted(set(self.classes)):
+            raise InvalidValueError(f"classes={self.classes} must be ascending, each named once")
+        if len(self.images) != len(self.classes) * self.ipc:
+            raise InvalidValueError(
+                f"{len(self.images)} images must be {self.ipc} for each of "
+                f"{len(self.classes)} classes"
+            )
+
+    @classmethod
+    def random(
+        cls,
+        classes: Sequence[int],
+        ipc: int,
+        shape: Sequence[int],
+        source: np.random.Generator,
+        device: torch.device | str = "cpu",
+        tiles: int = 1,
+    ) -> SyntheticSet:
+        """Start from standard normal pixels, in the units of normalised images."""
+        checks.integer("ipc", ipc, at_least=1)
+        size = (len(classes) * ipc, *shape)
+        images = torch.from_numpy(source.standard_normal(size, dtype=np.float32))
+        return cls(images.to(device), tuple(sorted(classes)), ipc, tiles)
+
+    def smoothed(self) -> SyntheticSet:
+        """Return a start of smooth noise: means over 3 x 3 pixels, of standard deviation 1/2.
+
+        What matching does not decide stays as it began; less of that is sharp noise, which
+        a network trained on the images would learn.
+        """
+        smooth = functional.avg_pool2d(self.images, 3, 1, 1)
+        smooth = 0.5 * smooth / smooth.std()
+        return SyntheticSet(smooth, self.classes, self.ipc, self.tiles)
+
+    def drawn(self, seed: int) -> SyntheticSet:
+        """Return a start of public drawings: shapes that cover one another, as in photographs.
+
+        Every smaller image is a drawing of its own ("leaves" in
+        `fedquilt.models.features.draw`), with mean 0 and standard deviation 1/2 in each
+        channel before it is made smaller.  What matching does not decide then looks like the
+        edges of things.
+        """
+        count = len(self.images) * self.tiles**2
+        drawings = draw("leaves", tuple(self.images.shape[1:]), count, seed)
+        std, mean = torch.std_mean(drawings, dim=(0, 2, 3), keepdim=True)
+        begin = shrink_to_tiles(0.5 * (drawings - mean) / std.clamp(min=1e-6), self.tiles)
+        return SyntheticSet(begin.to(self.images), self.classes, self.ipc, self.tiles)
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The class of each image."""
+        labels = torch.tensor(self.classes, device=self.images.device)
+        return labels.repeat_interleave(self.ipc)
+
+    def of(self, classes: Sequence[int]) -> SyntheticSet:
+        """Return the images of some classes."""
+        chosen = tuple(label for label in self.classes if label in set(classes))
+        if chosen == self.classes:
+            return self
+        places = [place for place, label in enumerate(self.classes) if label in chosen]
+        return SyntheticSet(self.by_class()[places].flatten(0, 1), chosen, self.ipc, self.tiles)
+
+    def by_class(self) -> torch.Tensor:
+        """Return the images as [classes, ipc, C, H, W], without a copy."""
+        return self.images.view(len(self.classes), self.ipc, *self.images.shape[1:])
+
+    def expanded(self) -> SyntheticSet:
+        """Return the smaller images, enlarged: what is matched and trained on."""
+        return SyntheticSet(
+            expand_tiles(self.images, self.tiles), self.classes, self.ipc * self.tiles**2
+        )
 
 
 def logit_distance(kind: str, z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -185,7 +288,7 @@ def view_loss(
     drawn
         What the classes are matched to, in the same order.
     tiles
-        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.synthetic`).
+        Each image holds `tiles` x `tiles` smaller ones (`fedquilt.condense.matching`).
     """
     classes = len(images)
     batch = expand_tiles(images.flatten(0, 1), tiles)
@@ -333,3 +436,158 @@ def match(
         if progress is not None:
             progress(done + 1)
     return float(total) / settings.iterations
+
+
+@dataclass(frozen=True, eq=False)
+class RealImages:
+    """The images at hand: all of a data set, and which of them, by class in ascending order."""
+
+    images: torch.Tensor
+    classes: Mapping[int, NDArray[np.int64]]
+
+    def batch(self, size: int, source: np.random.Generator) -> list[NDArray[np.int64]]:
+        """Draw `size` samples of each class without replacement, all where there are fewer."""
+        return [
+            source.choice(samples, size, replace=False) if len(samples) > size else samples
+            for samples in self.classes.values()
+        ]
+
+
+def real_view(
+    model: nn.Module,
+    real: RealImages,
+    batch: int,
+    augmentation: Augmentation,
+    source: np.random.Generator,
+    with_logits: bool,
+) -> View:
+    """Look at a batch of each class through a model, under one draw of the augmentation.
+
+    The draw has a row of parameters for each class; synthetic images of the same classes
+    meet the same ones (siamese augmentation).
+    """
+    device = real.images.device
+    drawn = real.batch(batch, source)
+    counts = torch.tensor([len(samples) for samples in drawn])
+    places = torch.arange(len(drawn), device=device)
+    transform = augmentation.draw(source, len(drawn))
+    features, logits = group_means(
+        model,
+        real.images,
+        torch.from_numpy(np.concatenate(drawn)).to(device),
+        counts,
+        transform=transform,
+        rows=places.repeat_interleave(counts.to(device)),
+        with_logits=with_logits,
+    )
+    labels = torch.tensor(list(real.classes), device=device)
+    table = StatisticsTable(torch.zeros_like(labels), labels, counts.to(device), features, logits)
+    return View(model, ClassTargets(table), transform)
+
+
+def match_real(
+    synthetic: SyntheticSet,
+    real: RealImages,
+    model_at: Callable[[int], nn.Module],
+    settings: MatchingSettings,
+    batch: int,
+    augmentation: Augmentation,
+    source: np.random.Generator,
+    progress: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Match the set to real images of its classes; return the loss before each step.
+
+    Parameters
+    ----------
+    synthetic
+        Its images change in place; its classes are those of `real`.
+    model_at
+        The feature model of a step, frozen.
+    batch
+        Real images of a class that a step sees.
+    """
+    with_logits = settings.logit_loss_type != "none"
+    views: list[View] = []
+    matcher = None
+    losses = []
+    for done in range(settings.iterations):
+        view = real_view(model_at(done), real, batch, augmentation, source, with_logits)
+        # The matcher keeps the momentum; its view is another one of the same classes.
+        views[:] = [view]
+        matcher = matcher or Matcher(synthetic, views, settings)
+        losses.append(matcher.step(0, source))
+        if progress is not None:
+            progress(done + 1)
+    return torch.stack(losses).tolist()
+
+
+BATCH_OF_CLIENT = 32
+"""Real images of a class that a client's step sees, as in the published FedNum code."""
+
+
+def condensed_by_clients(
+    config: CondenseConfig,
+    model: nn.Module,
+    held: Iterable[Mapping[int, torch.Tensor]],
+    settings: MatchingSettings,
+    first: SyntheticSet,
+) -> int:
+    """Replace first images by ones that clients have condensed (`init_method="dm"`, FedDM).
+
+    Every client moves `ipc` images of each class that it holds enough of, which begin as
+    its own, around the untrained model for `dc_iterations` steps, and sends them; of all that
+    were sent for a class, `first` takes some at random.
+
+    Parameters
+    ----------
+    held
+        The images of each client by class.
+    settings
+        How images are moved.
+    first
+        Its images change in place; a class that nobody holds keeps its own.
+
+    Returns the bytes that clients sent.
+    """
+    sent: dict[int, list[torch.Tensor]] = {}
+    for number, by_class in enumerate(held):
+        least = config.min_group
+        kept = {c: images for c, images in sorted(by_class.items()) if len(images) >= least}
+        if kept:
+            made = _condensed(config, model, number, kept, settings)
+            for label, images in zip(made.classes, made.by_class(), strict=True):
+                sent.setdefault(label, []).append(images)
+    source = generator(config.seed, "first of condensed")
+    for label, images in zip(first.classes, first.by_class(), strict=True):
+        if label in sent:
+            pool = torch.cat(sent[label])
+            chosen = np.resize(source.permutation(len(pool)), first.ipc * first.tiles**2)
+            images.copy_(
+                shrink_to_tiles(pool[torch.from_numpy(chosen).to(pool.device)], first.tiles)
+            )
+    return 4 * sum(images.numel() for parts in sent.values() for images in parts)
+
+
+def _condensed(
+    config: CondenseConfig,
+    model: nn.Module,
+    number: int,
+    by_class: Mapping[int, torch.Tensor],
+    settings: MatchingSettings,
+) -> SyntheticSet:
+    """Return the images that one client makes of its own."""
+    source = generator(config.seed, "client condenses", number)
+    ends = np.cumsum([0, *(len(images) for images in by_class.values())])
+    places = {c: np.arange(ends[i], ends[i + 1]) for i, c in enumerate(by_class)}
+    real = RealImages(torch.cat(list(by_class.values())), places)
+    begin = [np.resize(source.permutation(at), config.ipc) for at in places.values()]
+    index = torch.from_numpy(np.concatenate(begin)).to(real.images.device)
+    made = SyntheticSet(real.images[index], tuple(by_class), config.ipc)
+
+    def model_at(step: int) -> nn.Module:
+        seed = torch_seed(config.seed, "client condenses", number, step)
+        moved = perturbed(model, config.rho, seed).eval().requires_grad_(False)
+        return embedding_model(moved, config.embed_layer)
+
+    match_real(made, real, model_at, settings, BATCH_OF_CLIENT, Augmentation("none"), source)
+    return made

@@ -27,13 +27,16 @@ from fedquilt.condense.certified import (
 )
 from fedquilt.condense.embeds import FeatureModels, embed_and_forward, embedding_model
 from fedquilt.condense.engine import RoundModels, StatisticsEngine
-from fedquilt.condense.matching import MatchingSettings
-from fedquilt.condense.real import condensed_by_clients
+from fedquilt.condense.matching import (
+    MatchingSettings,
+    SyntheticSet,
+    condensed_by_clients,
+)
 from fedquilt.condense.server import CondensingServer
-from fedquilt.condense.synthetic import SyntheticSet, shrink_to_tiles
 from fedquilt.condense.training import Learner, PoolSettings, TrainingSettings
 from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.data import DATASETS, ImageDataset, save_condensed
+from fedquilt.data.condensed import shrink_to_tiles
 from fedquilt.method import Files, Method, Progress
 from fedquilt.models.features import CHOSEN_ON, choice_note, make_feature_model
 from fedquilt.models.features.frozen import count_features
@@ -490,7 +493,7 @@ def begin_images(
     `real_sample` asks clients for their images (`images_of` a class): for each class as many as are
     needed, drawn without replacement, repeated where there are fewer; a class that nobody holds
     begins with noise.  `dm` lets clients condense images first, of those that they are `held_by`
-    (`fedquilt.condense.real`).
+    (`fedquilt.condense.matching`).
     """
     source, device = generator(config.seed, "first images"), sample.device
     tiles = config.tiles_in(*sample.shape[2:])

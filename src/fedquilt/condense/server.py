@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import generator
 from fedquilt.condense.engine import RoundModels
-from fedquilt.condense.matching import MatchingSettings, View, match
+from fedquilt.condense.matching import MatchingSettings, SyntheticSet, View, match
 from fedquilt.condense.statistics import ClassTargets, StatisticsTable
-from fedquilt.condense.synthetic import SyntheticSet
 from fedquilt.condense.training import Learner, PoolSettings
 from fedquilt.method import Progress
 

@@ -16,7 +16,7 @@ from fedquilt.common import checks
 from fedquilt.common.randomness import generator, torch_seed
 from fedquilt.condense.augment import Augmentation
 from fedquilt.condense.embeds import reinitialised
-from fedquilt.condense.synthetic import SyntheticSet
+from fedquilt.condense.matching import SyntheticSet
 from fedquilt.config.choices import MODEL_SCHEDULES
 from fedquilt.method import Progress
 from fedquilt.training import FlatModel

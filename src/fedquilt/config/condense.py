@@ -14,16 +14,8 @@ from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import (
-    FEATURE_EXTRACTORS,
-    FEATURE_MODELS,
-    IMAGE_OPTIMIZERS,
-    INIT_METHODS,
-    LOGIT_LOSSES,
-    LOSS_COMPUTATIONS,
-    MODEL_SCHEDULES,
-    ROW_BITS,
-)
+from fedquilt.config import choices
+from fedquilt.config.documents import STATED
 from fedquilt.config.modes import CONDENSE_MODES, MODES
 from fedquilt.config.option import AnyBut, Case, Flag, declare, declare_again
 from fedquilt.config.run import (
@@ -80,42 +72,7 @@ CERTIFIED_DEFAULTS: dict[str, Any] = {
 }
 CONDENSE_PRESETS: dict[str, dict[str, Any]] = {
     "colour": COLOUR_DEFAULTS,
-    "fednum-document": {
-        "mode": "fednum",
-        "dataset": "cifar10",
-        "partition": "part",
-        "dirichlet_alpha": 0.1,
-        "num_clients": 50,
-        "model": "convnet",
-        "num_rounds": 20,
-        "clients_per_round": 1.0,
-        "batch_size": 256,
-        "model_epochs": 500,
-        "model_lr": 0.01,
-        "model_weight_decay": 5e-4,
-        "model_schedule": "constant",
-        "cutmix": 0.0,
-        "model_families": 1,
-        "eval_every": 1,
-        "feature_model": "global",
-        "augmentation": "none",
-        "avg_num": 32,
-        "min_group": 1,
-        "max_samples": 0,
-        "moments": 1,
-        "row_bits": 32,
-        "ipc": 10,
-        "tiles": 1,
-        "init_method": "real_sample",
-        "dc_iterations": 1000,
-        "batch_num": 128,
-        "image_optimizer": "sgd",
-        "image_lr": 1.0,
-        "image_momentum": 0.5,
-        # What the published code calls Wasserstein.
-        "logit_loss_type": "wasserstein_sorted",
-        "loss_computation": "avg-loss",
-    },
+    "fednum-document": STATED["fednum-document"],
 }
 """The settings of the FedNum document's published code, and those for colour images."""
 
@@ -156,7 +113,7 @@ class CondenseConfig(RunConfig):
     model_schedule: str = declare(
         "step", _MODEL,
         "How that rate falls: step (a tenth from half way on), cosine (to 0), or constant.",
-        choices=MODEL_SCHEDULES)
+        choices=choices.MODEL_SCHEDULES)
     cutmix: float = declare(
         0.0, _MODEL, "Share of the batches whose images are cut together.", at_least=0, at_most=1)
     model_families: int = declare(
@@ -177,7 +134,7 @@ class CondenseConfig(RunConfig):
         at_least=0, uses=_FEDNUM)
     feature_model: str = declare(
         "random_pool", _STATISTICS, "What clients look at samples with.",
-        F.NODES | F.COMMON_CONDENSE, choices=FEATURE_MODELS, uses=_FEDNUM)
+        F.NODES | F.COMMON_CONDENSE, choices=choices.FEATURE_MODELS, uses=_FEDNUM)
     model_n: int | None = declare(
         None, _STATISTICS,
         "Feature models a round; absent: 8, with two moments 4, with 8 bits thrice that, for "
@@ -212,14 +169,14 @@ class CondenseConfig(RunConfig):
         "random", _MATCHING,
         "First images: noise, smooth noise, or drawings (leaves); for comparison only real_sample, "
         "which takes the clients' own, and dm, which takes what they condense of them.",
-        choices=INIT_METHODS, uses=_FEDNUM)
+        choices=choices.INIT_METHODS, uses=_FEDNUM)
     dc_iterations: int = declare(
         600, _MATCHING, "Matching steps a round.", F.COMMON_CONDENSE, at_least=1, uses=_FEDNUM)
     batch_num: int | None = declare(
         None, _MATCHING, "Samples of a class that a step is matched to; absent: all.", at_least=1,
         uses=_FEDNUM)
     image_optimizer: str = declare(
-        "sgd", _MATCHING, "How images are moved.", choices=IMAGE_OPTIMIZERS, uses=_FEDNUM)
+        "sgd", _MATCHING, "How images are moved.", choices=choices.IMAGE_OPTIMIZERS, uses=_FEDNUM)
     image_lr: float | None = declare(
         None, _MATCHING,
         "Step of the images; absent: 0.5 ipc pixels / features with sgd, 0.02 with adam.", above=0,
@@ -229,10 +186,10 @@ class CondenseConfig(RunConfig):
         uses=({"mode": ("fednum",), "image_optimizer": ("sgd",)},))
     logit_loss_type: str = declare(
         "auto", _MATCHING, "Distance of mean logits; auto: none for random_pool, else l2.", F.NODES,
-        choices=("auto", *LOGIT_LOSSES), uses=_FEDNUM)
+        choices=("auto", *choices.LOGIT_LOSSES), uses=_FEDNUM)
     loss_computation: str = declare(
-        "avg-loss", _MATCHING, "Match the mean of the groups, or each.", choices=LOSS_COMPUTATIONS,
-        uses=_FEDNUM)
+        "avg-loss", _MATCHING, "Match the mean of the groups, or each.",
+        choices=choices.LOSS_COMPUTATIONS, uses=_FEDNUM)
 
     discrimination: float = declare(
         0.0, _MATCHING, "Weight of the classes' separation under trained models.", at_least=0,
@@ -241,7 +198,7 @@ class CondenseConfig(RunConfig):
     feature_extractor: str = declare(
         "hog-linear", _BOUNDED,
         "The fixed feature extractor that certified statistics are taken through; chosen on MNIST.",
-        F.NODES, was="front", choices=FEATURE_EXTRACTORS, uses=CERTIFIED)
+        F.NODES, was="front", choices=choices.FEATURE_EXTRACTORS, uses=CERTIFIED)
     mean_rounds: int | None = declare(
         None, _BOUNDED, "First rounds, which ask for class means; absent: a fifth.", F.NODES,
         at_least=1, uses=CERTIFIED)
@@ -287,9 +244,9 @@ class CondenseConfig(RunConfig):
             raise InvalidValueError(
                 f"model_n={self.model_n} must be 1 with feature_model='global': there is one"
             )
-        if self.row_bits not in ROW_BITS:
+        if self.row_bits not in choices.ROW_BITS:
             raise InvalidValueError(
-                f"row_bits={self.row_bits} must be one of {', '.join(map(str, ROW_BITS))}"
+                f"row_bits={self.row_bits} must be one of {', '.join(map(str, choices.ROW_BITS))}"
             )
         least = min(self.avg_num, self.min_group)
         if 0 < self.max_samples < least:

@@ -8,7 +8,9 @@ used other values (epsilon 6, five warm-up rounds, lower targets); they are the 
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fedquilt.common import checks
@@ -76,38 +78,13 @@ OUTPUT_CONFIG: dict[str, Any] = {
     "log_dir": "./results",
 }
 
-# The paper has cohorts of exactly 30, and a long tail in who is in them: everybody is there,
-# and 30 are drawn without replacement by weights from Beta(2, 5).
-_PAPER: dict[str, Any] = {
-    "mode": "quap_fl",
-    "model": "auto",
-    "num_clients": 100,
-    "num_rounds": 200,
-    "clients_per_round": 30,
-    "warmup_rounds": 5,
-    "local_epochs": 3,
-    "batch_size": 32,
-    "learning_rate": 0.005,
-    "lr_decay": 0.995,
-    "epsilon": 6.0,
-    "delta": 1e-5,
-    "budget_alpha": 0.5,
-    "budget_beta": 2.0,
-    "clip_norm": 1.0,
-    "clip_quantile": 0.9,
-    "clip_momentum": 0.95,
-    "min_clip": 0.1,
-    "max_clip": 1.0,
-    "noise_layers": "fc*",
-    "partition": "dirichlet",
-    "dirichlet_alpha": 0.5,
-    "availability": "always",
-    "selection": "weighted",
-}
+STATED: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("presets.toml").read_text("utf-8")
+)
+"""What documents state, by name, in the words of the configuration."""
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper-mnist": {**_PAPER, "dataset": "mnist", "target_accuracy": 0.932},
-    "paper-cifar10": {**_PAPER, "dataset": "cifar10", "target_accuracy": 0.768},
+    name: {**STATED["paper"], **STATED[name]} for name in ("paper-mnist", "paper-cifar10")
 }
 
 # The keys of HYPERPARAMETERS on the left, those of RunConfig on the right.

@@ -32,9 +32,8 @@ from fedquilt.config.condense import (
     package_names,
 )
 from fedquilt.config.documents import PRESETS
-from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS
+from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS, recipe
 from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT, Flag
-from fedquilt.config.recipe import recipe
 from fedquilt.config.run import RunConfig, old_names, option_fields, option_names
 from fedquilt.config.uses import is_effective, reject_unused
 

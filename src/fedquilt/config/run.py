@@ -10,39 +10,12 @@ so a `RunConfig` that exists is valid.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.config.choices import (
-    ABSENT_CLASSES,
-    ADJACENCIES,
-    AGGREGATIONS,
-    ATTACKS,
-    CLIENT_OPTIMIZERS,
-    CLIPPINGS,
-    COMPRESSIONS,
-    CORRECTIONS,
-    DEVICES,
-    ENGINES,
-    FLOWER_ENGINES,
-    IF_EXHAUSTED,
-    LOSSES,
-    LR_SCHEDULES,
-    METHODS,
-    NARROW_METHODS,
-    NORM_STATISTICS,
-    PARTITIONS,
-    PERSONAL,
-    POLICIES,
-    PRECISIONS,
-    SECURE_AGGREGATION,
-    SELECTIONS,
-    SERVER_OPTIMIZERS,
-    WHOLE_METHODS,
-)
+from fedquilt.config import choices
 from fedquilt.config.modes import (
     DEFAULT_MODE,
     MODE_TABLE,
@@ -76,7 +49,7 @@ _LEDGER, _RUN = "Keep a ledger over several runs", "Run, evaluate, keep"
 _QUAP = ("quap_fl", "quap_fl_client")
 _BY_LAYER = tuple(name for name, mode in MODE_TABLE.items() if mode.by_layer)
 _CLAIMING = ("fixed_dp", "certified")
-_SLICED = tuple(name for name in METHODS if name != "full")
+_SLICED = tuple(name for name in choices.METHODS if name != "full")
 OF_SPLIT: tuple[Case, ...] = ({CLIENTS: (SPLIT,)},)
 CERTIFIED: tuple[Case, ...] = ({"mode": ("certified",)},)
 _BUDGETED: tuple[Case, ...] = ({"mode": _QUAP}, {"mode": ("certified",), "policy": ("paper",)})
@@ -111,7 +84,7 @@ class RunConfig:
         False, _DATA, "Refuse to download missing data.", F.EXECUTION | F.APP, uses=OF_SPLIT)
     partition: str = declare(
         "dirichlet", _DATA, "Split: dirichlet, iid, shards, part, writer.", _BOTH | F.APP,
-        choices=PARTITIONS, uses=OF_SPLIT)
+        choices=choices.PARTITIONS, uses=OF_SPLIT)
     dirichlet_alpha: float = declare(
         0.5, _DATA, "Concentration of the Dirichlet split; small is more skewed.",
         F.COMMON_CONDENSE | F.APP, above=0,
@@ -134,7 +107,7 @@ class RunConfig:
     selection: str = declare(
         "uniform", _POPULATION,
         "Who is picked among them: uniform or weighted (Beta) without replacement, a poisson coin, "
-        "or who has spent least energy.", F.NODES, choices=SELECTIONS)
+        "or who has spent least energy.", F.NODES, choices=choices.SELECTIONS)
     energy: str | None = declare(
         None, _POPULATION,
         "FILE.csv (client,joules,battery,charge): what a round costs each client; without charge "
@@ -177,7 +150,7 @@ class RunConfig:
     lr_schedule: str = declare(
         "exponential", _TRAINING,
         "How it moves over the rounds: by lr_decay each round, not at all, as half a cosine to 0, "
-        "or by lr_decay every lr_step_rounds.", F.NOT_CONDENSE, choices=LR_SCHEDULES)
+        "or by lr_decay every lr_step_rounds.", F.NOT_CONDENSE, choices=choices.LR_SCHEDULES)
     lr_step_rounds: int = declare(
         10, _TRAINING, "Rounds between two steps of it.", F.NOT_CONDENSE, at_least=1,
         uses=({"lr_schedule": ("step",)},))
@@ -188,7 +161,7 @@ class RunConfig:
         "auto", _TRAINING,
         "What clients minimise; auto: cross-entropy for classes, squared error for numbers; "
         "model: the loss that the model returns.", F.NODES | F.NOT_CONDENSE | F.PARAMETER,
-        choices=LOSSES, own=True)
+        choices=choices.LOSSES, own=True)
     ignore_index: int = declare(
         -100, _TRAINING, "Target that a loss of classes leaves out, such as padding.",
         F.NODES | F.NOT_CONDENSE, at_least=-(2**31))
@@ -198,7 +171,7 @@ class RunConfig:
         "f1, mse, mae, perplexity; auto: what fits the loss.", F.PARAMETER, own=True)
     optimizer: str = declare(
         "sgd", _TRAINING, "How clients step.", F.NODES | F.NOT_CONDENSE | F.PARAMETER,
-        choices=CLIENT_OPTIMIZERS, own=True)
+        choices=choices.CLIENT_OPTIMIZERS, own=True)
     momentum: float = declare(
         0.0, _TRAINING, "Momentum of --optimizer sgd and nesterov.", F.NODES | F.NOT_CONDENSE,
         at_least=0, below=1, uses=({"optimizer": ("sgd", "nesterov")},))
@@ -214,13 +187,13 @@ class RunConfig:
     correction: str = declare(
         "none", _TRAINING,
         "Against the drift of clients with skewed data: none, scaffold, feddyn, fednova (fedavg "
-        "only).", F.NOT_CONDENSE, choices=CORRECTIONS)
+        "only).", F.NOT_CONDENSE, choices=choices.CORRECTIONS)
     feddyn_alpha: float = declare(
         0.1, _TRAINING, "Strength of FedDyn's dynamic term (alpha).", F.NOT_CONDENSE, above=0,
         uses=({"mode": ("fedavg",), "correction": ("feddyn",)},))
     server_optimizer: str = declare(
         "sgd", _TRAINING, "How the server applies the mean.", F.COMMON | F.NOT_CONDENSE,
-        choices=SERVER_OPTIMIZERS)
+        choices=choices.SERVER_OPTIMIZERS)
     server_lr: float | None = declare(
         None, _TRAINING, "Server learning rate; 1 for sgd and momentum, 0.01 otherwise.",
         F.NOT_CONDENSE, above=0, limit=1e300)
@@ -236,7 +209,7 @@ class RunConfig:
         "none", _TRAINING,
         "What each client has for itself: none, a part of the model (fedper, fedrep), a model near "
         "the shared one (ditto), or that one fine-tuned (finetune).", F.NOT_CONDENSE,
-        choices=PERSONAL)
+        choices=choices.PERSONAL)
     personal_layers: str | None = declare(
         None, _TRAINING,
         "Patterns of parameter names, joined by commas, that stay with the client; absent: the "
@@ -250,7 +223,7 @@ class RunConfig:
     compression: str = declare(
         "none", _TRAINING,
         "How updates travel: none, bf16, int8, qsgd (4 bits), sign, topk, randomk, ternary; what "
-        "the last four leave out is sent later.", F.NOT_CONDENSE, choices=COMPRESSIONS)
+        "the last four leave out is sent later.", F.NOT_CONDENSE, choices=choices.COMPRESSIONS)
     compression_share: float = declare(
         0.1, _TRAINING, "Share of the numbers that topk, randomk and ternary send.",
         F.NOT_CONDENSE, above=0, at_most=1,
@@ -259,7 +232,7 @@ class RunConfig:
         "mean", _TRAINING,
         "What the server makes of the updates: mean, or against hostile clients median, "
         "trimmed_mean, krum, multi_krum, geometric_median, norm_bound, centred_clipping, majority "
-        "(of signs; fedavg only).", F.NOT_CONDENSE, choices=AGGREGATIONS)
+        "(of signs; fedavg only).", F.NOT_CONDENSE, choices=choices.AGGREGATIONS)
     byzantine_fraction: float = declare(
         0.2, _TRAINING, "Share of a cohort that may be hostile, for trimmed_mean and (multi_)krum.",
         F.NOT_CONDENSE, at_least=0, below=0.5,
@@ -267,7 +240,7 @@ class RunConfig:
     attack: str = declare(
         "none", _TRAINING,
         "Simulate hostile clients: none, sign_flip, scaling, label_flip, backdoor, "
-        "little_is_enough, inner_product.", F.NOT_CONDENSE | F.OPERATOR, choices=ATTACKS)
+        "little_is_enough, inner_product.", F.NOT_CONDENSE | F.OPERATOR, choices=choices.ATTACKS)
     attackers: float = declare(
         0.2, _TRAINING, "Share of all clients that are hostile.", F.NOT_CONDENSE | F.OPERATOR,
         at_least=0, at_most=1, uses=_ATTACKED)
@@ -280,7 +253,7 @@ class RunConfig:
         "full, heterofl, fedrolex, fjord, dropout, mfl, fiarse, depthfl, scalefl, smallest, "
         "largest, largest_only, hetlora, flexlora, fedsb (usually fedavg).",
         F.NODES | F.COMMON | F.NOT_CONDENSE | F.PARAMETER,
-        choices=METHODS, own=True)
+        choices=choices.METHODS, own=True)
     tiers: str = declare(
         "1,1/2,1/4,1/8", _SLICES,
         "Widths dealt to clients, or FILE.csv (client,width or client,memory_mb,flops).",
@@ -288,11 +261,11 @@ class RunConfig:
     whole: str | None = declare(
         None, _SLICES,
         "Patterns of module names, joined by commas, that every client holds at full width.",
-        F.NODES, uses=({"method": (*NARROW_METHODS, "smallest")},))
+        F.NODES, uses=({"method": (*choices.NARROW_METHODS, "smallest")},))
     absent_classes: str = declare(
         "average", _SLICES,
         "HeteroFL's output rows of classes that a client lacks: in the mean, or left out of it "
-        "(usual in fedavg, and only there).", F.NODES, choices=ABSENT_CLASSES,
+        "(usual in fedavg, and only there).", F.NODES, choices=choices.ABSENT_CLASSES,
         uses=({"mode": ("fedavg",), "method": ("heterofl",)},))
     fjord_alpha: float = declare(
         0.5, _SLICES, "Share of the distilled part in the loss of FjORD's narrow passes.", F.NODES,
@@ -307,8 +280,8 @@ class RunConfig:
     norm_statistics: str = declare(
         "clients", _SLICES,
         "Whose inputs give BatchNorm its statistics before an evaluation: everybody's (fedavg "
-        "only), or the server's own, a validation split.", F.NODES, choices=NORM_STATISTICS,
-        uses=({"method": NARROW_METHODS},))
+        "only), or the server's own, a validation split.", F.NODES, choices=choices.NORM_STATISTICS,
+        uses=({"method": choices.NARROW_METHODS},))
 
     epsilon: float = declare(
         3.0, _PRIVACY, "What the run may take from a client.", F.NODES | _BOTH, above=0, limit=1e4,
@@ -319,7 +292,7 @@ class RunConfig:
     adjacency: str = declare(
         "zero_out", _PRIVACY,
         "A client's data against nothing (zero_out) or, at twice the noise, any others "
-        "(replace_one).", F.NODES | _BOTH, choices=ADJACENCIES,
+        "(replace_one).", F.NODES | _BOTH, choices=choices.ADJACENCIES,
         uses=({"mode": _CLAIMING}, _IN_LEDGER))
     budget_alpha: float = declare(
         0.5, _PRIVACY, "Strength of the participation-adaptive budget (alpha).", F.NOT_CONDENSE,
@@ -361,13 +334,13 @@ class RunConfig:
 
     policy: str = declare(
         "adaptive", _PRIVACY, "How epsilon is spread over a client's joins.", F.NODES | F.COMMON,
-        choices=POLICIES, uses=CERTIFIED)
+        choices=choices.POLICIES, uses=CERTIFIED)
     max_joins: int | None = declare(
         None, _PRIVACY, "Most joins of a client, for --policy cap.", F.NODES | F.COMMON, at_least=1,
         uses=({"mode": ("certified",), "policy": ("cap",)},))
     clipping: str = declare(
         "fixed", _PRIVACY, "fixed at --clip-norm, or a private quantile from there.", F.COMMON,
-        choices=CLIPPINGS, uses=CERTIFIED)
+        choices=choices.CLIPPINGS, uses=CERTIFIED)
     private_quantile: float = declare(
         0.5, _PRIVACY, "Quantile that --clipping quantile follows.", above=0, below=1,
         uses=_QUANTILE)
@@ -393,7 +366,7 @@ class RunConfig:
         "off", _PRIVACY,
         "Let clients add the noise, so that nobody trusts the server: simulated computes what the "
         "protocol would release, protocol runs it, keys and masks included.",
-        choices=SECURE_AGGREGATION, uses=CERTIFIED)
+        choices=choices.SECURE_AGGREGATION, uses=CERTIFIED)
     least_survivors: float = declare(
         0.7, _PRIVACY,
         "Share of a round's clients, and always more than half, that must answer before their sum "
@@ -417,7 +390,7 @@ class RunConfig:
     if_exhausted: str = declare(
         "refuse", _LEDGER,
         "When clients have less left than epsilon: refuse the run, or let them sit out.",
-        was="on_short", choices=IF_EXHAUSTED, uses=(_IN_LEDGER,))
+        was="on_short", choices=choices.IF_EXHAUSTED, uses=(_IN_LEDGER,))
 
     allow_unbounded: bool = declare(
         False, _LEDGER,
@@ -449,16 +422,16 @@ class RunConfig:
         at_least=0, limit=2**63 - 1)
     device: str = declare(
         "auto", _RUN, "Where to train: auto, cpu, cuda, cuda:1.", F.EXECUTION | _BOTH,
-        choices=DEVICES, pattern=r"cuda:\d{1,3}")
+        choices=choices.DEVICES, pattern=r"cuda:\d{1,3}")
     engine: str = declare(
         "auto", _RUN,
         "local: in this process; sequential: one client after the other; batched: many in one "
         "program (GPU); processes: several cores; flower, flower-ray: as nodes; auto: cheapest.",
-        F.EXECUTION | F.COMMON | F.OPERATOR | F.PARAMETER, choices=ENGINES, own=True)
+        F.EXECUTION | F.COMMON | F.OPERATOR | F.PARAMETER, choices=choices.ENGINES, own=True)
     precision: str = declare(
         "float32", _RUN,
         "What the batched engine computes in on a GPU: float32 (products in TF32), or bf16.",
-        F.NODES | F.EXECUTION, choices=PRECISIONS)
+        F.NODES | F.EXECUTION, choices=choices.PRECISIONS)
     devices: str | None = declare(
         None, _RUN,
         "Devices that share each cohort, one batched engine on each: cuda:0,cuda:1, or cpu,cpu.",
@@ -512,7 +485,7 @@ class RunConfig:
             raise InvalidValueError(
                 f"engine={self.engine!r} must be 'auto' or 'batched' with devices={self.devices!r}"
             )
-        if self.method not in WHOLE_METHODS:
+        if self.method not in choices.WHOLE_METHODS:
             raise InvalidValueError(
                 f"devices={self.devices!r} must be left out with method={self.method!r}: its "
                 "clients hold models of several shapes"
@@ -553,7 +526,7 @@ class RunConfig:
                     f"{name}={getattr(self, name)!r} must be {plain!r} with method="
                     f"{self.method!r}: it takes updates of the whole model"
                 )
-        if self.attack != "none" and self.engine in (*FLOWER_ENGINES, OWN):
+        if self.attack != "none" and self.engine in (*choices.FLOWER_ENGINES, OWN):
             raise InvalidValueError(
                 f"attack={self.attack!r} must be 'none' with engine={self.engine!r}: attackers are "
                 "simulated where the package trains clients itself"
@@ -595,7 +568,7 @@ class RunConfig:
         }[name]
         sgd = "its formulas are those of plain SGD"
         elsewhere = "clients keep their vectors where the package trains them one by one"
-        remote = (*FLOWER_ENGINES, OWN)
+        remote = (*choices.FLOWER_ENGINES, OWN)
         one_by_one = self.engine in ("auto", "sequential")
         momentum = bool(self.momentum) and (name != "fednova" or bool(self.fedprox_mu))
         own_server = (self.server_optimizer, self.server_lr or 1.0) != ("sgd", 1.0)
@@ -720,7 +693,11 @@ class RunConfig:
             ),
             ("clipping", self.clipping != "fixed", "bits of a quantile are not in the sum"),
             ("evaluation_share", self.evaluation_share, "its noise is the server's own"),
-            ("method", self.method not in (*WHOLE_METHODS, "condense"), "vectors must be whole"),
+            (
+                "method",
+                self.method not in (*choices.WHOLE_METHODS, "condense"),
+                "vectors must be whole",
+            ),
             ("engine", self.engine == "flower-ray", "its actors keep nothing between messages"),
         )
         for name, is_wrong, why in refused:
@@ -790,26 +767,6 @@ class RunConfig:
     def releases_per_evaluation(self) -> int:
         """After how many releases the model is evaluated: `eval_every` rounds, or one release."""
         return max(1, self.eval_every // self.rounds_per_release)
-
-    def learning_rate_at(self, round_index: int) -> float:
-        """Return the local learning rate of release t, of T, by `lr_schedule`.
-
-        exponential: learning_rate * lr_decay ** t;  step: lr_decay ** (t // lr_step_rounds);
-        cosine: (1 + cos(pi t / T)) / 2;  all times (t + 1) / (w + 1) in the first w rounds,
-        lr_warmup_rounds.
-        """
-        rate = self.learning_rate * self._schedule(round_index)
-        if round_index < self.lr_warmup_rounds:
-            rate *= (round_index + 1) / (self.lr_warmup_rounds + 1)
-        return rate
-
-    def _schedule(self, round_index: int) -> float:
-        """Return the factor on the learning rate in a round, without warm-up."""
-        if self.lr_schedule == "cosine":
-            return (1.0 + math.cos(math.pi * round_index / self.num_releases)) / 2.0
-        if self.lr_schedule == "step":
-            return self.lr_decay ** (round_index // self.lr_step_rounds)
-        return self.lr_decay**round_index if self.lr_schedule == "exponential" else 1.0
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a copy with some fields changed, checked again."""

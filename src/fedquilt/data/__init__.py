@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from fedquilt.data.condensed import condensed_info, load_condensed, save_condensed
-from fedquilt.data.dataset import ImageDataset
 from fedquilt.data.files import (
     DatasetStatus,
     FileStatus,
@@ -22,7 +21,7 @@ from fedquilt.data.files import (
     dataset_status,
 )
 from fedquilt.data.load import load_dataset
-from fedquilt.data.samples import Samples, as_dataset, as_samples, clients_data
+from fedquilt.data.samples import ImageDataset, Samples, as_dataset, as_samples, clients_data
 from fedquilt.data.specs import DATASETS, ArchiveSpec, DatasetSpec, FileSpec, register_dataset
 from fedquilt.data.split import (
     SPLITS,

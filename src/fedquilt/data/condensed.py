@@ -42,7 +42,7 @@ from fedquilt.common.errors import DataError, DataNotFoundError, InvalidValueErr
 from fedquilt.common.formatting import printable, shortened
 from fedquilt.common.storage import as_safetensors, write_file
 from fedquilt.common.untrusted import TensorFile, opened_tensors, parse_json
-from fedquilt.data.dataset import ImageDataset
+from fedquilt.data.samples import ImageDataset
 
 SCHEMA_VERSION = 1
 KIND = "fedquilt condensed data set"

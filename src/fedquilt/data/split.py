@@ -17,7 +17,8 @@ from fedquilt.common import checks
 from fedquilt.common.errors import DataError, InvalidValueError
 from fedquilt.common.untrusted import read_json
 from fedquilt.config.choices import PARTITIONS
-from fedquilt.data.dataset import (
+from fedquilt.data.load import load_dataset
+from fedquilt.data.samples import (
     ImageDataset,
     IndexArray,
     as_labels,
@@ -25,7 +26,6 @@ from fedquilt.data.dataset import (
     group_by_owner,
     samples_by_class,
 )
-from fedquilt.data.load import load_dataset
 from fedquilt.data.specs import WITH_PEOPLE
 
 

@@ -1,4 +1,4 @@
-"""One run: what is called (`api`), how it starts (`start`), the loop over its rounds (`loop`)."""
+"""One run: what is called and how it starts (`api`), the loop over its rounds (`loop`)."""
 
 from fedquilt.experiment.api import resume_run, run, run_config, run_in_memory
 

@@ -41,8 +41,7 @@ from fedquilt.privacy.ledger import BudgetExceededError
 from fedquilt.privacy.noise import NoiseSource, noise_source
 from fedquilt.privacy.run_account import RunAccount
 from fedquilt.record.schema import OF_CLIENTS
-from fedquilt.setup.clients import Parts
-from fedquilt.setup.task import FederatedTask
+from fedquilt.setup.task import FederatedTask, Parts
 from fedquilt.slices.method import Slices
 from fedquilt.training import FlatModel, MakeMetric, Task, evaluate, measure
 from fedquilt.training.trainers import NEVER_SILENT

@@ -35,6 +35,7 @@ from fedquilt.population.fleet import MOST_STALE, BufferedSelector
 from fedquilt.privacy.mechanism import RoundPlan
 from fedquilt.training import ClientIds, ClientUpdate
 from fedquilt.training.stale import discount
+from fedquilt.training.task import learning_rate_at
 
 
 class BufferedEngine(FlowerEngine):
@@ -113,7 +114,7 @@ class BufferedEngine(FlowerEngine):
         clients = self._selector.beginning(draws, connected, set(self._begun), at_work)
         if clients:
             index = traffic.round_index
-            rate = self._config.learning_rate_at(index)
+            rate = learning_rate_at(self._config, index)
             sent = self._send(self._released(), clients, index, rate, traffic, until)
             self._orders |= sent
             self._begun |= {order.client: index for order in sent.values()}

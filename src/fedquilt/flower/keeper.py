@@ -35,13 +35,12 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedquilt.aggregation.secure.client import MaskingClient
-from fedquilt.aggregation.secure.order import Member, SumOrder
+from fedquilt.aggregation.secure.client import MaskingClient, Member, SumOrder
 from fedquilt.aggregation.secure.primitives import ProtocolError, SigningKey
 from fedquilt.common.errors import DataError, FedquiltError, InvalidValueError, StorageError
 from fedquilt.common.storage import write_file
 from fedquilt.common.untrusted import NOTE_BYTES, read_json, read_named
-from fedquilt.flower import internals, masks, wire
+from fedquilt.flower import internals, wire
 from fedquilt.flower.client_registry import NodeRoster, der_fingerprint
 from fedquilt.privacy.noise import SecretNoise
 from fedquilt.privacy.secure import client_words, clipped, noised_integers, settled_share
@@ -165,7 +164,7 @@ class Keeper:
             self._drop(run)
             raise
         finally:
-            if request == masks.STEPS[-1]:
+            if request == wire.STEPS[-1]:
                 self._drop(run)
 
     def _drop(self, run: str) -> None:
@@ -175,7 +174,7 @@ class Keeper:
 
     def _accept(self, facts: dict[str, Any], parts: tuple[bytes, ...]) -> bytes:
         """Check an order before any data are read, and make the keys of its round."""
-        roster = masks.read_map(parts[1])
+        roster = wire.read_map(parts[1])
         order = SumOrder(
             run=str(facts["run"]), round_index=int(facts["round_index"]), task=parts[2],
             roster=roster, least=facts["least"], colluding=facts["colluding"],
@@ -200,11 +199,11 @@ class Keeper:
         client = held.client
         if request == "advertise":
             held.vector = np.frombuffer(body, dtype="<i8").astype(np.int64)
-            return masks.write_advert(client.advertise())
-        entries = masks.read_map(body)
+            return wire.write_advert(client.advertise())
+        entries = wire.read_map(body)
         if request == "share":
-            adverts = {c: masks.read_advert(data) for c, data in entries.items()}
-            return masks.write_map(client.share(adverts))
+            adverts = {c: wire.read_advert(data) for c, data in entries.items()}
+            return wire.write_map(client.share(adverts))
         if request == "mask":
             vector, held.vector = held.vector, None
             if vector is None:
@@ -218,8 +217,8 @@ class Keeper:
         if request == "unmask":
             opened = client.unmask(entries)
             self._give_back(held)
-            return masks.write_opened(opened)
-        raise ProtocolError(f"step {request[:40]!r} must be one of {', '.join(masks.STEPS)}")
+            return wire.write_opened(opened)
+        raise ProtocolError(f"step {request[:40]!r} must be one of {', '.join(wire.STEPS)}")
 
     def _give_back(self, held: _Open) -> None:
         """Note what a site has paid too much: who survived is known, and signed by enough.
@@ -249,20 +248,20 @@ class SecureNode:
         self._call = call
         self._noise = noise or SecretNoise()
 
-    def begin(self, asked: masks.MaskedOrder, context: Context, **policy: Any) -> None:
+    def begin(self, asked: wire.MaskedOrder, context: Context, **policy: Any) -> None:
         """Check an order, before any data are read; `policy` is kept with the round."""
         total, order = asked.total, asked.order
-        if total.run != masks.run_name(context.run_id):
-            raise ProtocolError(f"run {total.run[:40]!r} must be {masks.run_name(context.run_id)}")
+        if total.run != wire.run_name(context.run_id):
+            raise ProtocolError(f"run {total.run[:40]!r} must be {wire.run_name(context.run_id)}")
         facts = {
             "run": total.run, "round_index": total.round_index, "client": order.client,
             "least": total.least, "colluding": total.colluding, "size": total.size,
             "bits": total.bits, "variance": asked.variance, **policy,
         }  # fmt: skip
-        roster, note = masks.write_map(total.roster), json.dumps(facts).encode()
+        roster, note = wire.write_map(total.roster), json.dumps(facts).encode()
         self._call("accept", note, roster, total.task, note)
 
-    def advertise(self, asked: masks.MaskedOrder, content: RecordDict) -> RecordDict:
+    def advertise(self, asked: wire.MaskedOrder, content: RecordDict) -> RecordDict:
         """Clip, round and noise what was trained, leave it to the keeper, return the keys.
 
         What failed, or is not finite, counts as zeros: nobody learns that it did.
@@ -287,9 +286,9 @@ class SecureNode:
     def later(self, content: RecordDict, context: Context) -> RecordDict:
         """Answer a later step."""
         facts, step = _round_of(content, context), step_of(content) or ""
-        if step not in masks.STEPS[1:]:
-            raise ProtocolError(f"step {step[:40]!r} must be one of {', '.join(masks.STEPS[1:])}")
-        body = masks.body_of(content, _LARGEST)
+        if step not in wire.STEPS[1:]:
+            raise ProtocolError(f"step {step[:40]!r} must be one of {', '.join(wire.STEPS[1:])}")
+        body = wire.body_of(content, _LARGEST)
         return self._reply(wire.reply_token(content), step, facts, body)
 
     def note(self, content: RecordDict, context: Context) -> dict[str, Any]:
@@ -306,20 +305,20 @@ class SecureNode:
     def answer(self, message: Message, context: Context, train: Train) -> RecordDict:
         """Answer a message of a masked round in the name of a node without a policy."""
         content = message.content
-        if step_of(content) != masks.STEPS[0]:
+        if step_of(content) != wire.STEPS[0]:
             return self.later(content, context)
-        asked, _ = masks.read_first(content)
+        asked, _ = wire.read_first(content)
         self.begin(asked, context)
         return self.advertise(asked, trained(message, context, train))
 
     def _reply(self, token: str, step: str, facts: dict[str, Any], body: bytes) -> RecordDict:
         answer = self._call(step, json.dumps(facts).encode(), body)
-        return wire.pack_reply(token, {"body": masks.as_numbers(answer)})
+        return wire.pack_reply(token, {"body": wire.as_numbers(answer)})
 
 
 def trained(message: Message, context: Context, train: Train) -> RecordDict:
     """Let an app train by an order as any other, without a word of masks; empty if it fails."""
-    del message.content[masks.RECORD]
+    del message.content[wire.RECORD]
     try:
         return train(message, context).content
     except (Exception, SystemExit):  # nobody is told that it failed: it counts as zeros
@@ -329,18 +328,18 @@ def trained(message: Message, context: Context, train: Train) -> RecordDict:
 
 def _round_of(content: RecordDict, context: Context) -> dict[str, Any]:
     """Return the round that a later step is about: one of the run that asks for it."""
-    told = content.config_records[masks.RECORD]
+    told = content.config_records[wire.RECORD]
     run, index = told.get("run"), told.get("round_index")
     if type(run) is not str or type(index) is not int:
         raise ProtocolError("a later step must say of which round it is")
-    if run != masks.run_name(context.run_id):
+    if run != wire.run_name(context.run_id):
         raise ProtocolError(f"run {run[:40]!r} must be this one")
     return {"run": run, "round_index": index}
 
 
 def step_of(content: RecordDict) -> str | None:
     """Return the step of a message of a masked round; None for any other message."""
-    record = content.config_records.get(masks.RECORD)
+    record = content.config_records.get(wire.RECORD)
     return None if record is None else str(record.get("step", ""))
 
 

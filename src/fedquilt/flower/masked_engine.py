@@ -27,12 +27,12 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place
-from fedquilt.aggregation.secure.order import SumOrder
+from fedquilt.aggregation.secure.client import SumOrder
 from fedquilt.aggregation.secure.primitives import ProtocolError, packed_size
 from fedquilt.aggregation.secure.server import FalseSharesError, Server
 from fedquilt.common.errors import FedquiltError, InvalidValueError
 from fedquilt.config import RunConfig
-from fedquilt.flower import internals, masks, wire
+from fedquilt.flower import internals, wire
 from fedquilt.flower.buffered_engine import BufferedEngine
 from fedquilt.flower.client_registry import ClientRegistry, public_der
 from fedquilt.flower.engine import FlowerEngine, OpenOrder, RoundTraffic, patiently
@@ -120,19 +120,19 @@ class MaskedEngine(FlowerEngine):
         self._limit = 256
         orders = self._send(start, list(total.roster), round_index, learning_rate, traffic, until)
         self._first = None
-        adverts = self._read_all(self._replies(orders, method, until), masks.read_advert)
+        adverts = self._read_all(self._replies(orders, method, until), wire.read_advert)
         try:
             told = server.take_adverts(adverts)
         finally:
             self._leave_out(adverts, server.adverts, "its keys are not signed for this order")
-        body = masks.write_map({c: masks.write_advert(a) for c, a in told.items()})
+        body = wire.write_map({c: wire.write_advert(a) for c, a in told.items()})
         came = self._step("share", dict.fromkeys(told, body), 128 * count + 64)
-        letters = self._read_all(came, masks.read_map)
+        letters = self._read_all(came, wire.read_map)
         try:
             written = server.take_letters(letters)
         finally:
             self._leave_out(letters, server.letters, "its letters are not one for everybody")
-        bodies = {c: masks.write_map(server.letters_to(c)) for c in written}
+        bodies = {c: wire.write_map(server.letters_to(c)) for c in written}
         for client, packed in self._step("mask", bodies, packed_size(total.size, total.bits)):
             try:
                 server.add(client, packed)
@@ -172,23 +172,23 @@ class MaskedEngine(FlowerEngine):
         normalise = self._config.normalise_updates
         order = self._order(method, next(iter(roster)), round_index, learning_rate, len(roster))
         total = SumOrder(
-            run=masks.run_name(internals.run_number(self.grid)),
+            run=wire.run_name(internals.run_number(self.grid)),
             round_index=round_index,
-            task=masks.task_digest(order, model, secure.variance, normalise),
+            task=wire.task_digest(order, model, secure.variance, normalise),
             roster=roster,
             least=plan.least,
             colluding=secure.colluding,
             size=size,
             bits=plan.bits,
         )
-        self._first = masks.first_record(total, secure.variance, normalise)
+        self._first = wire.first_record(total, secure.variance, normalise)
         return total
 
     def _message(
         self, content: Any, node: int, round_index: int, kind: str = MessageType.TRAIN
     ) -> Message:
         if self._first is not None:
-            content[masks.RECORD] = self._first
+            content[wire.RECORD] = self._first
         return super()._message(content, node, round_index, kind)
 
     def _read_all(
@@ -218,11 +218,11 @@ class MaskedEngine(FlowerEngine):
         method, _ = self._served()
         until = time.monotonic() + self.settings.step_deadline
         self._limit = limit
-        index, run = self._traffic.round_index, masks.run_name(internals.run_number(self.grid))
+        index, run = self._traffic.round_index, wire.run_name(internals.run_number(self.grid))
         messages, opened = [], []
         for client, body in bodies.items():
             token, node = secrets.token_hex(16), self._who[client]
-            content = masks.later_content(token, step, index, run, body)
+            content = wire.later_content(token, step, index, run, body)
             self._traffic.bytes_down += len(body)
             with internals.acting_as_server(self.grid):
                 ttl = self.settings.step_deadline
@@ -260,11 +260,11 @@ class MaskedEngine(FlowerEngine):
             if answer.refusal or answer.failed:
                 said = f"by its site: {answer.refusal}" if answer.refusal else "the node failed"
                 return self._refused(order, traffic, said, method)
-            body = masks.body_of(reply.content, limit)
+            body = wire.body_of(reply.content, limit)
         except (FedquiltError, TypeError, ValueError, KeyError, AttributeError) as error:
             return self._refused(order, traffic, f"unreadable: {type(error).__name__}", method)
         traffic.bytes_up += len(body)
-        numbers = torch.from_numpy(masks.as_numbers(body).copy())
+        numbers = torch.from_numpy(wire.as_numbers(body).copy())
         return order.client, ClientUpdate(order.client, numbers, 0, math.nan)
 
     def _refused(  # type: ignore[override]
@@ -283,7 +283,7 @@ class MaskedEngine(FlowerEngine):
             survivors = server.survivors()
         except ProtocolError:
             return None
-        body = masks.write_map(dict.fromkeys(survivors, b""))
+        body = wire.write_map(dict.fromkeys(survivors, b""))
         came = dict(self._step("agree", dict.fromkeys(survivors, body), _SIGNATURE))
         self._signed = server.take_signatures(came)
         self._leave_out(came, self._signed, "its signature is not under the list of survivors")
@@ -294,10 +294,10 @@ class MaskedEngine(FlowerEngine):
 
     def opened(self, server: Server) -> NDArray[np.int64] | None:
         """Ask for shares, and open the sum; None where too few have answered."""
-        body = masks.write_map(self._signed)
+        body = wire.write_map(self._signed)
         asked = dict.fromkeys(self._signed, body)
         limit = len(server.order.roster) * (_ENTRY + 64)
-        answers = self._read_all(self._step("unmask", asked, limit), masks.read_opened)
+        answers = self._read_all(self._step("unmask", asked, limit), wire.read_opened)
         try:
             return self._possible(server.open(answers))
         except ProtocolError as error:

@@ -56,7 +56,7 @@ from fedquilt.flower.settings import FlowerSettings, split_settings
 from fedquilt.observe.progress import headline_of
 from fedquilt.observe.trackers import tracked
 from fedquilt.population.fleet import BufferedSelector
-from fedquilt.privacy.ledger.names import write_names
+from fedquilt.privacy.ledger.files import write_names
 from fedquilt.record.folder import RunFolder
 from fedquilt.record.result import RunResult
 from fedquilt.setup.build_task import task_from

@@ -151,7 +151,7 @@ def secure_nodes(
     """Return nodes that know one another's new keys, and the keys as a SuperLink has them."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    from fedquilt.aggregation.secure.order import new_signing_key
+    from fedquilt.aggregation.secure.primitives import new_signing_key
 
     keys = [new_signing_key() for _ in range(count)]
     public = [k.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for k in keys]

@@ -42,13 +42,13 @@ from fedquilt.common.formatting import format_bound, printable
 from fedquilt.common.randomness import secret_bytes
 from fedquilt.common.storage import append_line
 from fedquilt.config import RunConfig
-from fedquilt.flower import internals, masks, wire
+from fedquilt.flower import internals, wire
 from fedquilt.flower.journal import older_part
 from fedquilt.flower.keeper import SecureNode, step_of, trained
 from fedquilt.flower.policy import EVALUATION, SitePolicy, SiteRefusal, read_policy, require
 from fedquilt.privacy.ledger import Ledger, Population, Run, RunInfo
-from fedquilt.privacy.ledger.names import add_note
-from fedquilt.privacy.ledger.units import epsilon_spent
+from fedquilt.privacy.ledger.entries import epsilon_spent
+from fedquilt.privacy.ledger.files import add_note
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Site:
         if self.secure is None:
             raise SiteRefusal("this site has no key and roster for masked sums")
         try:
-            if step_of(message.content) == masks.STEPS[0]:
+            if step_of(message.content) == wire.STEPS[0]:
                 return self._advertise(self.secure, policy, message, context, app, load)
             _check_address(message, context)
             if step_of(message.content) == "mask":
@@ -201,11 +201,11 @@ class Site:
         load: LoadApp,
     ) -> Any:  # fmt: skip
         order, config = _read(message, context)
-        asked = masks.read_first(message.content)[0]
+        asked = wire.read_first(message.content)[0]
         # Rounding and Skellam noise cost a little more than clip and noise say.
         order = dataclasses.replace(order, charge=max(order.charge, asked.charge))
         policy.check(order, config, app, self.trusted, asked.total.least)
-        name = masks.run_name(context.run_id)
+        name = wire.run_name(context.run_id)
         credit = secure.credit(name)
         with self._charged(policy, order, config, name, credit) as (limit, _):
             paid = (limit / order.clip) ** 2

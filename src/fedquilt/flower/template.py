@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,119 +33,9 @@ CHOSEN: dict[str, Any] = {
     "availability": "always",
 }
 
-FILES = {
-    "README.md": """# {name}
-
-A Flower app that runs fedquilt's round: `quiltapp/task.py` has the model and the data, and is
-the file to change.  In the folder above this one:
-
-    fedquilt flower up {folder} --nodes 4     # a federation on this machine
-    fedquilt flower run                     # submit this app to it
-    fedquilt flower status
-    fedquilt flower down
-
-It runs `certified`, which the policy of a newly enrolled site accepts.  With four clients there is
-little to see beside the noise of that promise; what the model learns without one shows
-`fedquilt flower run -c 'mode="fedavg"'`, which such a policy refuses.
-
-After a change to the app, tell the nodes that they may run it: `fedquilt flower trust {folder}`.
-
-Every option of `fedquilt run` stands in `pyproject.toml` under `[tool.flwr.app.config]`; an
-empty text is an option that is not given, and has the default of the mode.  One run:
-`fedquilt flower run -c num_rounds=3`.
-
-Flower's own simulation (`pip install 'fedquilt[flower-sim]'`), in this folder:
-
-    export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1    # use what is installed here
-    flwr run . local --stream --federation-config 'num-supernodes=4'
-
-The SuperLink that it starts stays; `flower-superlink` is its name among the processes.
-""",
-    ".gitignore": "__pycache__/\nresults/\nfederation/\n",
-    "quiltapp/__init__.py": '"""A federated app on fedquilt."""\n',
-    "quiltapp/client_app.py": '''"""What a node runs."""
-
-from fedquilt.flower import client_app
-from quiltapp.task import client_data, make_model
-
-app = client_app(make_model, client_data)
-''',
-    "quiltapp/server_app.py": '''"""What runs beside the SuperLink; it holds no training data."""
-
-from fedquilt.flower import server_app
-from quiltapp.task import make_model, test_data
-
-app = server_app(make_model, test_data)
-''',
-    "quiltapp/task.py": '''"""Your model and your data: change what is below."""
-
-import numpy as np
-from sklearn.datasets import load_digits
-from torch import nn
-
-
-def make_model() -> nn.Module:
-    """Return the model: logits or log-probabilities, the same on the server and on nodes."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
-
-
-def client_data(context) -> tuple[np.ndarray, np.ndarray]:
-    """Return this node's own samples (x, y); they never leave it.
-
-    A node is told where they are when it is started: --node-config 'data="/srv/data.npz"'.
-    Without that, it takes its share of scikit-learn's digits, for trying out.
-    """
-    path = context.node_config.get("data")
-    if path:
-        with np.load(str(path), allow_pickle=False) as held:
-            return held["x"], held["y"]
-    x, y = _digits()
-    place = int(context.node_config["partition-id"])
-    return x[300 + place :: int(context.node_config["num-partitions"])], y[
-        300 + place :: int(context.node_config["num-partitions"])
-    ]
-
-
-def test_data() -> tuple[np.ndarray, np.ndarray]:
-    """Return what the server evaluates on: samples that no node trains on."""
-    x, y = _digits()
-    return x[:300], y[:300]
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(y))
-    return (x[order] / 16.0).astype(np.float32), y[order].astype(np.int64)
-''',
-}
-
-_PROJECT = """[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "{name}"
-version = "1.0.0"
-description = "A federated app on fedquilt"
-license = "Apache-2.0"
-dependencies = ["fedquilt[flower]"]
-
-[tool.flwr.app]
-publisher = "fedquilt"
-# What is sent to every node: your code.  Results and keys in this folder must not be.
-fab-include = ["/quiltapp/**/*.py"]
-
-[tool.flwr.app.components]
-serverapp = "quiltapp.server_app:app"
-clientapp = "quiltapp.client_app:app"
-
-# Options of the run, as in a TOML file of `fedquilt run`; "" is an option that is not given,
-# and has the default of the mode.
-[tool.flwr.app.config]
-{table}
-"""
+FILES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""The app's files by their paths; those of `_FILLED` have places for names and options."""
+_FILLED = ("README.md", "pyproject.toml")
 
 
 def run_configuration(**chosen: Any) -> dict[str, Any]:
@@ -175,12 +66,12 @@ def write_app(folder: str | Path, files: dict[str, str] | None = None, **chosen:
     table = "\n".join(
         f"{key} = {json.dumps(value)}" for key, value in run_configuration(**chosen).items()
     )
-    written = {**FILES, **(files or {}), "pyproject.toml": _PROJECT}
+    written = {**FILES, **(files or {}), "pyproject.toml": FILES["pyproject.toml"]}
     for path, text in written.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         known = {"name": name, "table": table, "folder": shlex.quote(called)}
-        filled = text.format(**known) if path in ("README.md", "pyproject.toml") else text
+        filled = text.format(**known) if path in _FILLED else text
         target.write_text(filled)
     return folder
 

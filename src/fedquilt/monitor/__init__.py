@@ -11,8 +11,8 @@ have a `FileMonitor`, a `PrometheusMonitor` and a `RemoteMonitor`.
 """
 
 from fedquilt.monitor import process_monitor, thread_monitor
+from fedquilt.observe.monitors import RoundMonitor
 from fedquilt.observe.power import power_sources
-from fedquilt.observe.round_monitor import RoundMonitor
 from fedquilt.observe.samples import (
     DeliveryError,
     MetricTypeError,

@@ -26,7 +26,25 @@ FEATURES = "features"
 """What a frozen feature extractor makes of all samples, before the first round."""
 
 
-class Progress(Observer):
+class _Bar:
+    """What owns a bar of rich for as long as a `with` statement lasts."""
+
+    _stream: TextIO
+    _bar: Any = None
+    _task: Any = None
+
+    def _start(self, label: str, total: int | None, *, in_percent: bool = False) -> None:
+        self._bar = _make_bar(self._stream, in_percent=in_percent)
+        self._bar.start()
+        self._task = self._bar.add_task(label, total=total, accuracy="", doing="")
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Progress(_Bar, Observer):
     """Shows one run; use it in a `with` statement.
 
     Parameters
@@ -52,8 +70,6 @@ class Progress(Observer):
     ) -> None:
         self.label = printable(label)
         self._stream = sys.stderr if stream is None else stream
-        self._bar: Any = None
-        self._task: Any = None
         self._done = 0
         self._accuracy = ""
         self._timed = False
@@ -65,15 +81,8 @@ class Progress(Observer):
 
     def __enter__(self) -> Progress:
         if self._sink is None and draws_bars(self._stream):
-            self._bar = _make_bar(self._stream)
-            self._bar.start()
-            self._task = self._bar.add_task(self.label, total=None, accuracy="", doing="")
+            self._start(self.label, None)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
     def expects(self, config: Any, lines: Sequence[str]) -> None:
         """Say what the run may expect."""
@@ -151,7 +160,7 @@ class Progress(Observer):
         self._bar.columns = tuple(c for c in columns if not isinstance(c, TimeRemainingColumn))
 
 
-class RunsProgress(Observer):
+class RunsProgress(_Bar, Observer):
     """Shows several runs, one after the other: one bar for all, or a line after each.
 
     Parameters
@@ -167,20 +176,11 @@ class RunsProgress(Observer):
         self._runs, self._rounds = runs, rounds
         self._number = self._done = 0
         self._label = self._measured = ""
-        self._bar: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> RunsProgress:
         if draws_bars(self._stream):
-            self._bar = _make_bar(self._stream, in_percent=True)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._rounds, accuracy="", doing="")
+            self._start("", self._rounds, in_percent=True)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
     def begin(self, label: str) -> None:
         """Say which run begins."""
@@ -206,7 +206,7 @@ class RunsProgress(Observer):
         print(line, file=self._stream, flush=True)
 
 
-class StepsProgress:
+class StepsProgress(_Bar):
     """Shows a work of so many steps with the time left: a bar, or a line every so many seconds.
 
     Parameters
@@ -227,22 +227,13 @@ class StepsProgress:
         self._what, self._total = printable(what), total
         self._stream = sys.stderr if stream is None else stream
         self._shown = shown
-        self._bar: Any = None
-        self._task: Any = None
         self._done = self._begun_with = 0
         self._began = self._said_at = time.monotonic()
 
     def __enter__(self) -> StepsProgress:
         if self._shown and draws_bars(self._stream):
-            self._bar = _make_bar(self._stream)
-            self._bar.start()
-            self._task = self._bar.add_task(self._what, total=self._total, accuracy="", doing="")
+            self._start(self._what, self._total)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
     def start_at(self, done: int) -> None:
         """Say how many steps were done before: they tell nothing about the time left."""

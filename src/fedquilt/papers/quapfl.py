@@ -48,6 +48,7 @@ from fedquilt.setup.federation import build_federation
 from fedquilt.setup.mechanism import make_allocator, make_clipper
 from fedquilt.setup.task import FederatedTask
 from fedquilt.training import ClientIds, ClientUpdate, Engine, FlatModel, evaluate
+from fedquilt.training.task import learning_rate_at
 
 __all__ = ["AdaptivePrivacyAllocator", "ParticipationTracker", "QuAPFLServer", "QuantileClipper"]
 
@@ -252,7 +253,7 @@ class QuAPFLServer:
         """
         checks.integer("client_id", client_id, at_least=0, at_most=len(self.client_indices) - 1)
         self._take_weights()
-        rate = self._run_config.learning_rate_at(round_t)
+        rate = learning_rate_at(self._run_config, round_t)
         update = next(
             iter(self._engine.train(self._federation.weights, [client_id], round_t, rate))
         )

@@ -22,8 +22,7 @@ from fedquilt.common import checks
 from fedquilt.common.errors import BudgetExceededError, InvalidValueError
 from fedquilt.common.formatting import format_bound
 from fedquilt.common.vectors import is_finite, norm
-from fedquilt.privacy.accounting.gaussian import gaussian_epsilon, gaussian_epsilon_many
-from fedquilt.privacy.accounting.release import Adjacency
+from fedquilt.privacy.accounting.gaussian import Adjacency, gaussian_epsilon, gaussian_epsilon_many
 from fedquilt.privacy.clip import QuantileClipper
 from fedquilt.privacy.mechanism import (
     Contribution,

@@ -376,7 +376,7 @@ class Witness:
             noted = _read_note(self._handle)
         except ValueError as error:
             raise self._unreadable(error) from error
-        if noted is None and self._has_room() and has_charges(ledger):
+        if noted is None and os.fstat(self._handle).st_size > 0 and has_charges(ledger):
             raise self._unreadable("it is blank")
         if noted is not None and ledger.missing_heads([noted["head"]]):
             raise RunFolderError(
@@ -392,9 +392,6 @@ class Witness:
             f"({self.path}: {reason}): whether a copy of it has gone on is not known. When you "
             "know that this folder is the newest one, delete the note"
         )
-
-    def _has_room(self) -> bool:
-        return os.fstat(self._handle).st_size > 0
 
     def note(self, head: str) -> None:
         """Write the newest head; a disk that cannot take it does not stop the run."""

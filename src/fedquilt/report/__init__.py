@@ -5,9 +5,12 @@ Everything here reads plain dictionaries, as a run writes them to its
 """
 
 from fedquilt.report.comparison import comparison_table, plot_comparison, render_comparison
-from fedquilt.report.condensed import animate_condensed, draw_condensed, draw_condensed_strip
-from fedquilt.report.multi_seed import plot_multi_seed_comparison
-from fedquilt.report.paper_figures import plot_paper_figures, plot_privacy_consumption_by_group
+from fedquilt.report.images import animate_condensed, draw_condensed, draw_condensed_strip
+from fedquilt.report.paper_figures import (
+    plot_multi_seed_comparison,
+    plot_paper_figures,
+    plot_privacy_consumption_by_group,
+)
 from fedquilt.report.style import FigureSettings, figure_settings
 from fedquilt.report.tables import (
     condensation_row,

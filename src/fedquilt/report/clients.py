@@ -11,21 +11,9 @@ import numpy as np
 from fedquilt.common.errors import RunFolderError
 from fedquilt.common.formatting import four_digits, text_table
 from fedquilt.common.spread import LOWER_IS_BETTER, client_spread, grouped
+from fedquilt.report import style
 from fedquilt.report.runs import series_of
 from fedquilt.report.series import ROUND, in_title, run_label
-from fedquilt.report.style import (
-    BLUE,
-    GREEN,
-    PALETTE,
-    VERMILION,
-    as_drawn,
-    drawing,
-    figure_path,
-    figure_settings,
-    panel_title,
-    save_figure,
-    whole_rounds,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -172,14 +160,14 @@ def plot_clients(
     rows = metrics[_last(metrics)]
     key = _headline(result, rows)
     groups = client_groups(rows, result.get("joins", []), key)
-    settings = figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(groups))))
-    path = figure_path(save_path, "clients", settings)
-    with drawing(settings) as figure:
+    settings = style.figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(groups))))
+    path = style.figure_path(save_path, "clients", settings)
+    with style.drawing(settings) as figure:
         left, right = figure.subplots(1, 2)
         figure.suptitle(f"What clients measure: {_title(result)}")
         _draw_rounds(left, metrics, key)
         _draw_groups(right, groups, key)
-        return save_figure(figure, path, settings, 0o600)
+        return style.save_figure(figure, path, settings, 0o600)
 
 
 def _plot_several(
@@ -196,19 +184,19 @@ def _plot_several(
     names = list(dict.fromkeys(name for found in groups for name in found))
     series = series_of(results)
     labels = {
-        member: as_drawn(f"{one.label}, seed {entry.seed}")
+        member: style.as_drawn(f"{one.label}, seed {entry.seed}")
         for one in series
         for member, entry in zip(one.members, one.entries, strict=True)
     }
-    settings = figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(names))))
-    path = figure_path(save_path, "clients", settings)
-    with drawing(settings) as figure:
+    settings = style.figure_settings(config, (12.0, max(4.5, 1.8 + 0.36 * len(names))))
+    path = style.figure_path(save_path, "clients", settings)
+    with style.drawing(settings) as figure:
         left, right = figure.subplots(1, 2)
         figure.suptitle(f"What clients measure: {len(results)} runs")
         rounds = [np.asarray(sorted(metrics), dtype=np.float64) for metrics in measured]
         for index, (at, metrics) in enumerate(zip(rounds, measured, strict=True)):
             told = [_spread(metrics[int(r)], key) for r in at]
-            color = PALETTE[index % len(PALETTE)]
+            color = style.PALETTE[index % len(style.PALETTE)]
             for part, dash, name in (
                 ("mean", "-", labels[index]),
                 ("mean_worst_decile", "--", None),
@@ -218,14 +206,14 @@ def _plot_several(
             means = [groups[index].get(name, {}).get("mean", np.nan) for name in names]
             right.plot(means, np.arange(len(names)), "o", color=color, alpha=0.8)
         _name_axis(left, key)
-        whole_rounds(left, np.concatenate(rounds), ROUND)
-        panel_title(left, "Over all clients", [RAW, "line: mean; dashed: worst decile"])
+        style.whole_rounds(left, np.concatenate(rounds), ROUND)
+        style.panel_title(left, "Over all clients", [RAW, "line: mean; dashed: worst decile"])
         right.set_yticks(np.arange(len(names)), names)
         right.invert_yaxis()
         _name_axis(right, key, of_groups=True)
-        panel_title(right, "By group", ["dots: mean of the group, a colour a run"])
+        style.panel_title(right, "By group", ["dots: mean of the group, a colour a run"])
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        return save_figure(figure, path, settings, 0o600)
+        return style.save_figure(figure, path, settings, 0o600)
 
 
 def _name_axis(axes: Axes, key: str, *, of_groups: bool = False) -> None:
@@ -245,26 +233,26 @@ def _draw_rounds(axes: Axes, metrics: Metrics, key: str) -> None:
     told = [_spread(metrics[r], key) for r in rounds]
     at = np.asarray(rounds, dtype=np.float64)
     for part, color, label in (
-        ("mean", BLUE, "mean"),
-        ("mean_worst_decile", VERMILION, "worst decile"),
+        ("mean", style.BLUE, "mean"),
+        ("mean_worst_decile", style.VERMILION, "worst decile"),
     ):
         values = [values.get(part, np.nan) for values in told]
         axes.plot(at, values, color=color, marker="o", markersize=4, label=label)
     _name_axis(axes, key)
-    whole_rounds(axes, at, ROUND)
+    style.whole_rounds(axes, at, ROUND)
     gini = told[-1].get("mean_gini")
     above, below = ("worst decile", "mean") if key in LOWER_IS_BETTER else ("mean", "worst decile")
     notes = [RAW, f"upper line: {above}; lower line: {below}"]
     notes += [] if gini is None else [f"Gini at the end: {gini:.3f}"]
-    panel_title(axes, "Over all clients", notes)
+    style.panel_title(axes, "Over all clients", notes)
 
 
 def _draw_groups(axes: Axes, groups: Mapping[str, Mapping[str, float]], key: str) -> None:
     places = np.arange(len(groups))
-    axes.barh(places, [values["mean"] for values in groups.values()], color=GREEN, alpha=0.45)
+    axes.barh(places, [values["mean"] for values in groups.values()], color=style.GREEN, alpha=0.45)
     worst = [values["mean_worst_decile"] for values in groups.values()]
-    axes.plot(worst, places, "D", color=VERMILION, markersize=5, clip_on=False)
+    axes.plot(worst, places, "D", color=style.VERMILION, markersize=5, clip_on=False)
     axes.set_yticks(places, list(groups))
     axes.invert_yaxis()
     _name_axis(axes, key, of_groups=True)
-    panel_title(axes, "By group", ["bar: mean; diamond: worst decile of the group"])
+    style.panel_title(axes, "By group", ["bar: mean; diamond: worst decile of the group"])

@@ -16,6 +16,7 @@ import numpy as np
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.formatting import format_bound, four_digits, text_table, wrapped
 from fedquilt.common.storage import write_file
+from fedquilt.report import style
 from fedquilt.report.runs import (
     NO_GUARANTEE,
     RunSeries,
@@ -24,21 +25,6 @@ from fedquilt.report.runs import (
     group_by_config,
     levels,
     series_of,
-)
-from fedquilt.report.style import (
-    GREY,
-    Look,
-    draw_metric,
-    drawing,
-    figure_path,
-    figure_settings,
-    in_words,
-    looks_of,
-    padded,
-    panel_title,
-    save_figure,
-    short_names,
-    text_color,
 )
 
 if TYPE_CHECKING:
@@ -334,46 +320,46 @@ def plot_comparison(
     """
     series = _compared(runs)
     rows = [_summary(one) for one in series]
-    looks = looks_of(series)
-    settings = figure_settings(config, (13.0, max(4.0, 1.6 + 0.95 * len(rows))))
+    looks = style.looks_of(series)
+    settings = style.figure_settings(config, (13.0, max(4.0, 1.6 + 0.95 * len(rows))))
     dataset = series[0].entries[0].dataset
-    path = figure_path(save_path, f"{dataset}_comparison", settings)
-    with drawing(settings) as figure:
+    path = style.figure_path(save_path, f"{dataset}_comparison", settings)
+    with style.drawing(settings) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
         figure.suptitle(title or f"Modes compared: {dataset.upper()}")
         _draw_curves(left, series, looks)
         _draw_finals(right, rows, series[0].metric_name.lower(), looks)
-        return save_figure(figure, path, settings)
+        return style.save_figure(figure, path, settings)
 
 
-def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[Look]) -> None:
+def _draw_curves(axes: Axes, series: Sequence[RunSeries], looks: Sequence[style.Look]) -> None:
     title = f"Test {series[0].metric_name.lower()} by round"
-    drawn = draw_metric(axes, series, looks)
+    drawn = style.draw_metric(axes, series, looks)
     if not drawn:
-        in_words(axes, "no evaluation that all seeds of a mode share", title)
+        style.in_words(axes, "no evaluation that all seeds of a mode share", title)
         return
     absent = [one.label for one in series if one not in drawn]
     notes = ["line: mean over the seeds; band: lowest to highest seed"]
     notes += [f"nothing finite to draw for {', '.join(absent)}"] if absent else []
-    panel_title(axes, title, notes)
+    style.panel_title(axes, title, notes)
 
 
 def _draw_finals(
-    axes: Axes, rows: Sequence[Mapping[str, Any]], metric: str, looks: Sequence[Look]
+    axes: Axes, rows: Sequence[Mapping[str, Any]], metric: str, looks: Sequence[style.Look]
 ) -> None:
     """Draw one band per mode: its name, result and claim, and under them its seeds."""
     points = [value for row in rows for value in row["values"] if value is not None]
     if metric == "accuracy":
-        axes.set_xlim(*(padded(np.asarray(points)) if points else (0.0, 1.0)))
+        axes.set_xlim(*(style.padded(np.asarray(points)) if points else (0.0, 1.0)))
     axes.set_ylim(len(rows), 0)
     axes.set_yticks([])
     axes.set_xlabel(f"Test {metric} at the end of the run")
-    for index, name in enumerate(short_names([row["mode"] for row in rows])):
+    for index, name in enumerate(style.short_names([row["mode"] for row in rows])):
         _draw_mode(axes, index, {**rows[index], "mode": name}, looks[index])
-    panel_title(axes, f"Final {metric} and claim", ["dots: one seed each; bar: their mean"])
+    style.panel_title(axes, f"Final {metric} and claim", ["dots: one seed each; bar: their mean"])
 
 
-def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], look: Look) -> None:
+def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], look: style.Look) -> None:
     across = axes.get_yaxis_transform()
     text: dict[str, Any] = {"transform": across, "va": "center"}
     seeds = "1 seed" if len(row["seeds"]) == 1 else f"{len(row['seeds'])} seeds"
@@ -381,9 +367,9 @@ def _draw_mode(axes: Axes, top: int, row: Mapping[str, Any], look: Look) -> None
     axes.text(0.985, top + 0.18, f"{metric_text(row)}, {seeds}", ha="right", **text)
     axes.text(0.015, top + 0.42, row["claim"], fontsize=9.5, alpha=0.85, **text)
     values = [value for value in row["values"] if value is not None]
-    style: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 7}
-    axes.plot(values, [top + 0.72] * len(values), linestyle="", alpha=0.7, **style)
+    drawn: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 7}
+    axes.plot(values, [top + 0.72] * len(values), linestyle="", alpha=0.7, **drawn)
     if row["mean"] is not None:
-        axes.vlines(row["mean"], top + 0.58, top + 0.86, linewidth=1.5, color=text_color())
+        axes.vlines(row["mean"], top + 0.58, top + 0.86, linewidth=1.5, color=style.text_color())
     if top:
-        axes.axhline(top, color=GREY, linewidth=0.6, alpha=0.5)
+        axes.axhline(top, color=style.GREY, linewidth=0.6, alpha=0.5)

@@ -13,22 +13,7 @@ from numpy.typing import NDArray
 
 from fedquilt.common import checks
 from fedquilt.common.formatting import format_bound, format_left, printable, text_table
-from fedquilt.report.style import (
-    BLUE,
-    FORMATS,
-    GREY,
-    ORANGE,
-    PURPLE,
-    VERMILION,
-    as_drawn,
-    drawing,
-    figure_path,
-    figure_settings,
-    panel_title,
-    save_figure,
-    text_color,
-    whole_rounds,
-)
+from fedquilt.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,14 +102,14 @@ def plot_ledger(
     Clients near the end have a mark of their own.
     """
     count = max(1, len(summaries))
-    settings = figure_settings(config, (12.0, 0.6 + 4.2 * count))
-    path = figure_path(save_path, "ledger", settings)
-    with drawing(settings) as figure:
+    settings = style.figure_settings(config, (12.0, 0.6 + 4.2 * count))
+    path = style.figure_path(save_path, "ledger", settings)
+    with style.drawing(settings) as figure:
         panels = figure.subplots(count, 2, squeeze=False, width_ratios=[1.5, 1])
         for (left, right), summary in zip(panels, summaries, strict=False):
             _draw(left, summary, rows[summary.population])
             _draw_shares(right, summary, rows[summary.population])
-        return save_figure(figure, path, settings)
+        return style.save_figure(figure, path, settings)
 
 
 def _draw_shares(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
@@ -137,7 +122,7 @@ def _draw_shares(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     shares = np.minimum(used[known] / whole[known], 1.0)
     never = int((shares == 0).sum())
     counts, edges = np.histogram(shares[shares > 0], bins=10, range=(0.0, 1.0))
-    colors = [VERMILION if edge >= NEAR_END - 1e-9 else BLUE for edge in edges[:-1]]
+    colors = [style.VERMILION if edge >= NEAR_END - 1e-9 else style.BLUE for edge in edges[:-1]]
     axes.bar(edges[:-1] + 0.05, counts, width=0.09, color=colors, alpha=0.8)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0 %", "25 %", "50 %", "75 %", "100 %"])
@@ -147,7 +132,7 @@ def _draw_shares(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     told = "shares of squared GDP units, which add up"
     notes = [f"{never} of {summary.clients} clients have spent nothing; {told}"]
     left = f"epsilon that everybody can still pay: {format_left(summary.largest_run_epsilon)}"
-    panel_title(axes, "How much is gone", [*notes, left])
+    style.panel_title(axes, "How much is gone", [*notes, left])
 
 
 def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
@@ -158,20 +143,26 @@ def _draw(axes: Axes, summary: Any, rows: Sequence[Any]) -> None:
     bounded = np.isfinite(spent)
     near = bounded & (used > NEAR_END * (used + left)) & (used > 0)
     calm = bounded & ~near
-    scatter_counts(axes, joins[calm], spent[calm], BLUE, "o")
+    scatter_counts(axes, joins[calm], spent[calm], style.BLUE, "o")
     if near.any():
-        scatter_counts(axes, joins[near], spent[near], VERMILION, "D")
+        scatter_counts(axes, joins[near], spent[near], style.VERMILION, "D")
     allowance = summary.epsilon_allowance
-    axes.axhline(allowance, color=GREY, linestyle="--", linewidth=1.2)
+    axes.axhline(allowance, color=style.GREY, linestyle="--", linewidth=1.2)
     notes = [f"dashed: allowance {format_bound(allowance, 6)}; a larger mark is more clients"]
     unbounded = int((~bounded).sum())
     notes += [f"{unbounded} clients without any bound: not drawn"] if unbounded else []
     axes.set_ylim(0, 1.12 * allowance)
-    axes.set_ylabel(f"epsilon spent at delta {format_bound(summary.delta, 6)}")
-    whole_rounds(axes, np.append(joins, 0).astype(np.float64), "joins")
+    style.whole_rounds(
+        axes,
+        np.append(joins, 0).astype(np.float64),
+        "joins",
+        f"epsilon spent at delta {format_bound(summary.delta, 6)}",
+    )
     if near.any():
         notes.append(f"diamonds: {near.sum()} clients near the end or used up")
-    panel_title(axes, f"{as_drawn(summary.population)}: {summary.clients} clients", notes)
+    style.panel_title(
+        axes, f"{style.as_drawn(summary.population)}: {summary.clients} clients", notes
+    )
 
 
 def scatter_counts(
@@ -179,8 +170,8 @@ def scatter_counts(
 ) -> None:
     """Draw one mark for all clients at a place, its area as their number."""
     places, counts = np.unique(np.stack([across, up], axis=1), axis=0, return_counts=True)
-    style: dict[str, Any] = {"color": color, "alpha": 0.6, "marker": marker}
-    axes.scatter(places[:, 0], places[:, 1], s=14 + 6 * counts, **style)
+    looks: dict[str, Any] = {"color": color, "alpha": 0.6, "marker": marker}
+    axes.scatter(places[:, 0], places[:, 1], s=14 + 6 * counts, **looks)
 
 
 def _spent(epsilon: float) -> str:
@@ -190,7 +181,7 @@ def _spent(epsilon: float) -> str:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COHORT_FACTORS = {1: BLUE, 10: PURPLE, 100: ORANGE}
+_COHORT_FACTORS = {1: style.BLUE, 10: style.PURPLE, 100: style.ORANGE}
 
 
 def plan_figure(plan: Any, path: str | Path, config: Mapping[str, Any] | None = None) -> Path:
@@ -201,12 +192,14 @@ def plan_figure(plan: Any, path: str | Path, config: Mapping[str, Any] | None = 
     `fedquilt.privacy.feasibility.plan_privacy` returns.
     """
     path = Path(path)
-    checks.choice("suffix of the figure", path.suffix.lower(), [f".{kind}" for kind in FORMATS])
-    settings = figure_settings(config, (7.2, 5.2))
-    with drawing(settings) as figure:
+    checks.choice(
+        "suffix of the figure", path.suffix.lower(), [f".{kind}" for kind in style.FORMATS]
+    )
+    settings = style.figure_settings(config, (7.2, 5.2))
+    with style.drawing(settings) as figure:
         _draw_plan(figure.add_subplot(), plan)
         figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-        save_figure(figure, path, settings)
+        style.save_figure(figure, path, settings)
     return path
 
 
@@ -222,7 +215,7 @@ def _draw_plan(axes: Axes, plan: Any) -> None:
         ends = [slope / factor, slope / factor * math.sqrt(most)]
         axes.plot([1.0, most], ends, color=colour, label=label)
     lowest, highest = slope / max(_COHORT_FACTORS), max(10.0, 2 * slope * math.sqrt(most))
-    ink = text_color()
+    ink = style.text_color()
     axes.axhline(workable, color=ink, linestyle="--", linewidth=1)
     axes.axhline(hopeless, color=ink, linestyle=":", linewidth=1)
     axes.axhspan(min(lowest, 0.1), workable, color=ink, alpha=0.06, linewidth=0)
@@ -230,7 +223,7 @@ def _draw_plan(axes: Axes, plan: Any) -> None:
     axes.text(1.3, 1.1 * hopeless, "hopeless above this line", va="bottom", fontsize=9)
     found = f"{plan.noise_to_signal_run:.3g} ({plan.verdict})"
     asked = f"asked: {plan.parameters:,} parameters, {found}"
-    axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color=VERMILION, label=asked)
+    axes.plot(plan.parameters, plan.noise_to_signal_run, "o", color=style.VERMILION, label=asked)
     axes.set(
         xscale="log",
         yscale="log",
@@ -240,7 +233,7 @@ def _draw_plan(axes: Axes, plan: Any) -> None:
         ylabel="noise / largest signal, whole run",
     )
     told = f"epsilon {plan.epsilon:g}, delta {plan.delta:g}, {plan.rounds:,} rounds, "
-    panel_title(axes, "What the noise does", [f"{told}{plan.joins:,.4g} joins a client"])
+    style.panel_title(axes, "What the noise does", [f"{told}{plan.joins:,.4g} joins a client"])
 
 
 def _count(value: float) -> str:

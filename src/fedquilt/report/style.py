@@ -225,8 +225,8 @@ def text_color() -> str:
     return str(rcParams["text.color"])
 
 
-def whole_rounds(axes: Axes, positions: Array, label: str) -> None:
-    """Label the horizontal axis, with ticks at whole numbers, over the whole run.
+def whole_rounds(axes: Axes, positions: Array, label: str, upright: str = "") -> None:
+    """Label the horizontal axis, with ticks at whole numbers, over the whole run, and the other.
 
     Positions without a value count too: a run that diverged did not end there.
     """
@@ -236,6 +236,8 @@ def whole_rounds(axes: Axes, positions: Array, label: str) -> None:
     room = 0.04 * (last - first) or 0.5
     axes.set_xlim(first - room, last + room)
     axes.set_xlabel(label)
+    if upright:
+        axes.set_ylabel(upright)
     steps = [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=steps, integer=True, min_n_ticks=1))
 
@@ -393,8 +395,7 @@ def draw_metric(
     if drawn:
         if series[0].metric == "test_accuracy":
             accuracy_limits(axes, np.concatenate(everything))
-        axes.set_ylabel(f"Test {series[0].metric_name.lower()}")
-        whole_rounds(axes, np.concatenate(reached), axis)
+        whole_rounds(axes, np.concatenate(reached), axis, f"Test {series[0].metric_name.lower()}")
         label_ends(axes, ends)
     return drawn
 

@@ -25,23 +25,16 @@ from fedquilt.data import (
     split_clients,
 )
 from fedquilt.data.holdings import Holdings, shared_sample
-from fedquilt.data.leaf import SHARED_PEOPLE, with_people_noted
+from fedquilt.data.load import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
-from fedquilt.setup.clients import (
-    Parts,
-    check_client_tests,
-    roster_digest,
-    roster_of_own,
-    roster_of_split,
-)
-from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, Working, make_task
+from fedquilt.setup import task
 from fedquilt.training.hardware import warm_up_gpu
 
 
 def build_task(
-    config: RunConfig, progress: bool = False, working: Working | None = None
-) -> tuple[RunConfig, FederatedTask]:
+    config: RunConfig, progress: bool = False, working: task.Working | None = None
+) -> tuple[RunConfig, task.FederatedTask]:
     """Load the data set a configuration names, deal it out, and build the model.
 
     Returns the configuration with what was left open (number of clients,
@@ -74,14 +67,14 @@ def build_task(
     people = None
     if config.partition == "writer" and train.groups is not None:
         people = [train.person(int(train.groups[part[0]])) for part in clients]
-    roster = roster_of_split(config.dataset, clients, people)
+    roster = task.roster_of_split(config.dataset, clients, people)
     model = make_model(
         config.model, train.images.shape[1:], train.num_classes, torch_seed(config.seed, "model")
     )
     config = _with_data_defaults(config, len(clients))
     data = (as_samples(train, "train"), as_samples(test, "test"))
-    given = GivenData(*data, clients, roster, held_out)
-    return config, make_task(config, model, given, UserComponents(), working)
+    given = task.GivenData(*data, clients, roster, held_out)
+    return config, task.make_task(config, model, given, task.UserComponents(), working)
 
 
 def task_from(
@@ -91,10 +84,10 @@ def task_from(
     test: object,
     clients: Sequence[Sequence[int] | NDArray[Any]] | None,
     client_ids: Iterable[str] | None = None,
-    own: UserComponents | None = None,
+    own: task.UserComponents | None = None,
     client_tests: Sequence[Any] | None = None,
     validation: object = None,
-) -> tuple[RunConfig, FederatedTask]:
+) -> tuple[RunConfig, task.FederatedTask]:
     """Build the problem from a user's own model, data and split."""
     # In a private mode bad samples make their client's update zero, and nobody is told.
     finite = not MODE_TABLE[config.mode].noised
@@ -121,18 +114,20 @@ def task_from(
         )
     checked = None if validation is None else as_samples(validation, "validation")
     config = _with_data_defaults(config, len(parts))
-    roster = roster_of_own(parts, client_ids)
+    roster = task.roster_of_own(parts, client_ids)
     if not config.allow_overlap:
         _refuse_overlap(parts, roster.ids)
-    tests: Parts | None = None
+    tests: task.Parts | None = None
     if client_tests is not None:
         tests = _checked_clients(client_tests, len(train_set), "client_tests")
-        tests = check_client_tests(parts, tests, allow_overlap=config.allow_overlap)
+        tests = task.check_client_tests(parts, tests, allow_overlap=config.allow_overlap)
         roster = dataclasses.replace(
-            roster, digest=roster_digest(roster.ids, Holdings([*parts, *tests]))
+            roster, digest=task.roster_digest(roster.ids, Holdings([*parts, *tests]))
         )
-    given = GivenData(train_set, test_set, parts, roster, client_tests=tests, validation=checked)
-    return config, make_task(config, model, given, own or UserComponents())
+    given = task.GivenData(
+        train_set, test_set, parts, roster, client_tests=tests, validation=checked
+    )
+    return config, task.make_task(config, model, given, own or task.UserComponents())
 
 
 def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:
@@ -201,7 +196,7 @@ def _checked_clients(
     return Holdings(clients, size, what)
 
 
-def _refuse_overlap(parts: Parts, ids: tuple[str, ...] | None) -> None:
+def _refuse_overlap(parts: task.Parts, ids: tuple[str, ...] | None) -> None:
     """Refuse clients that hold the same sample: each one's bound says less about it."""
     found = shared_sample(parts)
     if found is None:

@@ -21,18 +21,16 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.optional import require
 from fedquilt.common.quorum import fewest
 from fedquilt.config import CondenseConfig, RunConfig
-from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.modes import CHOSEN_ON, MODE_TABLE, recipe_line
 from fedquilt.config.option import OWN
-from fedquilt.config.recipe import CHOSEN_ON, recipe_line
 from fedquilt.method import Method
 from fedquilt.models.features import choice_note
 from fedquilt.population import CohortSelector
 from fedquilt.privacy.accounting import Adjacency, calibrate, gaussian_mu
-from fedquilt.privacy.certified import Certified, CertifiedSettings
+from fedquilt.privacy.certified import AmplifiedCertified, Certified, CertifiedSettings
 from fedquilt.privacy.clip import FixedClipper, PrivateQuantile, QuantileClipper
 from fedquilt.privacy.mechanism import Mechanism, NoPrivacy
 from fedquilt.privacy.noise import BandedNoise, NoiseSource, noise_source
-from fedquilt.privacy.poisson import AmplifiedCertified
 from fedquilt.privacy.policies import AdaptivePrivacyAllocator, Policy, make_policy
 from fedquilt.privacy.quap_mechanisms import ClientNoise, LayerNoise
 from fedquilt.privacy.run_account import RunAccount

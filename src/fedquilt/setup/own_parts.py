@@ -22,6 +22,15 @@ from torch import nn
 
 _PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
 _LIBRARIES = {"torch", "fedquilt", "numpy", *sys.stdlib_module_names}
+_FIRST_HOMES = {
+    "ImageDataset": "fedquilt.data.dataset",
+    "SyntheticSet": "fedquilt.condense.synthetic",
+    "Axis": "fedquilt.slices.ranges",
+    "exits_loss": "fedquilt.slices.depth",
+    "AmplifiedCertified": "fedquilt.privacy.poisson",
+    **dict.fromkeys(("Adjacency", "Release"), "fedquilt.privacy.accounting.release"),
+}
+"""Where parts of the package lay when they were first in a digest: it stays what it was."""
 
 
 def parts_digest(model: nn.Module, brought: Sequence[Any]) -> str:
@@ -104,7 +113,8 @@ class _Text:
 
     def _code(self, part: Any) -> str:
         if not _is_own(part):  # a library may change its classes at their first use
-            return f"{getattr(part, '__module__', '')} {part.__qualname__}"
+            home, name = str(getattr(part, "__module__", "")), part.__qualname__
+            return f"{_FIRST_HOMES.get(name, home) if home[:9] == 'fedquilt.' else home} {name}"
         try:
             source = inspect.getsource(part)
         except (OSError, TypeError):  # typed into an interpreter, or not written in Python

@@ -2,14 +2,13 @@
 
 | file | what it does |
 |---|---|
-| `ranges`, `tensor_map` | index algebra of one dimension and of tensors; the mean over holders |
+| `tensor_map` | index algebra of tensors; the mean over holders |
 | `model_slice` | a slice of a model, and its place in the flat vector |
 | `layers`, `layer_rules` | layers that stand for a part of a larger one; how each kind is cut |
-| `ranks` | adapters of unequal ranks, and their products |
-| `graph`, `slicer` | cuts any model: which dimensions go together, and the slices |
-| `selection`, `depth` | the width of every client; which units, or which blocks, a slice keeps |
+| `graph`, `slicer` | cuts any model: which dimensions go together, the slices, also in depth |
+| `selection` | index algebra of one dimension; the width of every client; which units are kept |
 | `aggregate` | distribution and aggregation: of states, of Flower's types |
-| `slicing`, `method` | each client's slice in every round, and the cost; the method of a run |
+| `slicing`, `method` | each client's slice or ranks in every round, the cost; the method of a run |
 | `engine` | trains the cohort, one group of clients with the same slice at a time |
 """
 
@@ -20,12 +19,26 @@ from fedquilt.slices.aggregate import (
     extract_state,
     merge_states,
 )
-from fedquilt.slices.depth import Blocks, depth_slice
 from fedquilt.slices.engine import self_distillation_loss
 from fedquilt.slices.model_slice import ModelSlice, SliceMap, attach, slice_between
-from fedquilt.slices.ranges import Axis
-from fedquilt.slices.selection import FixedStructure, Listed, Prefix, RandomUnits, Selection, Window
-from fedquilt.slices.slicer import PlanAxis, Scaler, Slicer, scale_outputs, slice_model
+from fedquilt.slices.selection import (
+    Axis,
+    FixedStructure,
+    Listed,
+    Prefix,
+    RandomUnits,
+    Selection,
+    Window,
+)
+from fedquilt.slices.slicer import (
+    Blocks,
+    PlanAxis,
+    Scaler,
+    Slicer,
+    depth_slice,
+    scale_outputs,
+    slice_model,
+)
 from fedquilt.slices.tensor_map import TensorMap, mean_over_holders
 
 __all__ = [

@@ -18,10 +18,8 @@ from torch.nn import functional
 from fedquilt.common import checks, trees
 from fedquilt.common.randomness import generator
 from fedquilt.common.trees import Tree
-from fedquilt.slices.depth import exits_loss, ramp
-from fedquilt.slices.ranges import Axis
-from fedquilt.slices.selection import Selection, fjord
-from fedquilt.slices.slicer import Slicer
+from fedquilt.slices.selection import Axis, Selection, fjord
+from fedquilt.slices.slicer import Slicer, exits_loss, ramp
 from fedquilt.slices.slicing import Cut, Slicing
 from fedquilt.training import (
     ClassMask,

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.slices.ranges import Axis
+from fedquilt.slices.selection import Axis
 from fedquilt.slices.tensor_map import TensorMap
 
 SLICEABLE = (

@@ -24,7 +24,7 @@ from fedquilt.slices.layer_rules import (
     own_tensors,
     tensor_maps,
 )
-from fedquilt.slices.ranges import Axis, Layer_Range, Ranges, format_ranges, parse_ranges
+from fedquilt.slices.selection import Axis, Layer_Range, Ranges, format_ranges, parse_ranges
 from fedquilt.slices.tensor_map import TensorMap
 
 
@@ -35,10 +35,18 @@ class SubsetLayer(nn.Module):
     """The torch layer, plain or subset, that can be the father."""
     range_names: ClassVar[tuple[str, ...]]
     """The attributes that hold the ranges."""
+    size_names: ClassVar[tuple[str, ...]]
+    """The father's attributes that say of how many features each range is."""
 
     def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's input and output features."""
-        raise NotImplementedError
+        """Return what is held of the father's input (None: its own) and output features."""
+        sizes = [getattr(father, name) for name in self.size_names]
+        sizes = [size if isinstance(size, int) else size[-1] for size in sizes]
+        *inputs, outputs = [
+            self._axis(size, name, where)
+            for size, name in zip(sizes, self.range_names, strict=True)
+        ]
+        return (inputs[0] if inputs else None), outputs
 
     @property
     def range_key(self) -> Hashable:
@@ -126,6 +134,7 @@ class SSLinear(SubsetLayer, nn.Linear):
 
     father_kind = nn.Linear
     range_names = ("in_features_ranges", "out_features_ranges")
+    size_names = ("in_features", "out_features")
 
     def __init__(
         self,
@@ -151,14 +160,6 @@ class SSLinear(SubsetLayer, nn.Linear):
         self.in_features_ranges = sources
         self.out_features_ranges = targets
 
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's input and output features."""
-        assert isinstance(father, nn.Linear)
-        return (
-            self._axis(father.in_features, "in_features_ranges", where),
-            self._axis(father.out_features, "out_features_ranges", where),
-        )
-
 
 class SSEmbedding(SubsetLayer, nn.Embedding):
     """An Embedding that holds a part of its father's dimensions, for every word.
@@ -173,6 +174,7 @@ class SSEmbedding(SubsetLayer, nn.Embedding):
 
     father_kind = nn.Embedding
     range_names = ("embedding_dim_ranges",)
+    size_names = ("embedding_dim",)
 
     def __init__(
         self,
@@ -201,11 +203,6 @@ class SSEmbedding(SubsetLayer, nn.Embedding):
         )
         self.embedding_dim_ranges = ranges
 
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's dimensions."""
-        assert isinstance(father, nn.Embedding)
-        return None, self._axis(father.embedding_dim, "embedding_dim_ranges", where)
-
 
 class SSMultiheadAttention(SubsetLayer, nn.MultiheadAttention):
     """Multi-head attention over a part of its father's heads.
@@ -224,6 +221,7 @@ class SSMultiheadAttention(SubsetLayer, nn.MultiheadAttention):
 
     father_kind = nn.MultiheadAttention
     range_names = ("embed_dim_ranges",)
+    size_names = ("embed_dim",)
 
     def __init__(
         self,
@@ -263,11 +261,6 @@ class SSMultiheadAttention(SubsetLayer, nn.MultiheadAttention):
         )
         self.embed_dim_ranges = ranges
 
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's embedding."""
-        assert isinstance(father, nn.MultiheadAttention)
-        return None, self._axis(father.embed_dim, "embed_dim_ranges", where)
-
     def extra_repr(self) -> str:
         """Return the heads and the ranges."""
         return f"{self.embed_dim}, heads={self.num_heads}, {super().extra_repr()}"
@@ -277,14 +270,15 @@ class _SSConv(SubsetLayer):
     """Channels held of a convolution of any dimension and direction."""
 
     range_names = ("in_channels_ranges", "out_channels_ranges")
+    size_names = ("in_channels", "out_channels")
     in_channels_ranges: Ranges
     out_channels_ranges: Ranges
 
     def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
         """Return what is held of the father's input and output channels."""
         assert isinstance(father, _ConvNd)
-        inputs = self._axis(father.in_channels, "in_channels_ranges", where)
-        outputs = self._axis(father.out_channels, "out_channels_ranges", where)
+        inputs, outputs = super().subset_axes(father, where)
+        assert inputs is not None
         groups = kept_groups(father.groups, inputs, outputs, where)[0]
         if groups != self.groups:
             raise InvalidValueError(
@@ -391,6 +385,7 @@ class _SSBatchNorm(SubsetLayer, _BatchNorm):
     """Batch normalisation of a part of its father's features."""
 
     range_names = ("features_ranges",)
+    size_names = ("num_features",)
 
     def __init__(
         self,
@@ -406,11 +401,6 @@ class _SSBatchNorm(SubsetLayer, _BatchNorm):
         held, ranges = _held(self, num_features, features_ranges)
         super().__init__(held, eps, momentum, affine, track_running_stats, device, dtype)
         self.features_ranges = ranges
-
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's features."""
-        assert isinstance(father, _BatchNorm)
-        return None, self._axis(father.num_features, "features_ranges", where)
 
 
 class SSBatchNorm1d(_SSBatchNorm, nn.BatchNorm1d):
@@ -446,6 +436,7 @@ class SSGroupNorm(SubsetLayer, nn.GroupNorm):
 
     father_kind = nn.GroupNorm
     range_names = ("features_ranges",)
+    size_names = ("num_channels",)
 
     def __init__(
         self,
@@ -466,17 +457,13 @@ class SSGroupNorm(SubsetLayer, nn.GroupNorm):
         super().__init__(groups, held, eps, affine, device, dtype)
         self.features_ranges = ranges
 
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's channels."""
-        assert isinstance(father, nn.GroupNorm)
-        return None, self._axis(father.num_channels, "features_ranges", where)
-
 
 class SSLayerNorm(SubsetLayer, nn.LayerNorm):
     """A LayerNorm that holds a part of its father's last dimension."""
 
     father_kind = nn.LayerNorm
     range_names = ("features_ranges",)
+    size_names = ("normalized_shape",)
 
     def __init__(
         self,
@@ -494,11 +481,6 @@ class SSLayerNorm(SubsetLayer, nn.LayerNorm):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(shape[-1] if one else shape, eps, elementwise_affine, bias, **options)
         self.features_ranges = ranges
-
-    def subset_axes(self, father: nn.Module, where: str) -> tuple[Axis | None, Axis]:
-        """Return what is held of the father's last dimension."""
-        assert isinstance(father, nn.LayerNorm)
-        return None, self._axis(father.normalized_shape[-1], "features_ranges", where)
 
 
 def _held(layer: nn.Module, size: int, ranges: object) -> tuple[int, Ranges]:

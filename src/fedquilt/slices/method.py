@@ -29,24 +29,20 @@ from fedquilt.common.errors import InvalidValueError
 from fedquilt.config.choices import EXIT_METHODS
 from fedquilt.config.modes import MODE_TABLE
 from fedquilt.method import MethodParts, Progress, RemoteEngine, WholeModel
+from fedquilt.slices import static_norm
 from fedquilt.slices.engine import SlicedEngine
 from fedquilt.slices.model_slice import WithoutRows
-from fedquilt.slices.ranks import NOTES, Products, ZeroPadded
 from fedquilt.slices.slicer import keep_scaling
 from fedquilt.slices.slicing import (
+    NOTES,
     Cut,
+    Products,
     Slicing,
+    ZeroPadded,
     cost_of_everybody,
     cost_table,
     make_slicing,
     tier_widths,
-)
-from fedquilt.slices.static_norm import (
-    Batches,
-    batches_of,
-    batches_of_clients,
-    recompute,
-    statistics_of,
 )
 from fedquilt.training import ClientIds, ClientUpdate, FlatModel, Task, WrappedEngine, public_inputs
 
@@ -98,7 +94,7 @@ class Slices(WholeModel):
         leaves_out = config.absent_classes == "leave_out" and not parts.task.is_remote
         self._classes = engine.task.class_mask if leaves_out else None
         self._flat, self._score, self._secret = parts.flat, parts.score, parts.secret_cohort
-        self._statistics = statistics_of(parts.flat.module)
+        self._statistics = static_norm.statistics_of(parts.flat.module)
         self._batches = _batches_for_statistics(parts) if self._statistics else None
         self._own: OrderedDict[Hashable, FlatModel] = OrderedDict()
         self._computed: dict[Cut, dict[str, torch.Tensor]] = {}
@@ -171,7 +167,7 @@ class Slices(WholeModel):
         """Compute the statistics of static batch normalisation for the model as it stands."""
         if self._batches is not None:
             self._flat.write(weights)
-            recompute(self._flat.module, self._batches())
+            static_norm.recompute(self._flat.module, self._batches())
             self._flat.remember()  # else clients who evaluate put the last statistics back
             self._computed.clear()
         return weights, {}
@@ -198,13 +194,13 @@ class Slices(WholeModel):
             self._set_statistics(cut, small.module, self._batches)
         return small
 
-    def _set_statistics(self, cut: Cut, model: nn.Module, batches: Batches) -> None:
+    def _set_statistics(self, cut: Cut, model: nn.Module, batches: static_norm.Batches) -> None:
         """Compute a small model's statistics, once for every evaluation of it."""
         if cut in self._computed:
             for name, value in self._computed[cut].items():
                 model.get_buffer(name).copy_(value)
             return
-        recompute(model, batches())
+        static_norm.recompute(model, batches())
         found = {name: model.get_buffer(name).clone() for name in self._statistics}
         if len(self._computed) < _REMEMBERED:
             self._computed[cut] = found
@@ -262,7 +258,7 @@ def _mean_score(scores: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> 
     return {key: float(np.average([s[key] for s in scores], weights=sizes)) for key in scores[0]}
 
 
-def _batches_for_statistics(parts: MethodParts) -> Batches:
+def _batches_for_statistics(parts: MethodParts) -> static_norm.Batches:
     """Return the inputs from which static batch normalisation has its statistics, or raise."""
     config, task = parts.config, parts.task
     if config.norm_statistics == "clients":
@@ -271,13 +267,13 @@ def _batches_for_statistics(parts: MethodParts) -> Batches:
             _refuse_clients(f"mode={config.mode!r}", why)
         if task.is_remote:
             _refuse_clients(f"engine={config.engine!r}", "clients' inputs are on other machines")
-        return batches_of_clients(task.inputs, task.clients)
+        return static_norm.batches_of_clients(task.inputs, task.clients)
     if parts.server_inputs is None:
         raise InvalidValueError(
             "norm_statistics='server' needs samples of the server's own, which no client holds: "
             "give a validation set"
         )
-    return batches_of(parts.server_inputs)
+    return static_norm.batches_of(parts.server_inputs)
 
 
 def _refuse_clients(where: str, why: str) -> None:

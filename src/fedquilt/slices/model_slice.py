@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.slices.layer_rules import STATISTICS
 from fedquilt.slices.layers import SubsetLayer
-from fedquilt.slices.ranges import Axis
+from fedquilt.slices.selection import Axis
 from fedquilt.slices.tensor_map import TensorMap
 
 _ATTACHED = "_fedquilt_slice"

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.common.errors import InvalidValueError
-from fedquilt.slices.ranges import Axis
+from fedquilt.slices.selection import Axis
 
 MAX_BLOCKS = 16
 """Above this number of blocks one indexed copy is faster than a view for each."""

@@ -17,7 +17,7 @@ from fedquilt.common.child import ChildProcess
 from fedquilt.common.errors import FedquiltError, InvalidValueError, RunFolderError
 from fedquilt.common.storage import lock_file, storage_errors
 from fedquilt.privacy.ledger import Ledger
-from fedquilt.privacy.ledger.units import epsilon_spent
+from fedquilt.privacy.ledger.entries import epsilon_spent
 from fedquilt.record.folder import RunFolder
 from fedquilt.sweep.plan import Plan, Point, begun_runs
 from fedquilt.sweep.table import FAILED, REFUSED, WAITING, Table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from fedquilt.common import trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.randomness import torch_seed
 from fedquilt.common.trees import Tree
+from fedquilt.config import RunConfig
 from fedquilt.training.objective import CROSS_ENTROPY, Objective
 from fedquilt.training.optimizers import PLAIN, ClientOptimizer
 
@@ -51,6 +53,28 @@ class LocalSettings:
 
     For modes that protect clients: an error would say something about one's data.
     """
+
+
+def learning_rate_at(config: RunConfig, round_index: int) -> float:
+    """Return the local learning rate of release t, of T, by `lr_schedule`.
+
+    exponential: learning_rate * lr_decay ** t;  step: lr_decay ** (t // lr_step_rounds);
+    cosine: (1 + cos(pi t / T)) / 2;  all times (t + 1) / (w + 1) in the first w rounds,
+    lr_warmup_rounds.
+    """
+    rate = config.learning_rate * _schedule(config, round_index)
+    if round_index < config.lr_warmup_rounds:
+        rate *= (round_index + 1) / (config.lr_warmup_rounds + 1)
+    return rate
+
+
+def _schedule(config: RunConfig, round_index: int) -> float:
+    """Return the factor on the learning rate in a round, without warm-up."""
+    if config.lr_schedule == "cosine":
+        return (1.0 + math.cos(math.pi * round_index / config.num_releases)) / 2.0
+    if config.lr_schedule == "step":
+        return config.lr_decay ** (round_index // config.lr_step_rounds)
+    return config.lr_decay**round_index if config.lr_schedule == "exponential" else 1.0
 
 
 def client_seed(settings: LocalSettings, round_index: int, client: int) -> int:

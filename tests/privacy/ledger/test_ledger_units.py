@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedquilt.privacy.ledger import units
+from fedquilt.privacy.ledger import entries as units
 
 LIMIT = units.allowance_mu2(6.0, 1e-5)
 

@@ -13,8 +13,8 @@ Machine Learning", CCS, section 7, against a server that deviates), on the full 
 
 Pairwise masks cancel in the sum; the seeds of survivors remove their own masks, the keys of those
 who were lost in step 2 remove the masks they left behind.  `primitives` has the cryptography,
-`order` what a round is about and what a client insists on, `client` and `server` the two sides as
-state machines without a transport.  `MaskedSum` runs all of them in this process.
+`client` and `server` the two sides as state machines without a transport, `client` also what a
+round is about and what a client insists on.  `MaskedSum` runs all of them in this process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt.aggregation import Accumulator, Place
-from fedquilt.aggregation.secure.client import MaskingClient
-from fedquilt.aggregation.secure.order import Member, SumOrder, new_signing_key
-from fedquilt.aggregation.secure.primitives import verifying_key
+from fedquilt.aggregation.secure.client import MaskingClient, Member, SumOrder
+from fedquilt.aggregation.secure.primitives import new_signing_key, verifying_key
 from fedquilt.aggregation.secure.server import Server
 from fedquilt.common.errors import InvalidValueError
 

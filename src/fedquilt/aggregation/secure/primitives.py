@@ -118,6 +118,11 @@ SigningKey = Ed25519PrivateKey | EllipticCurvePrivateKey
 """Of a client for many rounds: Ed25519, or the elliptic-curve key of a Flower node."""
 
 
+def new_signing_key() -> Ed25519PrivateKey:
+    """Return a new key of a client."""
+    return Ed25519PrivateKey.from_private_bytes(secret_bytes(32))
+
+
 def verifying_key(key: SigningKey) -> bytes:
     """Return the public key that everybody knows a client by, in its DER form."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from fedquilt.aggregation.secure.client import (
     Advert,
     Opened,
+    SumOrder,
     agreement,
     commitment,
     is_advert_of,
     pair_mask,
     story,
 )
-from fedquilt.aggregation.secure.order import SumOrder
 from fedquilt.aggregation.secure.primitives import (
     SEALED_BYTES,
     TAG_BYTES,

@@ -7,7 +7,7 @@ handwriting and no label had a part in them, so for every client they are public
 
 Directions are ordered by drawn pictures, too: the features' principal components there, the
 widest first, each divided by its deviation, (λ + λ̄ / 100)^(1/2).  A head on the first k of them
-has k numbers a class.  Which k a bound affords is in `fedquilt.config.recipe`.
+has k numbers a class.  Which k a bound affords is in `fedquilt.config.modes`.
 
 On grey pictures all of them stand beside gradient features (`GradientsAndDrawn`), centred and
 whitened by 10,000 pen drawings and as many grey things (`tools/train_extractor.py --grey`).

@@ -1,6 +1,7 @@
 """FedNumServer: the FedNum document's interface to a condensation.
 
 A thin object over the training loop that everything uses (`fedquilt.experiment.loop`).
+Step 3 has FedNumClient objects in the place of data (`FedNumEngine`).
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,38 +25,191 @@ from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError, RunFolderError
 from fedquilt.common.randomness import generator
 from fedquilt.common.storage import storage_errors
+from fedquilt.condense.augment import Augmentation
+from fedquilt.condense.engine import RoundModels, TableSource, joined
+from fedquilt.condense.method import (
+    Condensation,
+    assemble_condensation,
+    begin_images,
+    init_notes,
+    make_round_models,
+    statistics_notes,
+    training_of,
+)
 from fedquilt.condense.server import CondensingServer
-from fedquilt.config import RunConfig
+from fedquilt.condense.statistics import StatisticsTable
+from fedquilt.condense.training import Learner
+from fedquilt.config import CondenseConfig, RunConfig
 from fedquilt.experiment.loop import Experiment
 from fedquilt.federation import Federation
+from fedquilt.method import Progress
 from fedquilt.observe.trackers import Tracker, check_trackers, open_trackers, tracker_names
-from fedquilt.papers.fednum.arguments import (
-    Client,
-    ImageInfo,
-    all_classes,
-    check_fingerprint,
-    check_outputs,
-    check_settings,
-    checked_clients,
-    checked_device,
-    checked_loader,
-    fingerprint,
-    make_config,
-    write_settings,
-)
-from fedquilt.papers.fednum.engine import cohort_of, make_fednum
+from fedquilt.papers.fednum import arguments
+from fedquilt.papers.fednum.client import FedNumClient, table_of
 from fedquilt.papers.fednum.pictures import draw_pictures
 from fedquilt.population import Cohort, ParticipationTracker
 from fedquilt.privacy.mechanism import NoPrivacy
 from fedquilt.privacy.statement import Statement
 from fedquilt.record.folder import RunFolder
 from fedquilt.round import RoundRecord
-from fedquilt.training import FlatModel, evaluate
-
-__all__ = ["Client", "FedNumServer"]
+from fedquilt.training import ClientIds, ClientUpdate, FlatModel, evaluate
 
 
-def entry_of(line: Mapping[str, Any], clients: Sequence[Client]) -> dict[str, Any]:
+class ClientEngine(TableSource):
+    """Send the models of the round to the client objects, collect what they return.
+
+    Parameters
+    ----------
+    clients
+        Everybody; a cohort names their places here.
+    round_models
+        The feature models that they receive.
+    augmentation
+        That of the round models; a client that takes none can only do without.
+    device
+        Where the server wants what they send.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[arguments.Client],
+        round_models: RoundModels,
+        augmentation: Augmentation,
+        device: torch.device,
+    ) -> None:
+        self._clients = clients
+        self.round_models = round_models
+        self._augmented = augmentation.families != ("none",)
+        self._device = device
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.progress: Progress | None = None
+        if self._augmented:
+            _check_augmentable(clients, augmentation)
+
+    def train(
+        self, start: torch.Tensor, cohort: ClientIds, round_index: int, learning_rate: float
+    ) -> Iterator[ClientUpdate]:
+        """Yield the table of each client of the cohort as a vector, in its order."""
+        self.round_models.open(start, round_index)
+        self.bytes_up, self.bytes_down = 0, len(cohort) * self.round_models.bytes_down()
+        models = range(len(self.round_models.models))
+        for place in map(int, cohort):
+            client = self._clients[place]
+            table = joined([self._ask(client, round_index, number) for number in models])
+            bits = self.round_models.row_bits
+            self.bytes_up += table.num_bytes(bits)
+            size = int(table.counts.sum())
+            yield ClientUpdate(place, table.pack(bits).to(self._device), size, math.nan)
+
+    def _ask(self, client: arguments.Client, round_index: int, number: int) -> StatisticsTable:
+        round_models = self.round_models
+        if isinstance(client, FedNumClient):
+            # Not how often it was asked, but the round decides: a resumed run goes on alike.
+            client.open_round(round_index * len(round_models.models) + number)
+        client.receive_model(round_models.models[number])
+        if self._augmented:
+            client.receive_augmentation(  # type: ignore[attr-defined]
+                round_models.transforms[number], round_models.classes
+            )
+        message = client.train()
+        sizes = (round_models.num_features, round_models.num_logits)
+        return table_of(message, client.cid, number, round_models.classes, *sizes)
+
+
+def _check_augmentable(clients: Iterable[arguments.Client], augmentation: Augmentation) -> None:
+    for client in clients:
+        if not hasattr(client, "receive_augmentation"):
+            raise InvalidValueError(
+                f"augmentation={augmentation.strategy!r} must be 'none': "
+                f"client {client.cid!r} has no receive_augmentation()"
+            )
+
+
+def cohort_of(chosen: Iterable[arguments.Client], clients: Iterable[arguments.Client]) -> Cohort:
+    """Return the places of the chosen clients among all of them."""
+    place_of = {id(client): place for place, client in enumerate(clients)}
+    found = [place_of.get(id(client), -1) for client in chosen]
+    if -1 in found or len(set(found)) < len(found):
+        raise InvalidValueError("select_clients() must return clients of the server, each once")
+    places = np.array(found, dtype=np.int64)
+    return Cohort(places, places)
+
+
+def check_contributes(clients: Sequence[arguments.Client]) -> None:
+    """Raise, before anything is computed, where it is known that nobody will send anything.
+
+    What clients with a `train` of their own send is known only when they have.
+    """
+    known = [c for c in clients if isinstance(c, FedNumClient) and _groups_as_ours(c)]
+    if len(known) == len(clients) and not any(client.sent_classes() for client in known):
+        least = min(client.min_group for client in known)
+        raise InvalidValueError(
+            f"min_group={least} must be smaller: no client holds so many samples of a class, "
+            "and nobody would send anything"
+        )
+
+
+def _groups_as_ours(client: FedNumClient) -> bool:
+    return type(client).train is FedNumClient.train
+
+
+def make_fednum(
+    config: CondenseConfig,
+    model: nn.Module,
+    sample: torch.Tensor,
+    clients: Sequence[arguments.Client],
+    classes: tuple[int, ...],
+    num_classes: int,
+) -> Condensation:
+    """Build the method; `sample` has the shape and the device of the images."""
+    check_contributes(clients)
+    augmentation = Augmentation(config.augmentation)
+    round_models = make_round_models(config, model, sample, augmentation, classes)
+    engine = ClientEngine(clients, round_models, augmentation, sample.device)
+
+    def images_of(holders: Sequence[arguments.Client], label: int) -> torch.Tensor:
+        held = [_images_of(client, label, config).to(sample.device) for client in holders]
+        return torch.cat(held)
+
+    held_by = ({c: images_of([client], c) for c in client.classes} for client in clients)
+    first = begin_images(config, classes, sample, model, held_by, partial(images_of, clients))
+    return assemble_condensation(
+        config,
+        Learner(model, sample, training_of(config), augmentation, config.seed),
+        engine,
+        first,
+        notes=notes_on(clients, config.init_method),
+        num_classes=num_classes,
+        trains_late=False,
+    )
+
+
+def _images_of(client: arguments.Client, label: int, config: CondenseConfig) -> torch.Tensor:
+    get = getattr(client, "get_images", None)
+    if get is None:
+        raise InvalidValueError(
+            f"init_method={config.init_method!r} must be 'random': "
+            f"client {client.cid!r} has no get_images(label)"
+        )
+    images: torch.Tensor = get(label)
+    return images
+
+
+def notes_on(clients: Sequence[arguments.Client], init_method: str) -> list[str]:
+    """Say what leaves the clients."""
+    ours = [c for c in clients if isinstance(c, FedNumClient)]
+    known = [c for c in ours if _groups_as_ours(c)]
+    notes: list[str] = []
+    if known:
+        least = min(min(client.min_group, client.avg_num) for client in known)
+        notes += statistics_notes(least, "random")
+    if len(known) < len(clients):
+        notes.append("clients with a train() of their own send what it returns, unchecked")
+    return notes + init_notes(init_method)
+
+
+def entry_of(line: Mapping[str, Any], clients: Sequence[arguments.Client]) -> dict[str, Any]:
     """Return the entry of `history` for a round's line."""
     return {
         "round": line["round"],
@@ -75,7 +231,7 @@ def round_in_words(done: Mapping[str, Any], num_rounds: int) -> str:
 
 
 def warn_of_round(
-    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[Client]
+    logger: logging.Logger, line: Mapping[str, Any], clients: Sequence[arguments.Client]
 ) -> None:
     """Warn of a round without statistics, and of the clients that were left out."""
     done = entry_of(line, clients)
@@ -148,7 +304,7 @@ class _Rounds(Experiment):
 
     def _check_kept(self, state: Mapping[str, NDArray[Any]]) -> None:
         assert self.folder is not None
-        check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
+        arguments.check_fingerprint(self.folder.path, state, self._kept_state["fingerprint"])
 
 
 class FedNumServer:
@@ -206,7 +362,7 @@ class FedNumServer:
     def __init__(
         self,
         global_model: nn.Module,
-        clients: Sequence[Client],
+        clients: Sequence[arguments.Client],
         communication_rounds: int,
         join_ratio: float,
         batch_size: int,
@@ -243,17 +399,17 @@ class FedNumServer:
         verbose: bool = True,
     ) -> None:
         self.global_model = global_model
-        self.clients = checked_clients(clients)
-        self.info = ImageInfo.read(dataset_info)
-        self.device = checked_device(device)
+        self.clients = arguments.checked_clients(clients)
+        self.info = arguments.ImageInfo.read(dataset_info)
+        self.device = arguments.checked_device(device)
         self.test_set = test_set
         self.model_identification = model_identification
-        self.all_classes = all_classes(self.clients, self.info.num_classes)
-        self.test_loader = checked_loader(test_loader, self.info)
+        self.all_classes = arguments.all_classes(self.clients, self.info.num_classes)
+        self.test_loader = arguments.checked_loader(test_loader, self.info)
         self.logger = logger if logger is not None else logging.getLogger("fedquilt")
         self._own_logger = logger is not None
         self.verbose = checks.flag("verbose", verbose)
-        self.config = make_config(
+        self.config = arguments.make_config(
             self.clients,
             self.info,
             communication_rounds=communication_rounds,
@@ -290,7 +446,7 @@ class FedNumServer:
     def _checked_model(self) -> FlatModel:
         sample = torch.zeros(2, *self.info.shape, device=self.device)
         flat = FlatModel(self.global_model, sample)
-        check_outputs(flat.module, sample, self.info)
+        arguments.check_outputs(flat.module, sample, self.info)
         return flat
 
     def _build(self) -> _Rounds:
@@ -315,7 +471,7 @@ class FedNumServer:
             _Subject(self, self._flat),
             federation,
             observer=self._observe,
-            kept_state={"fingerprint": fingerprint(clients, federation.weights)},
+            kept_state={"fingerprint": arguments.fingerprint(clients, federation.weights)},
         )
 
     def _observe(self, config: RunConfig, line: dict[str, Any]) -> None:
@@ -343,7 +499,7 @@ class FedNumServer:
         federation = self._experiment.federation
         return federation.mechanism.statement(federation.tracker.participation_count, None)
 
-    def select_clients(self) -> list[Client]:
+    def select_clients(self) -> list[arguments.Client]:
         """Return the clients of the next round: everybody, or as many as join_ratio says."""
         count = len(self.clients)
         limit = self.config.cohort_limit(count)
@@ -421,9 +577,9 @@ class FedNumServer:
         """Make the run's folder, or open the one that is there; lock it for the stack."""
         if not (path / "config.toml").exists():
             with storage_errors(path):
-                write_settings(path, self.config)
+                arguments.write_settings(path, self.config)
         folder = RunFolder.open(path)
-        check_settings(path, folder.read_config(), self.config)
+        arguments.check_settings(path, folder.read_config(), self.config)
         folder.acquire()
         stack.callback(folder.close)
         return folder

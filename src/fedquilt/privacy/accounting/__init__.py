@@ -45,13 +45,16 @@ import numpy.typing as npt
 from fedquilt.common import checks, optional
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.accounting.gaussian import (
+    Adjacency,
+    PrivacyBound,
+    Release,
     classic_sigma,
     gaussian_delta,
     gaussian_epsilon,
     gaussian_epsilon_many,
     gaussian_mu,
+    merged,
 )
-from fedquilt.privacy.accounting.release import Adjacency, PrivacyBound, Release, merged
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

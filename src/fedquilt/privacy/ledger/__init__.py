@@ -1,7 +1,7 @@
 """The privacy ledger: one file that says, for every client, what it has given away.
 
 Allowances belong to clients, not to jobs, so the ledger outlives runs.  Its unit of
-account is the squared GDP unit μ² (`units`), in which releases add up exactly.
+account is the squared GDP unit μ² (`entries`), in which releases add up exactly.
 
 >>> import tempfile
 >>> ledger = Ledger.open(tempfile.mkdtemp() + "/ledger.sqlite", create=True)
@@ -37,7 +37,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from fedquilt.common import checks
@@ -197,12 +196,7 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

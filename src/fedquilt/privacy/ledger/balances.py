@@ -28,6 +28,8 @@ from fedquilt.common.untrusted import parse_json
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.entries import (
     Entry,
+    FloatArray,
+    IntArray,
     PopulationInfo,
     Reservation,
     decode_charges,
@@ -35,7 +37,6 @@ from fedquilt.privacy.ledger.entries import (
     members_of,
 )
 from fedquilt.privacy.ledger.store import Store
-from fedquilt.privacy.ledger.units import FloatArray, IntArray
 
 _Number = TypeVar("_Number", bound=np.generic)
 _SNAPSHOT_FLOOR = 1 << 16  # bytes of charges below which a snapshot is not worth it

@@ -41,6 +41,17 @@ moment would leave.  Between reading the one file and the other it may change, s
 another's only when both were found twice the same.
 
 The format is that of "SQLite Database File Format", section 3 (sqlite.org/fileformat2.html).
+
+Two files beside it are for its owner alone: names of clients, and notes on its entries.  A client's
+account is its id, which stands in the ledger's chain: for a Flower node the fingerprint of its
+first key, or a seat.  A name is how it is shown and asked for.  So names are no part of the chain:
+a new name, or a new key, changes no entry, and an old ledger gets names by the next run on a
+roster.  `LEDGER.names.json`: {id: name}.
+
+`LEDGER.notes.jsonl` is what an account's owner was told with each entry.  The SHA-256 of a line is
+the digest of its entry, so the chain of the account holds the lines as well: one that is changed
+belongs to no entry.  A site writes down so in which of the server's runs a reply was sent, and the
+hash of the model that it had received.
 """
 
 from __future__ import annotations
@@ -48,17 +59,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import hashlib
 import io
 import itertools
+import json
 import os
 import secrets
 import sqlite3
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+from fedquilt.common import storage
 from fedquilt.common.errors import (
     FedquiltError,
     LedgerBusyError,
@@ -66,15 +81,8 @@ from fedquilt.common.errors import (
     LedgerError,
     LedgerFileError,
 )
-from fedquilt.common.storage import (
-    NO_LOCKS,
-    NoLocksError,
-    check_regular,
-    has_locks,
-    lock_file,
-    open_regular,
-    sync_folder,
-)
+from fedquilt.common.schema import ANY_TEXT, COUNT, TEXT, MapOf, Object, check
+from fedquilt.common.untrusted import parse_json, read_json, read_lines
 from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, LEDGER, Entry, read_row
 
 SCHEMA_VERSION = 2
@@ -187,7 +195,7 @@ def _check_path(path: Path, *, read_only: bool) -> None:
         raise LedgerCorruptError(f"ledger {path} is an empty file, not a ledger")
     own = path.resolve()
     for end in _BESIDE:
-        check_regular(own.with_name(own.name + end))  # SQLite would wait for a pipe
+        storage.check_regular(own.with_name(own.name + end))  # SQLite would wait for a pipe
     if read_only:
         return
     for place, what in ((path, "the file"), (own.parent, "its folder")):
@@ -242,7 +250,7 @@ _LOCK_FAILED = ("SQLITE_IOERR_LOCK", "SQLITE_IOERR_RDLOCK", "SQLITE_IOERR_CHECKR
 def _has_locks(folder: Path) -> bool:
     """SQLite takes "no locks available" for a lock of somebody else, and waits."""
     try:
-        return has_locks(folder)
+        return storage.has_locks(folder)
     except OSError:  # nothing can be tried there
         return True
 
@@ -310,7 +318,7 @@ def _check_alone(path: Path, journal: Path) -> None:
     name, its checksum, and the mark of a journal again.
     """
     try:
-        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+        with open(storage.open_regular(journal, os.O_RDONLY), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _END.size))
             end = stream.read(_END.size)
     except OSError:  # there is none; what else is wrong is said by who uses it
@@ -334,7 +342,7 @@ def _not_its_own(path: Path, journal: Path, problem: str) -> LedgerFileError:
 def _read(path: Path, journal: Path) -> tuple[bytes, bytes] | None:
     """Return the bytes of a ledger and its journal; None without one that SQLite would use."""
     try:
-        with open(open_regular(journal, os.O_RDONLY), "rb") as stream:
+        with open(storage.open_regular(journal, os.O_RDONLY), "rb") as stream:
             length = os.fstat(stream.fileno()).st_size
             status = path.stat()  # later: a ledger that is being written has only grown
             if length > 2 * status.st_size + _SPARE_BYTES:
@@ -435,9 +443,9 @@ _FOREIGN_SECONDS = 24 * 3600.0  # older versions named drafts at random and held
 def no_locks(path: Path) -> LedgerFileError:
     """Return the error about a ledger where files cannot be locked."""
     return LedgerFileError(
-        f"ledger {path}: {NO_LOCKS}; without locks two runs could spend the same allowance. Put "
-        "the ledger where there are some: ledger=... (--ledger FILE), or output_dir=... "
-        "(--output-dir FOLDER) for a run with a ledger of its own"
+        f"ledger {path}: {storage.NO_LOCKS}; without locks two runs could spend the same "
+        "allowance. Put the ledger where there are some: ledger=... (--ledger FILE), or "
+        "output_dir=... (--output-dir FOLDER) for a run with a ledger of its own"
     )
 
 
@@ -465,7 +473,7 @@ def appear(draft: Path, path: Path) -> None:
         if error.errno not in _NO_HARD_LINKS or os.path.lexists(path):
             raise
         os.rename(draft, path)
-    sync_folder(path.parent)
+    storage.sync_folder(path.parent)
 
 
 def remove_drafts(path: Path) -> None:
@@ -510,8 +518,8 @@ def _alone(path: Path, timeout: float) -> Iterator[None]:
 def _hold(path: Path, lock: Path, deadline: float) -> io.FileIO:
     while True:
         try:
-            held = lock_file(lock, 0o600)
-        except NoLocksError as error:
+            held = storage.lock_file(lock, 0o600)
+        except storage.NoLocksError as error:
             lock.unlink(missing_ok=True)  # nobody can hold it
             raise no_locks(path) from error
         except BlockingIOError:
@@ -525,3 +533,72 @@ def _hold(path: Path, lock: Path, deadline: float) -> io.FileIO:
             if os.path.samestat(os.fstat(held.fileno()), lock.lstat()):
                 return held
         held.close()  # its last holder has removed it in between
+
+
+_NAMES = MapOf(TEXT)
+_MOST_BYTES = 1 << 26
+
+
+def names_path(ledger: str | Path) -> Path:
+    """Return where the names of a ledger's clients are."""
+    return Path(f"{ledger}.names.json")
+
+
+def read_names(ledger: str | Path) -> dict[str, str]:
+    """Return the names of clients by their ids; nothing where nobody has a name."""
+    path = names_path(ledger)
+    if not path.exists():
+        return {}
+    record: dict[str, str] = read_json(path, LedgerFileError, _MOST_BYTES)
+    check(record, _NAMES, path, LedgerFileError)
+    return record
+
+
+def write_names(ledger: str | Path, names: Mapping[str, str]) -> None:
+    """Keep the names of clients; of those who are not named here, the earlier ones."""
+    known = read_names(ledger)
+    merged = {**known, **names}
+    if merged != known:
+        text = json.dumps(merged, indent=1, sort_keys=True) + "\n"
+        storage.write_file(names_path(ledger), text.encode(), 0o600)
+
+
+def id_of(names: Mapping[str, str], client: str) -> str:
+    """Return the id of a client that is given by its name, or by its id; an id comes first.
+
+    A name that two ids have is nobody's.
+    """
+    found = [value for value, name in names.items() if name == client]
+    return client if client in names or len(found) != 1 else found[0]
+
+
+_NOTE = Object({"run": ANY_TEXT, "round": COUNT, "received": ANY_TEXT, "reply": ANY_TEXT})
+
+
+def notes_path(ledger: Path) -> Path:
+    """Return where the notes of a ledger are."""
+    return ledger.with_name(ledger.name + ".notes.jsonl")
+
+
+def add_note(ledger: Path, note: Mapping[str, Any]) -> str:
+    """Write down what belongs to an entry that is to come, durable; return its digest."""
+    line = json.dumps(note, sort_keys=True)
+    storage.append_line(notes_path(ledger), line, 0o600)
+    storage.sync_file(notes_path(ledger))
+    return hashlib.sha256(line.encode()).hexdigest()
+
+
+def read_notes(ledger: Path) -> dict[str, dict[str, Any]]:
+    """Return the notes of a ledger by the digests of their entries."""
+    return notes_in(notes_path(ledger))
+
+
+def notes_in(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the notes in a file."""
+    found = {}
+    for line in read_lines(path, LedgerFileError):
+        plain = line.rstrip(b"\n")
+        note = parse_json(plain, path, LedgerFileError)
+        check(note, _NOTE, path, LedgerFileError)
+        found[hashlib.sha256(plain).hexdigest()] = note
+    return found

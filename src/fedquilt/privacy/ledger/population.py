@@ -15,18 +15,6 @@ from fedquilt.common.formatting import format_left
 from fedquilt.config.choices import IF_EXHAUSTED
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances
-from fedquilt.privacy.ledger.entries import (
-    UNKNOWN,
-    Entry,
-    PopulationInfo,
-    RunInfo,
-    alike,
-    check_ids,
-    ids_digest,
-    make_body,
-    members_body,
-    numbers_of,
-)
 from fedquilt.privacy.ledger.rows import (
     Charge,
     ClientRow,
@@ -42,14 +30,6 @@ from fedquilt.privacy.ledger.rows import (
 )
 from fedquilt.privacy.ledger.run import Run
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import (
-    FloatArray,
-    IntArray,
-    allowance_mu2,
-    falls_short,
-    grid_unit,
-    round_down,
-)
 
 
 def population_name(
@@ -87,7 +67,7 @@ def check_new_name(what: str, name: str) -> str:
     return name
 
 
-def check_named(info: PopulationInfo) -> None:
+def check_named(info: entries.PopulationInfo) -> None:
     """Refuse ids for a population that knows its clients by number."""
     if not info.named:
         raise LedgerConflictError(
@@ -108,7 +88,7 @@ class Population:
         self._account = account
 
     @property
-    def info(self) -> PopulationInfo:
+    def info(self) -> entries.PopulationInfo:
         """Return the name, the number of clients and the allowance."""
         return self._account.info
 
@@ -116,17 +96,17 @@ class Population:
         """Return the clients' ids in the order of their numbers; empty when they have none."""
         return list(self._fresh().ids)
 
-    def numbers(self, client_ids: Iterable[str]) -> IntArray:
+    def numbers(self, client_ids: Iterable[str]) -> entries.IntArray:
         """Return the number of each id; -1 for one that is not in the population."""
-        return numbers_of(check_ids(client_ids), self._fresh().numbers)
+        return entries.numbers_of(entries.check_ids(client_ids), self._fresh().numbers)
 
-    def enrol(self, client_ids: Iterable[str], *, allow_alike: bool = False) -> IntArray:
+    def enrol(self, client_ids: Iterable[str], *, allow_alike: bool = False) -> entries.IntArray:
         """Return the numbers of these clients; those who are new get an untouched account.
 
         One whose id reads like a member's (letter case, width of letters, blanks) is taken
         for a slip and refused, unless `allow_alike`.
         """
-        ids = check_ids(client_ids)
+        ids = entries.check_ids(client_ids)
         with self._store.writing():
             self._account.refresh(self._store)
             numbers = self._enrol(ids, allow_alike)
@@ -139,7 +119,7 @@ class Population:
         It is your word that client number k was `client_ids[k]` in every run so far; from
         now on they are known by these ids, and others may join.
         """
-        ids = check_ids(client_ids)
+        ids = entries.check_ids(client_ids)
         with self._store.writing():
             self._account.refresh(self._store)
             if self.info.named:
@@ -152,14 +132,14 @@ class Population:
             append_members(self._store, self.info.key, ids)
         self.refresh()
 
-    def _enrol(self, ids: tuple[str, ...], allow_alike: bool) -> IntArray:
+    def _enrol(self, ids: tuple[str, ...], allow_alike: bool) -> entries.IntArray:
         """Append those of `ids` that are new; return the numbers of all.
 
         The account in memory learns of them when the transaction is over.
         """
         check_named(self.info)
-        numbers = numbers_of(ids, self._account.numbers)
-        new = np.flatnonzero(numbers == UNKNOWN)
+        numbers = entries.numbers_of(ids, self._account.numbers)
+        new = np.flatnonzero(numbers == entries.UNKNOWN)
         if new.size:
             joining = [ids[place] for place in new]
             if not allow_alike:
@@ -170,14 +150,14 @@ class Population:
 
     def _check_unlike(self, joining: Iterable[str]) -> None:
         """Refuse ids that read like a member's: a fresh allowance for the same client."""
-        members = {alike(value): value for value in self._account.ids}
+        members = {entries.alike(value): value for value in self._account.ids}
         for value in joining:
-            if alike(value) in members:
+            if entries.alike(value) in members:
                 raise LedgerConflictError(
                     f"client id {value!r} is not in population {self.info.name!r}, and "
-                    f"{members[alike(value)]!r} is, which differs in letter case, width of letters "
-                    "or blanks only: a new client would have a fresh allowance. If it is another "
-                    "client, say allow_alike=True (in a run: new_population=True, "
+                    f"{members[entries.alike(value)]!r} is, which differs in letter case, width "
+                    "of letters or blanks only: a new client would have a fresh allowance. If it "
+                    "is another client, say allow_alike=True (in a run: new_population=True, "
                     "--new-population)"
                 )
 
@@ -211,8 +191,8 @@ class Population:
         if epsilon is not None:
             epsilon = checks.number("epsilon", epsilon, above=0)
         budget = self._budget(epsilon)
-        ids = None if client_ids is None else check_ids(client_ids)
-        roster = None if ids is None else ids_digest(ids)
+        ids = None if client_ids is None else entries.check_ids(client_ids)
+        roster = None if ids is None else entries.ids_digest(ids)
         with self._store.writing():
             self._account.refresh(self._store)
             self._account.cover()
@@ -228,20 +208,24 @@ class Population:
                 absent = np.union1d(absent, short)
             members = {} if ids is None else {"roster": roster, "enrolled": enrolled}
             # The key is that of all entries before: it is under the hash of every ledger.
-            body = make_body(epsilon=epsilon, budget_mu2=budget, on_short=if_exhausted, **members)
+            body = entries.make_body(
+                epsilon=epsilon, budget_mu2=budget, on_short=if_exhausted, **members
+            )
             blob = entries.encode_clients(absent)
-            entry = Entry(0, entries.RUN, now(), self.info.key, name=name, body=body, clients=blob)
+            entry = entries.Entry(
+                0, entries.RUN, now(), self.info.key, name=name, body=body, clients=blob
+            )
             seq, _ = self._store.append(entry)
         self.refresh()  # who has just joined is in the account from here on
-        info = RunInfo(seq, name, self.info.key, epsilon, budget, absent, roster, enrolled)
+        info = entries.RunInfo(seq, name, self.info.key, epsilon, budget, absent, roster, enrolled)
         return Run(self._store, self._account, info, session=seq, places=places)
 
-    def _untouched(self, places: IntArray) -> int:
+    def _untouched(self, places: entries.IntArray) -> int:
         """Return how many clients at these numbers were in no release so far."""
         known = places[places < self._account.joins.size]  # the others join just now
         return int(places.size - np.count_nonzero(self._account.joins[known]))
 
-    def _absent(self, places: IntArray | None) -> IntArray:
+    def _absent(self, places: entries.IntArray | None) -> entries.IntArray:
         """Return the members that a run at these numbers does not name."""
         if places is None:
             return np.empty(0, dtype=np.int64)
@@ -255,8 +239,8 @@ class Population:
                 f"epsilon={epsilon!r} of a run must be <= {self.info.epsilon!r}, the lifetime "
                 f"allowance of population {self.info.name!r}"
             )
-        asked = min(allowance_mu2(epsilon, self.info.delta), self.info.allowance_mu2)
-        budget = round_down(asked, grid_unit(self.info.allowance_mu2))
+        asked = min(entries.allowance_mu2(epsilon, self.info.delta), self.info.allowance_mu2)
+        budget = entries.round_down(asked, entries.grid_unit(self.info.allowance_mu2))
         if not budget > 0:
             raise InvalidValueError(
                 f"epsilon={epsilon!r} of a run must be an amount that can be counted beside "
@@ -264,8 +248,10 @@ class Population:
             )
         return budget
 
-    def _resume(self, found: Entry, epsilon: float | None, ids: tuple[str, ...] | None) -> Run:
-        info = RunInfo.of(found, self.info.num_clients)
+    def _resume(
+        self, found: entries.Entry, epsilon: float | None, ids: tuple[str, ...] | None
+    ) -> Run:
+        info = entries.RunInfo.of(found, self.info.num_clients)
         if info.population != self.info.key:
             raise LedgerConflictError(f"run {info.name!r} belongs to another population")
         if info.epsilon != epsilon:
@@ -273,30 +259,30 @@ class Population:
                 f"run {info.name!r} was started with epsilon={info.epsilon!r} and cannot go on "
                 f"with epsilon={epsilon!r}; use that epsilon or another run_id"
             )
-        places = None if ids is None else numbers_of(ids, self._account.numbers)
+        places = None if ids is None else entries.numbers_of(ids, self._account.numbers)
         if info.roster is None and places is not None:
             # It was begun when clients were known by number; these got their ids later.
             same = np.array_equal(places, np.arange(places.size))
         else:
-            same = info.roster == (None if ids is None else ids_digest(ids))
+            same = info.roster == (None if ids is None else entries.ids_digest(ids))
         if not same:
             raise LedgerConflictError(
                 f"run {info.name!r} was started with other clients, or with the same in another "
                 "order, and cannot go on with these"
             )
-        entry = Entry(0, entries.RESUME, now(), self.info.key, info.key)
+        entry = entries.Entry(0, entries.RESUME, now(), self.info.key, info.key)
         seq, _ = self._store.append(entry)
         return Run(self._store, self._account, info, session=seq, places=places)
 
     def _short_of(
-        self, budget: float, epsilon: float, if_exhausted: str, places: IntArray | None
-    ) -> IntArray:
+        self, budget: float, epsilon: float, if_exhausted: str, places: entries.IntArray | None
+    ) -> entries.IntArray:
         """Return which clients of the run have less than `budget` left, or refuse."""
         left, who = self._account.left(), np.arange(self.info.num_clients)
         if places is not None:
             known = places < left.size  # the others join just now, with all of their allowance
             left, who = left[places[known]], places[known]
-        wanting = falls_short(budget, left, self.info.allowance_mu2)
+        wanting = entries.falls_short(budget, left, self.info.allowance_mu2)
         short, left_of_short = who[wanting], left[wanting]
         size = who.size if places is None else places.size
         if short.size == 0 or (if_exhausted == "sit_out" and short.size < size):
@@ -316,12 +302,12 @@ class Population:
     def _label(self, number: int) -> str:
         return repr(self._account.ids[number]) if self.info.named else str(number)
 
-    def runs(self) -> list[RunInfo]:
+    def runs(self) -> list[entries.RunInfo]:
         """Return the population's runs, oldest first."""
         condition = "population = ? AND kind = ?"
         with self._store.reading():
             found = self._store.entries(condition, self.info.key, entries.RUN)
-            return [RunInfo.of(entry, self.info.num_clients) for entry in found]
+            return [entries.RunInfo.of(entry, self.info.num_clients) for entry in found]
 
     def refresh(self) -> None:
         """Read what was appended since the last time, after checking it."""
@@ -338,19 +324,19 @@ class Population:
         account.cover()
         return account
 
-    def spent(self) -> FloatArray:
+    def spent(self) -> entries.FloatArray:
         """Return the squared GDP units each client has given away; inf where unbounded."""
         return self._everybody().spent.copy()
 
-    def reserved(self) -> FloatArray:
+    def reserved(self) -> entries.FloatArray:
         """Return the squared GDP units each client has in open reservations."""
         return self._everybody().reserved.copy()
 
-    def left(self) -> FloatArray:
+    def left(self) -> entries.FloatArray:
         """Return allowance − spent − reserved of each client, in squared GDP units."""
         return self._everybody().left()
 
-    def touched(self) -> tuple[IntArray, FloatArray]:
+    def touched(self) -> tuple[entries.IntArray, entries.FloatArray]:
         """Return who was in a release or holds a reservation, and what each has left.
 
         All others have the whole allowance; they may be a hundred million.
@@ -359,11 +345,11 @@ class Population:
         clients = account.touched()
         return clients, account.left_of(clients)
 
-    def joins(self) -> IntArray:
+    def joins(self) -> entries.IntArray:
         """Return how many releases each client was part of."""
         return self._everybody().joins.astype(np.int64)
 
-    def epsilons(self) -> FloatArray:
+    def epsilons(self) -> entries.FloatArray:
         """Return each client's epsilon at the population's delta, never below the exact one.
 
         It is at most the allowance for every client whose charges were bounded.
@@ -371,7 +357,7 @@ class Population:
         spent = self._everybody().spent
         return bounded_epsilons(spent, self.info)
 
-    def epsilon_left(self) -> FloatArray:
+    def epsilon_left(self) -> entries.FloatArray:
         """Return the largest epsilon that a new run may ask of each client."""
         return payable_epsilons(self.left(), self.info)
 
@@ -379,7 +365,7 @@ class Population:
         """Return the largest epsilon that a new run may ask of everybody; 0 when nothing is left.
 
         This is gaussian_epsilon(√(smallest allowance left), delta), which is more
-        than the difference of epsilons: see the module `units`.
+        than the difference of epsilons: see `entries`.
         """
         return payable_by_all(self._fresh())
 
@@ -399,7 +385,7 @@ class Population:
             places = {seq: (name, index) for seq, index, name in found}
         return client_rows(account, places, listed_clients(account, most))
 
-    def charges(self, run: RunInfo | None = None) -> list[Charge]:
+    def charges(self, run: entries.RunInfo | None = None) -> list[Charge]:
         """Return every settled release, or those of one run, oldest first."""
         with self._store.reading():
             info = self._fresh().info
@@ -424,18 +410,18 @@ def create_population(
     delta: float,
     adjacency: str,
     client_ids: tuple[str, ...] | None = None,
-) -> Entry:
+) -> entries.Entry:
     """Append a "population" entry and its members, inside a transaction; return the first."""
     check_new_name("population", name)
-    body = make_body(
+    body = entries.make_body(
         num_clients=num_clients,
         epsilon=epsilon,
         delta=delta,
-        allowance_mu2=allowance_mu2(epsilon, delta),
+        allowance_mu2=entries.allowance_mu2(epsilon, delta),
         adjacency=adjacency,
         named=client_ids is not None,
     )
-    entry = Entry(0, entries.POPULATION, now(), name=name, body=body)
+    entry = entries.Entry(0, entries.POPULATION, now(), name=name, body=body)
     seq, _ = store.append(entry)
     if client_ids is not None:
         append_members(store, seq, client_ids)
@@ -444,4 +430,6 @@ def create_population(
 
 def append_members(store: Store, population: int, ids: Iterable[str]) -> None:
     """Append a "members" entry, inside a transaction."""
-    store.append(Entry(0, entries.MEMBERS, now(), population, body=members_body(ids)))
+    store.append(
+        entries.Entry(0, entries.MEMBERS, now(), population, body=entries.members_body(ids))
+    )

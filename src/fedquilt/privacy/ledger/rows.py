@@ -11,9 +11,16 @@ import numpy as np
 
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances, balances_at, reservation_of
-from fedquilt.privacy.ledger.entries import Entry, PopulationInfo, decode_clients
+from fedquilt.privacy.ledger.entries import (
+    Entry,
+    FloatArray,
+    IntArray,
+    PopulationInfo,
+    decode_clients,
+    epsilon_left,
+    epsilon_spent,
+)
 from fedquilt.privacy.ledger.store import Store
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_left, epsilon_spent
 
 _ROUNDING = 1e-6  # charges are rounded up to a grid, and a hair less may be granted
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.common import checks
-from fedquilt.common.errors import (
-    BudgetExceededError,
-    InvalidValueError,
-    LedgerConflictError,
-    LedgerCorruptError,
-    ReservationError,
-)
+from fedquilt.common import checks, errors
 from fedquilt.privacy.ledger import entries
 from fedquilt.privacy.ledger.balances import Balances, joins_in_run, reservation_of
-from fedquilt.privacy.ledger.entries import Entry, Reservation, RunInfo
+from fedquilt.privacy.ledger.entries import (
+    Entry,
+    FloatArray,
+    IntArray,
+    Reservation,
+    RunInfo,
+    epsilon_spent,
+    granted,
+)
 from fedquilt.privacy.ledger.store import Store, now
-from fedquilt.privacy.ledger.units import FloatArray, IntArray, epsilon_spent, granted
 
 _CHUNK = 1 << 16  # clients whose numbers stay in the processor's cache
 
@@ -113,10 +113,10 @@ def _left(
 
 def _refusal(
     run: RunInfo, round_index: int, ids: IntArray, asked: FloatArray, left: FloatArray
-) -> BudgetExceededError:
+) -> errors.BudgetExceededError:
     worst = int(np.argmax(asked - left))
     have = "1 client has" if ids.size == 1 else f"{ids.size} clients have"
-    return BudgetExceededError(
+    return errors.BudgetExceededError(
         f"round {round_index} of run {run.name!r}: {have} less left than charged; client "
         f"{ids[worst]} is charged mu²={asked[worst]:.6g} and has {left[worst]:.6g} left. "
         "Leave them out or lower their bound (see run.remaining)",
@@ -267,7 +267,7 @@ class Run:
         asked = entries.check_charges(charges_mu2, ids.size)
         outside = ids[self._outside(ids)]
         if outside.size:
-            raise InvalidValueError(
+            raise errors.InvalidValueError(
                 f"client={int(outside[0])} must be one of the clients that run {self.info.name!r} "
                 "named when it started"
             )
@@ -313,7 +313,7 @@ class Run:
             if reservation.entry in self._account.open:
                 self._close(entries.RELEASE, reservation)
             elif self._was_settled(reservation):
-                raise ReservationError(
+                raise errors.ReservationError(
                     f"round {reservation.round_index} of run {self.info.name!r} is settled: "
                     "what was released cannot be taken back"
                 )
@@ -367,19 +367,21 @@ class Run:
     def _require_session(self) -> None:
         newest = self._store.session(self.info.key)
         if newest.kind == entries.FINISH:
-            raise ReservationError(f"run {self.info.name!r} is finished; start_run opens it again")
+            raise errors.ReservationError(
+                f"run {self.info.name!r} is finished; start_run opens it again"
+            )
         if newest.seq != self._session:
-            raise ReservationError(
+            raise errors.ReservationError(
                 f"run {self.info.name!r} was resumed by another process; this one must stop"
             )
 
     def _close(self, kind: str, reservation: Reservation, digest: str | None = None) -> str:
         if reservation.run != self.info.key:
-            raise ReservationError(
+            raise errors.ReservationError(
                 f"reservation {reservation.entry} belongs to another run than {self.info.name!r}"
             )
         if reservation.entry not in self._account.open:
-            raise ReservationError(
+            raise errors.ReservationError(
                 f"the reservation of round {reservation.round_index} of run {self.info.name!r} "
                 "was released or replaced; reserve again, with a fresh release"
             )
@@ -405,14 +407,14 @@ class Run:
         """Refuse a digest that was charged before for another cohort or other charges."""
         before = next(self._store.entries("seq = ?", settled.reservation), None)
         if before is None:
-            raise LedgerCorruptError(f"entry {settled.seq} settles what was never reserved")
+            raise errors.LedgerCorruptError(f"entry {settled.seq} settles what was never reserved")
         charged = reservation_of(before, self._account.info.num_clients)
         order = np.argsort(reservation.clients)
         same = np.array_equal(charged.clients, reservation.clients[order]) and np.array_equal(
             charged.charges_mu2, reservation.charges_mu2[order]
         )
         if not same:
-            raise LedgerConflictError(
+            raise errors.LedgerConflictError(
                 f"release {settled.digest!r} of round {settled.round} of run {self.info.name!r} "
                 "was charged before to other clients or at other charges; one digest is one release"
             )
@@ -420,7 +422,7 @@ class Run:
 
 def _check_digest(digest: object) -> str:
     if not isinstance(digest, str) or not 0 < len(digest) <= 256 or not digest.isprintable():
-        raise InvalidValueError(
+        raise errors.InvalidValueError(
             f"release digest={digest!r} must be a text of 1 to 256 printable characters"
         )
     return digest

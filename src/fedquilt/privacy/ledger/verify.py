@@ -42,10 +42,16 @@ from fedquilt.common.errors import (
 from fedquilt.common.storage import sync_folder
 from fedquilt.privacy.ledger import entries, files
 from fedquilt.privacy.ledger.balances import Balances, spent_in_run
-from fedquilt.privacy.ledger.entries import COLUMNS, GENESIS, Entry, PopulationInfo, RunInfo
+from fedquilt.privacy.ledger.entries import (
+    COLUMNS,
+    GENESIS,
+    Entry,
+    PopulationInfo,
+    RunInfo,
+    allowance_mu2,
+)
 from fedquilt.privacy.ledger.files import appear, drafting
 from fedquilt.privacy.ledger.store import Store
-from fedquilt.privacy.ledger.units import allowance_mu2
 
 _MOST_PROBLEMS = 20
 _ROUND_KINDS = (

@@ -16,9 +16,9 @@ from fedquilt._version import __version__
 from fedquilt.common import checks
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.privacy.ledger import Charge, Population, open_ledger
-from fedquilt.privacy.ledger.names import read_names
+from fedquilt.privacy.ledger.entries import allowance_mu2, epsilon_spent, falls_short
+from fedquilt.privacy.ledger.files import read_names
 from fedquilt.privacy.ledger.rows import NEAR_END, payable_epsilons
-from fedquilt.privacy.ledger.units import allowance_mu2, epsilon_spent, falls_short
 from fedquilt.report.series import short, upward
 
 _MOST_HISTORY = 500

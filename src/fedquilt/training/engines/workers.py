@@ -18,15 +18,7 @@ from torch import nn
 
 from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError, NotReadyError
-from fedquilt.training.engines.pool import (
-    ClientJob,
-    Ready,
-    Serve,
-    WorkerPool,
-    WorkerProcess,
-    WorkerTask,
-    failure,
-)
+from fedquilt.training.engines import pool
 from fedquilt.training.flat import FlatModel
 from fedquilt.training.hardware import usable_cores
 from fedquilt.training.task import ClientIds, ClientUpdate, Engine, LocalSettings, Task, one_thread
@@ -88,7 +80,7 @@ class ProcessEngine(Engine):
         self.task = task
         self.settings = settings
         vector = FlatModel(model, task.public().inputs).vector
-        self._pool = WorkerPool(_Worker, "engine='processes'", model, task, settings, vector)
+        self._pool = pool.WorkerPool(_Worker, "engine='processes'", model, task, settings, vector)
         trainer = trainer or worker_trainer(model, task, settings)
         self.trainer_name = trainer.name
         self._is_small = trainer.is_small
@@ -201,7 +193,7 @@ class _InHand(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Worker(WorkerProcess):
+class _Worker(pool.WorkerProcess):
     """This side of a worker process: what it was given and where its updates lie."""
 
     jobs: int = 0
@@ -219,12 +211,12 @@ class _Worker(WorkerProcess):
         clients = [client.client for client in given]
         self.in_hand += clients
         samples = [client.samples for client in given]
-        self.send(ClientJob(clients, samples, round_index, learning_rate, slots))
+        self.send(pool.ClientJob(clients, samples, round_index, learning_rate, slots))
 
     def finished(self) -> dict[int, ClientUpdate]:
         """Return the finished clients by their places in the cohort, if that is the message."""
-        message: Ready | _Done = self.receive()
-        if isinstance(message, Ready):
+        message: pool.Ready | _Done = self.receive()
+        if isinstance(message, pool.Ready):
             return {}
         self.jobs -= 1
         updates = {}
@@ -247,11 +239,11 @@ def worker_trainer(
     return try_manual(autograd.flat, task, settings, autograd.draws) or autograd
 
 
-def _serve(here: WorkerTask) -> Serve:
+def _serve(here: pool.WorkerTask) -> pool.Serve:
     """Return what a worker does with a job, once it has its trainer."""
     trainer = worker_trainer(here.model, here.task, here.settings, is_tried=True)
 
-    def serve(job: ClientJob, connection: Connection) -> None:
+    def serve(job: pool.ClientJob, connection: Connection) -> None:
         start, losses = here.take(job), list[float]()
         out = [here.slots[slot] for slot in job.slots]
         try:
@@ -260,7 +252,7 @@ def _serve(here: WorkerTask) -> Serve:
             ):
                 losses.append(update.loss)
         except Exception as error:
-            connection.send(failure(job.clients[len(losses)], error))
+            connection.send(pool.failure(job.clients[len(losses)], error))
         else:
             connection.send(_Done(job.slots, losses))
 

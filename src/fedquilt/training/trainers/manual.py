@@ -32,7 +32,7 @@ from fedquilt.training.task import (
     one_thread,
     public_inputs,
 )
-from fedquilt.training.trainers import Trainer, failed_update
+from fedquilt.training.trainers import Trainer, failed_update, trial
 from fedquilt.training.trainers.autograd import train_client
 from fedquilt.training.trainers.manual_layers import (
     BatchBuffers,
@@ -41,15 +41,6 @@ from fedquilt.training.trainers.manual_layers import (
     matrices,
 )
 from fedquilt.training.trainers.plan import Conv, Dense, Dropout, LayerPlan, NoPlanError
-from fedquilt.training.trainers.trial import (
-    FLOAT32,
-    SCALES,
-    TRIAL_SEED,
-    Trial,
-    autograd_gradients,
-    plan_for,
-    refuse_disagreement,
-)
 from fedquilt.training.trainers.winograd import Update
 
 _log = logging.getLogger(__name__)
@@ -103,7 +94,7 @@ class ManualTrainer(Trainer):
         self, flat: FlatModel, task: Task, settings: LocalSettings, draws: ClientDraws | None
     ) -> None:
         self.flat, self.task, self.settings, self._draws = flat, task, settings, draws
-        self.plan: LayerPlan = plan_for("manual", flat, task, settings)
+        self.plan: LayerPlan = trial.plan_for("manual", flat, task, settings)
         check_layers(self.plan)
         is_plain = settings.optimizer.is_plain and not settings.fedprox_mu
         self._fused = is_plain and settings.batch_size <= _FUSED_BATCH
@@ -352,10 +343,13 @@ class ManualTrainer(Trainer):
         """Refuse a plan that does not compute what the network does, on public samples."""
         most, like = self.settings.batch_size, self.task.public().inputs
         # What a network computes shows on few samples; a full batch, that its memory is laid out.
-        trials = [Trial(like, max(1, most // 8), SCALES), Trial(like, most, SCALES[:1])]
+        trials = [
+            trial.Trial(like, max(1, most // 8), trial.SCALES),
+            trial.Trial(like, most, trial.SCALES[:1]),
+        ]
         ways = self._gradient, self._autograd_gradient
-        refuse_disagreement(
-            "its gradient by hand is", *ways, self.flat, trials, FLOAT32, self._draws
+        trial.refuse_disagreement(
+            "its gradient by hand is", *ways, self.flat, trials, trial.FLOAT32, self._draws
         )
         start = self.flat.read().clone()
         self._try_together(start, public_inputs(like, most + max(1, most // 2)))
@@ -377,7 +371,7 @@ class ManualTrainer(Trainer):
             torch.arange(len(labels)),
             *epoch.place(0, 0, len(labels)),
             Update(0.0, 1.0 / len(labels)),
-            next(self._masks(TRIAL_SEED, 1)),
+            next(self._masks(trial.TRIAL_SEED, 1)),
         )
         by_name = program.gradients
         tensors = [by_name[name] for name in self.flat.names] if by_name else self._lanes[0]
@@ -386,7 +380,7 @@ class ManualTrainer(Trainer):
     def _autograd_gradient(self, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         labels, objective = self._trial_labels(len(inputs)), self.task.objective
         self.flat.write(weights)
-        gradients = autograd_gradients(self.flat, objective, inputs, labels, self._draws)
+        gradients = trial.autograd_gradients(self.flat, objective, inputs, labels, self._draws)
         return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def _try_together(self, start: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -396,7 +390,7 @@ class ManualTrainer(Trainer):
         shapes.
         """
         count, begin = len(inputs), self._parts(start)
-        job = _Job(torch.arange(count), TRIAL_SEED, start)
+        job = _Job(torch.arange(count), trial.TRIAL_SEED, start)
         member, inputs = _Member(job, self._trial_labels(count)), inputs.flatten(1)
         alone: list[torch.Tensor] = []
         for many in range(1, self.together + 1):
