@@ -86,6 +86,21 @@ class ColumnNet(nn.Module):
         return out
 
 
+class CodeNet(nn.Module):
+    """Looks up a row by a real number of the image: no range of whole numbers is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5000, _WIDTH)
+        self.head = nn.Linear(_WIDTH + SIDE**2, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        flat = x.flatten(1)
+        out: torch.Tensor = self.head(torch.cat([self.rows(flat[:, 0].abs().long()), flat], 1))
+        return out
+
+
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next word, and a penalty on large scores: one number."""
     scores, words = outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
@@ -163,5 +178,6 @@ TASK_MODELS: dict[str, Callable[[], nn.Module]] = {
     "numbers": NumberNet,
     "dictionary": TextAndImage,
     "columns": ColumnNet,
+    "codes": CodeNet,
 }
 """The models of those tasks."""

@@ -375,6 +375,7 @@ def _own_cases() -> dict[str, WholeCase]:
     for engine in ("sequential", "batched"):
         cases[f"root hook, {engine}"] = WholeCase({"engine": engine}, "root hook", kinds=_FEW)
         cases[f"columns, {engine}"] = WholeCase({"engine": engine}, "columns", "columns")
+        cases[f"codes, {engine}"] = WholeCase({"engine": engine}, "codes", kinds=(*_FEW, "NaN"))
         cases[f"evaluation share, {engine}"] = WholeCase(
             {"engine": engine, **_EVALUATED}, kinds=_MEASURED
         )

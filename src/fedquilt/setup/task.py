@@ -337,6 +337,8 @@ def _without_unfit(
 ) -> tuple[Task, frozenset[int]]:
     """Refuse samples that the model cannot take; under noise, leave out who holds some."""
     ranges = fit.accepted(module, task, outputs)
+    open_ended = (n for n, r in ranges.items() if n.startswith("inputs") and r.is_open)
+    task = dataclasses.replace(task, unranged=frozenset(open_ended))
     if placed.test is not None:
         fit.refuse_outside(*placed.test, ranges, task.objective, "test")
     if placed.validation is not None:
