@@ -27,7 +27,7 @@ from fedquilt.data.holdings import Holdings, salted_digest
 from fedquilt.data.leaf import SHARED_PEOPLE
 from fedquilt.method import Method, MethodParts, RemoteEngine
 from fedquilt.models import FeatureModel
-from fedquilt.models.features import precompute
+from fedquilt.models.features import precompute, tell_done
 from fedquilt.models.features.drawn import Describes, remembered
 from fedquilt.population import Availability, CohortSelector, propensities
 from fedquilt.population.fleet import BufferedSelector, device_seconds
@@ -301,7 +301,7 @@ def _place(
             compute = partial(precompute, images=images, working=working)
             by_name = config.model != "custom" and config.dataset in DATASETS
             if isinstance(front, Describes) and by_name:
-                return remembered(front, images, compute)
+                return remembered(front, images, compute, partial(tell_done, working))
             return compute(front)
 
         placed.train = described(placed.train[0]), placed.train[1]

@@ -58,6 +58,7 @@ __all__ = [
     "draw",
     "make_feature_model",
     "precompute",
+    "tell_done",
 ]
 
 
@@ -238,6 +239,16 @@ def precompute(
             told += 1
             working("features", told / _STEPS)
     return out
+
+
+def tell_done(working: Callable[[str, float], None] | None) -> None:
+    """Tell the steps of features that are there: that they were not computed would say whose.
+
+    Somebody's pictures have changed since the last run, or nobody's.
+    """
+    if working is not None:
+        for step in range(1, _STEPS + 1):
+            working("features", step / _STEPS)
 
 
 def make_feature_model(
