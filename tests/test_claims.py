@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.data import ImageDataset
+from fedquilt.data import ImageDataset, as_dataset
 from fedquilt.errors import InvalidValueError
 
 CLIENTS = 30
@@ -192,6 +192,22 @@ def test_the_classes_are_the_models_not_the_largest_label_of_somebody() -> None:
         mode="certified", num_rounds=1, output_dir=None,
     )  # fmt: skip
     assert done.result["metadata"]["num_classes"] == 4
+
+
+def test_the_largest_label_of_somebody_is_no_number_of_classes_of_a_data_set() -> None:
+    """`as_dataset` counts classes by the largest label; one that no score is for stops nothing."""
+    train, clients = world(SAMPLES)
+    labels = train.targets.clamp(max=2)
+    told = []
+    for label in (2, 3, 7):
+        labels[int(clients[0][0])] = label
+        own = as_dataset((train.images, labels.clone()))
+        done = fedquilt.run(
+            seeded(LogSoftmax), own, (train.images, train.targets), clients,
+            mode="certified", num_rounds=1, output_dir=None,
+        )  # fmt: skip
+        told.append(done.result["metadata"]["num_classes"])
+    assert told == [4, 4, 4]
 
 
 class Schedule(torch.optim.SGD):

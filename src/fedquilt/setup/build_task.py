@@ -107,8 +107,8 @@ def task_from(
     else:
         train_set = as_samples(train, "train", finite=finite)
     test_set = None if test is None else as_samples(test, "test")
-    if given_apart and not finite:
-        train_set = _said_as_of_test(train_set, test_set)
+    if not finite:
+        train_set = _said_as_of_test(train_set, test_set, whole=not given_apart)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -135,13 +135,15 @@ def task_from(
     return config, make_task(config, model, given, own or UserComponents())
 
 
-def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:
+def _said_as_of_test(train: Samples, test: Samples | None, *, whole: bool) -> Samples:
     """Return the samples of clients with what the test data say of their form.
 
-    In which type one client holds them, and how many classes it knows of, is its own.
+    In which type one client holds them, and how many classes it knows of, is its own.  Of a
+    `whole` data set the type is everybody's; its classes may be the largest label of somebody.
     """
-    people = tuple(note for note in train.notes if note == SHARED_PEOPLE)
+    people = tuple(note for note in train.notes if whole or note == SHARED_PEOPLE)
     notes, classes = ((), None) if test is None else (test.notes, test.num_classes)
+    notes = () if whole else notes
     return dataclasses.replace(train, notes=(*notes, *people), num_classes=classes)
 
 
