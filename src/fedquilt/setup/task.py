@@ -27,7 +27,7 @@ from fedquilt.data.holdings import Holdings, salted_digest
 from fedquilt.data.leaf import SHARED_PEOPLE
 from fedquilt.method import Method, MethodParts, RemoteEngine
 from fedquilt.models import FeatureModel
-from fedquilt.models.features import precompute, tell_done
+from fedquilt.models.features import precompute, refuse_mixing, tell_done
 from fedquilt.models.features.drawn import Describes, remembered
 from fedquilt.population import Availability, CohortSelector, propensities
 from fedquilt.population.fleet import BufferedSelector, device_seconds
@@ -296,6 +296,7 @@ def _place(
     if isinstance(placed.model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = placed.front = placed.model.front.to(device)
+        refuse_mixing(front, public_inputs(placed.train[0], 3), type(front).__name__)
 
         def described(images: Any) -> torch.Tensor:
             compute = partial(precompute, images=images, working=working)
