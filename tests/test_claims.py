@@ -24,6 +24,7 @@ import fedquilt
 from fedquilt.data import ImageDataset, as_dataset
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import FeatureModel
+from fedquilt.privacy.certified import Certified
 
 CLIENTS = 30
 SAMPLES = 12
@@ -477,3 +478,38 @@ def test_the_layers_of_an_own_front_stay_in_evaluation_mode() -> None:
 def test_an_own_front_that_looks_at_more_than_the_sample_is_refused(how: str) -> None:
     with pytest.raises(InvalidValueError, match="the same of a sample whatever stands beside it"):
         released(FeatureModel(Front(how), 4), world(SAMPLES))
+
+
+class Augmented:
+    """A client's data set whose transformation draws from everybody's generators, as usual."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        flipped = self.inputs[place].flip(-1) if torch.rand(1) < 0.5 else self.inputs[place]
+        return flipped * (1 + 0.1 * np.random.rand() * random.random()), int(self.labels[place])
+
+
+def test_what_a_client_s_data_set_draws_is_not_drawn_from_the_next_one_s() -> None:
+    whole, parts = world(SAMPLES)
+    sent = []
+    for held in (SAMPLES, SAMPLES - 5, 0):
+        clients = [Augmented(whole.images[part], whole.targets[part]) for part in parts]
+        clients[0] = Augmented(whole.images[:held], whole.targets[:held])
+        own: dict[int, bytes] = {}
+
+        class Seen(Certified):
+            def receive(self, plan, client, delta, num_examples, to=own):  # type: ignore[no-untyped-def]
+                to[client] = delta.numpy().tobytes()
+                return super().receive(plan, client, delta, num_examples)
+
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        fedquilt.run(
+            seeded(LogSoftmax), clients, whole, num_rounds=1, output_dir=None, mechanism=Seen
+        )
+        sent.append({client: update for client, update in own.items() if client})
+    assert sent[0] == sent[1] == sent[2]

@@ -21,7 +21,7 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 282,
-    "lines": 76_000,
+    "lines": 76_010,
     "modules with one importer": 49,
     "cycles of modules": 0,
     "modules at the top": 12,

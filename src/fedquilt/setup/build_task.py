@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from fedquilt.setup.clients import (
     roster_of_split,
 )
 from fedquilt.setup.task import FederatedTask, GivenData, UserComponents, Working, make_task
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.hardware import warm_up_gpu
 
 
@@ -102,7 +104,8 @@ def task_from(
         train = with_people_noted(train, test)
     given_apart = clients is None
     if clients is None:
-        train_set, clients = clients_data(_each_client(train), finite=finite)
+        each = _each_client(train)
+        train_set, clients = clients_data(each, finite=finite, around=_own_draws())
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
@@ -133,6 +136,15 @@ def task_from(
         )
     given = GivenData(train_set, test_set, parts, roster, client_tests=tests, validation=checked)
     return config, make_task(config, model, given, own or UserComponents())
+
+
+def _own_draws() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Return generators of its own for each client's data set, from the state of everybody's.
+
+    How much one client's transformations draw does not move what the next one's do.
+    """
+    first = int(torch.randint(2**62, (1,))) ^ int(np.random.randint(2**62))
+    return lambda client: seeded_layers(torch.device("cpu"), torch_seed(first, "data", client))
 
 
 def _said_as_of_test(train: Samples, test: Samples | None, *, whole: bool) -> Samples:
