@@ -370,6 +370,14 @@ def _own_cases() -> dict[str, WholeCase]:
         cases[f"{model}, evaluation share"] = WholeCase(
             {"engine": "sequential", **_EVALUATED}, model, kinds=("nothing", "one less", "replaced")
         )
+    cases["always drops, evaluation share"] = WholeCase(
+        {"engine": "sequential", **_EVALUATED},
+        "always drops",
+        kinds=("nothing", "one less", "replaced"),
+    )
+    cases["normed front, sequential"] = WholeCase(
+        {"engine": "sequential"}, "normed front", kinds=(*_FEW, "removed")
+    )
     for model, engine in (("class attribute", "auto"), ("closure", "auto"), ("hook", "auto")):
         cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model, kinds=_FEW)
     for engine in ("sequential", "batched"):
