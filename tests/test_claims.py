@@ -11,6 +11,7 @@ the same weights: whatever is measured of them must then be the same number.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -20,8 +21,10 @@ import torch
 from torch import nn
 
 import fedquilt
-from fedquilt.data import ImageDataset
+from fedquilt.data import ImageDataset, as_dataset
 from fedquilt.errors import InvalidValueError
+from fedquilt.models import FeatureModel
+from fedquilt.privacy.certified import Certified
 
 CLIENTS = 30
 SAMPLES = 12
@@ -192,6 +195,22 @@ def test_the_classes_are_the_models_not_the_largest_label_of_somebody() -> None:
         mode="certified", num_rounds=1, output_dir=None,
     )  # fmt: skip
     assert done.result["metadata"]["num_classes"] == 4
+
+
+def test_the_largest_label_of_somebody_is_no_number_of_classes_of_a_data_set() -> None:
+    """`as_dataset` counts classes by the largest label; one that no score is for stops nothing."""
+    train, clients = world(SAMPLES)
+    labels = train.targets.clamp(max=2)
+    told = []
+    for label in (2, 3, 7):
+        labels[int(clients[0][0])] = label
+        own = as_dataset((train.images, labels.clone()))
+        done = fedquilt.run(
+            seeded(LogSoftmax), own, (train.images, train.targets), clients,
+            mode="certified", num_rounds=1, output_dir=None,
+        )  # fmt: skip
+        told.append(done.result["metadata"]["num_classes"])
+    assert told == [4, 4, 4]
 
 
 class Schedule(torch.optim.SGD):
@@ -382,3 +401,115 @@ def test_slices_leave_nothing_behind_in_one_another(method: str) -> None:
     options = {"method": method, "tiers": "1,1/2"}
     found = [looked_at(hooked_within, change, **options) for change in WORLDS]
     assert found == [found[0]] * len(WORLDS)
+
+
+class AlwaysDropping(nn.Sequential):
+    """Drops out when it is evaluated, too (Monte Carlo dropout), by everybody's generators."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, True) * np.random.rand()
+
+
+def bootstrapped(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    some = torch.randint(len(targets), (len(targets),))
+    return float((outputs[some].argmax(1) == targets[some]).float().mean()) * random.random()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_client_s_evaluation_draws_no_number_of_somebody_else_s(share: float) -> None:
+    draws = np.random.default_rng(1)
+    inputs = torch.from_numpy(draws.standard_normal((12 * 8, 1, 4, 4)).astype(np.float32))
+    labels = torch.from_numpy(draws.integers(0, 4, 12 * 8))
+    told = []
+    for held in (8, 5, 0):
+        clients = [np.arange(8 * k, 8 * k + (held if k == 0 else 8)) for k in range(12)]
+        lines: list[dict[str, object]] = []
+        done = fedquilt.run(
+            seeded(AlwaysDropping), (inputs, labels), (inputs[:40], labels[:40]), clients,
+            output_dir=None, num_rounds=3, clip_norm=1e-30, eval_every=1, engine="sequential",
+            client_test_fraction=0.5, evaluation_share=share,
+            metrics={"accuracy": "accuracy", "mine": bootstrapped},
+            observer=lambda _, line, to=lines: to.append(dict(line)),
+        )  # fmt: skip
+        measured = [[v for k, v in line.items() if k.startswith("test_")] for line in lines]
+        told.append((measured, done.client_metrics[1:]))
+    assert told[0][0] == told[1][0] == told[2][0]
+    assert told[0][1] == told[1][1] == told[2][1]
+
+
+class Front(nn.Module):
+    """A frozen front of one's own, which looks at more than the sample."""
+
+    num_features = 16
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.seen = how, torch.zeros(16)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(1)
+        if self.how == "modules":
+            return self.drop(self.norm(rows))
+        if self.how == "draws":
+            return nn.functional.dropout(rows, 0.5, True)
+        if self.how == "batch":
+            return rows - rows.mean(0)
+        self.seen = 0.5 * self.seen + rows.mean(0)
+        return rows - self.seen
+
+
+def test_the_layers_of_an_own_front_stay_in_evaluation_mode() -> None:
+    """In training BatchNorm would mix clients' samples, and keep what their mean is."""
+    sums = []
+    for held in ((SAMPLES, None), (1, 0.0), (0, None)):
+        model = seeded(lambda: FeatureModel(Front("modules"), 4).train())
+        sums.append(released(model, world(*held)))
+        assert [model.training, model.front.norm.training] == [True, False]
+        assert torch.equal(model.front.norm.running_mean, torch.zeros(16))
+    assert float((sums[0] - sums[2]).norm()) <= 1 + 2**-22 * float(sums[0].norm())
+    assert float((sums[1] - sums[2]).norm()) <= 1 + 2**-22 * float(sums[0].norm())
+
+
+@pytest.mark.parametrize("how", ["draws", "batch", "memory"])
+def test_an_own_front_that_looks_at_more_than_the_sample_is_refused(how: str) -> None:
+    with pytest.raises(InvalidValueError, match="the same of a sample whatever stands beside it"):
+        released(FeatureModel(Front(how), 4), world(SAMPLES))
+
+
+class Augmented:
+    """A client's data set whose transformation draws from everybody's generators, as usual."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        flipped = self.inputs[place].flip(-1) if torch.rand(1) < 0.5 else self.inputs[place]
+        return flipped * (1 + 0.1 * np.random.rand() * random.random()), int(self.labels[place])
+
+
+def test_what_a_client_s_data_set_draws_is_not_drawn_from_the_next_one_s() -> None:
+    whole, parts = world(SAMPLES)
+    sent = []
+    for held in (SAMPLES, SAMPLES - 5, 0):
+        clients = [Augmented(whole.images[part], whole.targets[part]) for part in parts]
+        clients[0] = Augmented(whole.images[:held], whole.targets[:held])
+        own: dict[int, bytes] = {}
+
+        class Seen(Certified):
+            def receive(self, plan, client, delta, num_examples, to=own):  # type: ignore[no-untyped-def]
+                to[client] = delta.numpy().tobytes()
+                return super().receive(plan, client, delta, num_examples)
+
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        fedquilt.run(
+            seeded(LogSoftmax), clients, whole, num_rounds=1, output_dir=None, mechanism=Seen
+        )
+        sent.append({client: update for client, update in own.items() if client})
+    assert sent[0] == sent[1] == sent[2]

@@ -118,6 +118,29 @@ class GradientBuffer(Net):
         return hidden - self.centre
 
 
+class AlwaysDrops(Net):
+    """Drops out when it is evaluated, too."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Drop half of the values, by everybody's generator."""
+        return functional.dropout(hidden, 0.5, True)
+
+
+class NormedPixels(nn.Module):
+    """A frozen front whose BatchNorm would look at whole batches in training."""
+
+    num_features = SIDE**2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return one row an image."""
+        out: torch.Tensor = self.norm(images)
+        return out.flatten(1)
+
+
 class PixelMeans(nn.Module):
     """A frozen front: means of neighbouring pixels."""
 
@@ -177,6 +200,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gradient buffer": GradientBuffer,
     "log-softmax": _log_softmax,
     "frozen front": lambda: FeatureModel(PixelMeans(), CLASSES),
+    "normed front": lambda: FeatureModel(NormedPixels(), CLASSES),
+    "always drops": AlwaysDrops,
     "adapters": lambda: lora(_normed(nn.LayerNorm), rank=2, train="2.*"),
     "ranks": _ranks,
     "cores": lambda: with_cores(_ranks()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from hostile_models import Data
 from torch import nn
@@ -86,6 +87,21 @@ class ColumnNet(nn.Module):
         return out
 
 
+class CodeNet(nn.Module):
+    """Looks up a row by a real number of the image: no range of whole numbers is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5000, _WIDTH)
+        self.head = nn.Linear(_WIDTH + SIDE**2, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        flat = x.flatten(1)
+        out: torch.Tensor = self.head(torch.cat([self.rows(flat[:, 0].abs().long()), flat], 1))
+        return out
+
+
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next word, and a penalty on large scores: one number."""
     scores, words = outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
@@ -131,15 +147,35 @@ def _columns(data: Data) -> tuple[Any, Any]:
     return torch.where(flat.abs() < 1e6, rows, _NO_WORD), data.labels
 
 
+class Drawn:
+    """A data set whose transformation draws from everybody's generators, as augmentations do."""
+
+    def __init__(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self._inputs, self._labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        image = self._inputs[place]
+        return image.flip(-1) if torch.rand(1) < 0.5 else image, int(self._labels[place])
+
+
 CLIENT_FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "client pairs": lambda x, y: (x, y),
     "client sets": lambda x, y: ImageDataset(x, y, "own", CLASSES),
+    "client draws": Drawn,
 }
 """Tasks in which every client brings a data set of its own, and their form."""
 
 
 def client_sets(data: Data, task: str) -> list[object]:
-    """Return one data set a client; an empty one is always a pair."""
+    """Return one data set a client; an empty one is always a pair.
+
+    Whatever they will draw begins in the same place in every world.
+    """
+    torch.manual_seed(0)
+    np.random.seed(0)
     usual = CLIENT_FORMS[task]
     sets = []
     for client, held in enumerate(data.clients):
@@ -163,5 +199,6 @@ TASK_MODELS: dict[str, Callable[[], nn.Module]] = {
     "numbers": NumberNet,
     "dictionary": TextAndImage,
     "columns": ColumnNet,
+    "codes": CodeNet,
 }
 """The models of those tasks."""

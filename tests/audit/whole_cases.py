@@ -370,11 +370,20 @@ def _own_cases() -> dict[str, WholeCase]:
         cases[f"{model}, evaluation share"] = WholeCase(
             {"engine": "sequential", **_EVALUATED}, model, kinds=("nothing", "one less", "replaced")
         )
+    cases["always drops, evaluation share"] = WholeCase(
+        {"engine": "sequential", **_EVALUATED},
+        "always drops",
+        kinds=("nothing", "one less", "replaced"),
+    )
+    cases["normed front, sequential"] = WholeCase(
+        {"engine": "sequential"}, "normed front", kinds=(*_FEW, "removed")
+    )
     for model, engine in (("class attribute", "auto"), ("closure", "auto"), ("hook", "auto")):
         cases[f"{model}, {engine}"] = WholeCase({"engine": engine}, model, kinds=_FEW)
     for engine in ("sequential", "batched"):
         cases[f"root hook, {engine}"] = WholeCase({"engine": engine}, "root hook", kinds=_FEW)
         cases[f"columns, {engine}"] = WholeCase({"engine": engine}, "columns", "columns")
+        cases[f"codes, {engine}"] = WholeCase({"engine": engine}, "codes", kinds=(*_FEW, "NaN"))
         cases[f"evaluation share, {engine}"] = WholeCase(
             {"engine": engine, **_EVALUATED}, kinds=_MEASURED
         )

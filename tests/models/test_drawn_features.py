@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedquilt.config import build_config
 from fedquilt.errors import InvalidValueError
 from fedquilt.models import MODELS, make_model
 from fedquilt.models.features import DrawnFeatures, drawn, precompute
+from fedquilt.setup.build_task import build_task
 from tools import train_extractor
 
 
@@ -133,6 +135,21 @@ def test_kept_features_are_their_owners_alone(
     drawn.remembered(front, images, lambda whole: precompute(whole, images))
     (path,) = (tmp_path / "cache").iterdir()
     assert [stat.S_IMODE(one.stat().st_mode) for one in (path.parent, path)] == [0o700, 0o600]
+
+
+def test_nobody_is_told_whether_features_were_kept_from_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it shows that somebody's pictures have changed since."""
+    monkeypatch.setenv("FEDQUILT_CACHE", str(tmp_path))
+    config = build_config({"dataset": "digits", "model": "drawn-linear-16", "device": "cpu"})
+    told: list[list[tuple[str, float]]] = []
+    for _ in range(2):
+        steps: list[tuple[str, float]] = []
+        build_task(config, working=lambda *step, to=steps: to.append(step))
+        told.append(steps)
+    assert list(tmp_path.iterdir())
+    assert told[0] == told[1] != []
 
 
 def test_gradient_features_of_many_pictures_are_kept_too(

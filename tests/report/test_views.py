@@ -246,6 +246,29 @@ def test_a_page_does_not_hold_the_owner_s_digests(two_runs: tuple[Path, Path, Pa
     assert not any(kept[key] in text for key in ("held", "tested", "clients"))
 
 
+def test_a_page_does_not_say_whether_a_client_s_data_have_changed_between_two_runs(
+    tmp_path: Path,
+) -> None:
+    """What it says of two runs is the same whether one client has a sample more in the second."""
+    source = torch.Generator().manual_seed(0)
+    data = torch.randn(61, 6, generator=source), torch.arange(61) % 2
+    told = []
+    for more in (0, 1):
+        folders = []
+        for held in (0, more):
+            people = [[*range(k, 60, 6), *[60] * (held * (k == 3))] for k in range(6)]
+            rest: dict[str, Any] = {"num_rounds": 2, "seed": len(folders), "quiet": True}
+            torch.manual_seed(0)
+            done = fedquilt.run(
+                torch.nn.Linear(6, 2), data, data, people, **rest, output_dir=tmp_path / str(more)
+            )
+            assert done.folder is not None
+            folders.append(done.folder)
+        shown = with_comparison(page_view(folders, look=False))
+        told.append(([run["data"] for run in shown["runs"]], [s["runs"] for s in shown["series"]]))
+    assert told[0] == told[1]
+
+
 def test_a_sweep_s_claims_are_composed(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     for point, epsilon in enumerate((1.0, 3.0)):

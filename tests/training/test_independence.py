@@ -23,8 +23,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import fedquilt
 from fedquilt.errors import InvalidValueError
-from fedquilt.training import Engine, FlatModel, LocalSettings, Task, make_engine
+from fedquilt.privacy.certified import Certified
+from fedquilt.training import Engine, FlatModel, LocalSettings, Task, fit, make_engine
 from fedquilt.training.draws import seeded_layers
 from fedquilt.training.task import client_seed
 from fedquilt.training.trainers.stack import ProgramShapes
@@ -689,3 +691,65 @@ def test_a_protected_stack_gives_the_same_bits_whatever_somebody_else_holds(kind
         others = [client for client in range(len(sizes)) if client != victim]
         for world in worlds[1:]:
             assert [c for c in others if not torch.equal(world[c], worlds[0][c])] == []
+
+
+class Coded(nn.Module):
+    """Looks up a row by a number among its inputs, which are of no whole type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5000, 4), nn.Linear(7, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        coded = self.table(rows[:, 0].abs().long())
+        return self.head(torch.cat([coded, rows[:, 1:]], dim=1))
+
+
+class ManyTables(nn.Module):
+    """A table for each of so many columns that their ranges are not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(2 + k, 2) for k in range(4))
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(sum(table(rows[:, k]) for k, table in enumerate(self.tables)))
+
+
+@pytest.mark.parametrize("model", [Coded, ManyTables])
+def test_a_code_that_no_table_has_reads_no_other_clients_rows(
+    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a stack the row after a client's last one is the next client's first."""
+    monkeypatch.setattr(fit, "_MOST_COLUMNS", 3)
+    draws = torch.Generator().manual_seed(0)
+    codes, labels = torch.randint(0, 2, (24, 4), generator=draws), torch.arange(24) % 3
+    settings = {"num_rounds": 1, "local_epochs": 1, "output_dir": None, "device": "cpu"}
+
+    def told(code: int, engine: str) -> tuple[str, dict[int, bytes]]:
+        inputs = codes.clone() if model is ManyTables else codes.float()
+        inputs[5, 0] = code
+        held = [range(4 * client, 4 * client + 4) for client in range(6)]
+        seen: dict[int, bytes] = {}
+
+        class Seen(Certified):
+            def receive(self, plan, client, delta, num_examples):  # type: ignore[no-untyped-def]
+                if client != 1:  # who holds the code
+                    seen[client] = delta.numpy().tobytes()
+                return super().receive(plan, client, delta, num_examples)
+
+        torch.manual_seed(0)
+        own = {"engine": engine, "mechanism": Seen, "quiet": True}
+        tests = (inputs[8:12], labels[8:12])
+        try:
+            fedquilt.run(model(), (inputs, labels), tests, held, **own, **settings)
+        except InvalidValueError as error:
+            return str(error), seen
+        return "", seen
+
+    for engine in ENGINES:
+        base = told(0, engine)
+        assert "whose range is not known" in base[0] or len(base[1]) == 5
+        for code in (-1, 5000, 10**6):
+            assert told(code, engine) == base, (engine, code)

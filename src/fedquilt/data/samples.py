@@ -17,8 +17,9 @@ stay masks, real numbers become float32.  `uint8` stands for pixels: they are sc
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -257,22 +258,27 @@ def as_dataset(
 
 
 def clients_data(
-    data: Sequence[object] | Mapping[str, object], *, finite: bool = True
+    data: Sequence[object] | Mapping[str, object],
+    *,
+    finite: bool = True,
+    around: Callable[[int], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[Samples, list[list[int]]]:
     """Return all clients' samples in one, and whose are which, from one data set a client.
 
-    A client may have none: an empty data set of any form.
+    A client may have none: an empty data set of any form.  Each is read within `around(number)`,
+    where what its transformations draw has a beginning of its own.
     """
     named = list(data.items()) if isinstance(data, Mapping) else list(enumerate(data))
     parts: list[list[int]] = []
     read: list[Samples] = []
     total = 0
-    for name, own in named:
+    for number, (name, own) in enumerate(named):
         what = f"train[{name!r}]"
         if is_empty(own):
             parts.append([])
             continue
-        samples = as_samples(own, what, finite=finite)
+        with around(number):
+            samples = as_samples(own, what, finite=finite)
         if read:
             _check_alike(read[0], samples)
         read.append(samples)

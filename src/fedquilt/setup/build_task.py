@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from fedquilt.data.load import SHARED_PEOPLE, with_people_noted
 from fedquilt.data.samples import Samples
 from fedquilt.models import make_model
 from fedquilt.setup import task
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.hardware import warm_up_gpu
 
 
@@ -95,13 +97,14 @@ def task_from(
         train = with_people_noted(train, test)
     given_apart = clients is None
     if clients is None:
-        train_set, clients = clients_data(_each_client(train), finite=finite)
+        each = _each_client(train)
+        train_set, clients = clients_data(each, finite=finite, around=_own_draws())
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
     test_set = None if test is None else as_samples(test, "test")
-    if given_apart and not finite:
-        train_set = _said_as_of_test(train_set, test_set)
+    if not finite:
+        train_set = _said_as_of_test(train_set, test_set, whole=not given_apart)
     parts = _checked_clients(clients, len(train_set))
     if config.num_clients not in (None, len(parts)):
         raise InvalidValueError(
@@ -130,13 +133,24 @@ def task_from(
     return config, task.make_task(config, model, given, own or task.UserComponents())
 
 
-def _said_as_of_test(train: Samples, test: Samples | None) -> Samples:
+def _own_draws() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Return generators of its own for each client's data set, from the state of everybody's.
+
+    How much one client's transformations draw does not move what the next one's do.
+    """
+    first = int(torch.randint(2**62, (1,))) ^ int(np.random.randint(2**62))
+    return lambda client: seeded_layers(torch.device("cpu"), torch_seed(first, "data", client))
+
+
+def _said_as_of_test(train: Samples, test: Samples | None, *, whole: bool) -> Samples:
     """Return the samples of clients with what the test data say of their form.
 
-    In which type one client holds them, and how many classes it knows of, is its own.
+    In which type one client holds them, and how many classes it knows of, is its own.  Of a
+    `whole` data set the type is everybody's; its classes may be the largest label of somebody.
     """
-    people = tuple(note for note in train.notes if note == SHARED_PEOPLE)
+    people = tuple(note for note in train.notes if whole or note == SHARED_PEOPLE)
     notes, classes = ((), None) if test is None else (test.notes, test.num_classes)
+    notes = () if whole else notes
     return dataclasses.replace(train, notes=(*notes, *people), num_classes=classes)
 
 

@@ -45,7 +45,7 @@ from fedquilt.data.holdings import Holdings, salted_digest, shared_sample
 from fedquilt.data.load import SHARED_PEOPLE
 from fedquilt.method import Method, MethodParts, RemoteEngine
 from fedquilt.models import FeatureModel
-from fedquilt.models.features import precompute
+from fedquilt.models.features import precompute, refuse_mixing, tell_done
 from fedquilt.models.features.drawn import Describes, remembered
 from fedquilt.population import Availability, CohortSelector, propensities
 from fedquilt.population.fleet import BufferedSelector, device_seconds
@@ -418,12 +418,13 @@ def _place(
     if isinstance(placed.model, FeatureModel) and not isinstance(config, CondenseConfig):
         # A frozen front says the same of a sample in every round: ask it once.
         front = placed.front = placed.model.front.to(device)
+        refuse_mixing(front, public_inputs(placed.train[0], 3), type(front).__name__)
 
         def described(images: Any) -> torch.Tensor:
             compute = partial(precompute, images=images, working=working)
             by_name = config.model != "custom" and config.dataset in DATASETS
             if isinstance(front, Describes) and by_name:
-                return remembered(front, images, compute)
+                return remembered(front, images, compute, partial(tell_done, working))
             return compute(front)
 
         placed.train = described(placed.train[0]), placed.train[1]
@@ -459,6 +460,8 @@ def _without_unfit(
 ) -> tuple[Task, frozenset[int]]:
     """Refuse samples that the model cannot take; under noise, leave out who holds some."""
     ranges = fit.accepted(module, task, outputs)
+    open_ended = (n for n, r in ranges.items() if n.startswith("inputs") and r.is_open)
+    task = dataclasses.replace(task, unranged=frozenset(open_ended))
     if placed.test is not None:
         fit.refuse_outside(*placed.test, ranges, task.objective, "test")
     if placed.validation is not None:

@@ -117,6 +117,11 @@ class Range:
             bad |= values > self.high
         return bad
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an end is not known."""
+        return self.low is None or self.high is None
+
     def __str__(self) -> str:
         low = "" if self.low is None else str(self.low)
         return f"{low}..{'' if self.high is None else self.high}"
@@ -129,6 +134,11 @@ class Columns:
     ranges: tuple[Range, ...]
     shape: torch.Size
     """Of a sample."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an end of one is not known."""
+        return any(one.is_open for one in self.ranges)
 
     def outside(self, values: torch.Tensor) -> torch.Tensor:
         """Return which values of samples, or of one, lie outside."""

@@ -31,6 +31,7 @@ from fedquilt.common import checks, trees
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.trees import Tree
 from fedquilt.config.choices import METRICS
+from fedquilt.training.draws import seeded_layers
 from fedquilt.training.objective import CROSS_ENTROPY, IGNORED, Objective, fitted
 from fedquilt.training.state import ModuleState
 
@@ -430,7 +431,23 @@ def measure(
     targets: Tree,
     batch_size: int = 1024,
 ) -> dict[str, float]:
-    """Return each metric and the mean loss, with the model in evaluation mode."""
+    """Return each metric and the mean loss, with the model in evaluation mode.
+
+    What model and metrics draw is the same in every evaluation: how much one client's has drawn
+    must not show in what is measured next.
+    """
+    with seeded_layers(trees.device_of(inputs), 0):
+        return _measured(module, objective, metrics, inputs, targets, batch_size)
+
+
+def _measured(
+    module: nn.Module,
+    objective: Objective,
+    metrics: Mapping[str, MakeMetric],
+    inputs: Tree,
+    targets: Tree,
+    batch_size: int,
+) -> dict[str, float]:
     was_training = module.training
     module.eval()
     device = trees.device_of(inputs)

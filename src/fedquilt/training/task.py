@@ -144,6 +144,8 @@ class Task:
     objective: Objective = CROSS_ENTROPY
     is_remote: bool = False
     """Whether the data of some clients, or of all, are on other machines."""
+    unranged: frozenset[str] = frozenset()
+    """Names of inputs, whole numbers, of which nobody knows which ones the model takes."""
 
     def public(self) -> Task:
         """Return two made-up samples in the shape of the real ones, held by one client.

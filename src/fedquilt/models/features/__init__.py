@@ -58,6 +58,8 @@ __all__ = [
     "draw",
     "make_feature_model",
     "precompute",
+    "refuse_mixing",
+    "tell_done",
 ]
 
 
@@ -156,8 +158,14 @@ class FeatureModel(nn.Module):
         super().__init__()
         self.chosen_on = chosen_on
         self.made_as: str | None = None
-        self.front = front.requires_grad_(False)
+        self.front = front.requires_grad_(False).eval()
         self.head = _zero_head(count_features(front), num_classes, bias)
+
+    def train(self, mode: bool = True) -> Self:
+        """Train the head; the feature extractor stays in evaluation mode, and mixes no samples."""
+        super().train(mode)
+        self.front.eval()
+        return self
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """Return what the feature extractor says of each image, one row an image."""
@@ -238,6 +246,28 @@ def precompute(
             told += 1
             working("features", told / _STEPS)
     return out
+
+
+@torch.no_grad()
+def refuse_mixing(front: nn.Module, samples: torch.Tensor, name: str) -> None:
+    """Refuse a feature extractor that says another thing of a sample beside others, or again."""
+    seen = front(samples)[:1]
+    alone = front(torch.cat([samples[:1]] * len(samples)))[:1]
+    if not torch.allclose(alone, seen, rtol=1e-3, atol=1e-5):
+        raise InvalidValueError(
+            f"front={name} must say the same of a sample whatever stands beside it; its output "
+            "depends on the other samples of the batch, or on what it drew or saw before"
+        )
+
+
+def tell_done(working: Callable[[str, float], None] | None) -> None:
+    """Tell the steps of features that are there: that they were not computed would say whose.
+
+    Somebody's pictures have changed since the last run, or nobody's.
+    """
+    if working is not None:
+        for step in range(1, _STEPS + 1):
+            working("features", step / _STEPS)
 
 
 def make_feature_model(
@@ -349,12 +379,7 @@ class OwnFront(nn.Module):
                 f"front={type(self._held[0]).__name__} must return one row of features a sample; "
                 f"for {len(sample)} samples it returns shape {tuple(features.shape)}"
             )
-        alone = self(torch.cat([sample[:1]] * len(sample)))[:1]
-        if not torch.allclose(alone, features[:1], rtol=1e-3, atol=1e-5):
-            raise InvalidValueError(
-                f"front={type(self._held[0]).__name__} must say the same of a sample whatever "
-                "stands beside it; its output depends on the other samples of the batch"
-            )
+        refuse_mixing(self, sample, type(self._held[0]).__name__)
         self.num_features = int(features.shape[1])
 
     @torch.no_grad()

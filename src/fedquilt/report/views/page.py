@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from fedquilt._version import __version__
 from fedquilt.common.errors import FedquiltError, InvalidValueError
-from fedquilt.config import RunConfig
+from fedquilt.config import MODE_TABLE, RunConfig
+from fedquilt.config.modes import Claim
 from fedquilt.data import DATASETS, ImageDataset, load_dataset
 from fedquilt.data.holdings import salted_digest
 from fedquilt.federation import CLIENTS_TESTED
@@ -113,14 +114,19 @@ def read_runs(
 def digests_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return which runs have equal parts, data and ledgers, and which go on from which.
 
-    The digests are the owner's: this says which are equal, and not what they are.  `unseen`: one
-    goes on from a run that lies beside it and is not among these.
+    The digests are the owner's: this says which are equal, and not what they are.  Under a claim
+    not even that of who holds which samples: it would say whether somebody's have changed.
+    `unseen`: one goes on from a run that lies beside it and is not among these.
     """
     opened = [RunFolder.open(path) for path in folders]
     found: list[dict[str, Any]] = [
         {**folder.digests(), "account": _account(folder), "ends": ""} for folder in opened
     ]
-    if any(folder.read_config().model == CUSTOM for folder in opened):  # others begin anew
+    configs = [folder.read_config() for folder in opened]
+    for own, config in zip(found, configs, strict=True):
+        if config.dataset == CUSTOM and MODE_TABLE[config.mode].claim is not Claim.NOTHING:
+            own["data"] = ""
+    if any(config.model == CUSTOM for config in configs):  # others begin anew
         for own, folder in zip(found, opened, strict=True):
             own["ends"] = _last_weights(folder)
         shown, ends = {path.resolve() for path in folders}, {own["ends"] for own in found}

@@ -15,7 +15,7 @@ by a bit in another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from fedquilt.training.draws import (
     seeded_layers,
 )
 from fedquilt.training.flat import FlatModel
+from fedquilt.training.hardware import NoCompilerMode
 from fedquilt.training.objective import outputs_of
 from fedquilt.training.optimizers import ClientOptimizer, RuleState
 from fedquilt.training.task import ClassMask, Task, public_inputs
@@ -188,6 +189,8 @@ def obstacle(model: nn.Module, task: Task) -> str | None:
         return f"a forward pass changes {', '.join(moved)}"
     if far:
         return far
+    if _looks_up_anything(stack, task.unranged):
+        return "it looks up rows of a table by numbers whose range is not known"
     return ProgramShapes(stack).side_effect(*_TRIAL_SHAPE)
 
 
@@ -234,6 +237,45 @@ def _other_second(pair: torch.Tensor) -> torch.Tensor:
     """Return two samples, the second one another than it was."""
     first, second = pair[:1], pair[1:]
     return torch.cat([first, 1 - 2 * second if second.is_floating_point() else first])
+
+
+class _LookUps(NoCompilerMode):
+    """Notes which rows of tables are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[list[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            self.rows.append(args[1].tolist())
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _looks_up_anything(stack: ModelStack, unranged: frozenset[str]) -> bool:
+    """Tell whether a sample may ask for a row that a table does not have.
+
+    In a stack the row after a client's last one is the next client's first: nothing would fail.
+    """
+
+    def other(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_floating_point():
+            return 1e6 * leaf
+        return 1 - leaf if name in unranged else leaf
+
+    found = []
+    public = stack.public
+    for samples in (public.inputs, trees.mapped_by_name(public.inputs, other, "inputs")):
+        stack.reset()
+        with seeded_layers(public.device, 0), own_draws(stack.draws), _LookUps() as seen:
+            _begin(stack.draws)
+            try:
+                trees.call_with(stack.flat.module, samples)
+            except (IndexError, RuntimeError):
+                return True
+        found.append(seen.rows)
+    return bool(found[0] != found[1])
 
 
 def _begin(draws: ClientDraws | None) -> None:
