@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -21,9 +22,11 @@ from fedquilt.audit.canary import CLASSES, HIDDEN, SIDE, Net, audit_samples, dra
 from fedquilt.common.randomness import generator
 from fedquilt.data import ImageDataset
 from fedquilt.models import FeatureModel, lora, with_cores
+from fedquilt.models.features import make_feature_model
 from fedquilt.models.networks import ExitNet
 
 CLIENTS = 6
+RECIPE_HEADS = ("hog-drawn-linear", "drawn-linear-16")
 CONDENSED_SIDE = 8  # of one that gradients can be taken of
 WIDE = 33  # no multiple of what a processor adds at once
 
@@ -202,6 +205,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen front": lambda: FeatureModel(PixelMeans(), CLASSES),
     "normed front": lambda: FeatureModel(NormedPixels(), CLASSES),
     "always drops": AlwaysDrops,
+    **{name: partial(make_feature_model, name, (1, SIDE, SIDE), CLASSES) for name in RECIPE_HEADS},
     "adapters": lambda: lora(_normed(nn.LayerNorm), rank=2, train="2.*"),
     "ranks": _ranks,
     "cores": lambda: with_cores(_ranks()),

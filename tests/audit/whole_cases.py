@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from hostile_code import OWN_METHODS, OWN_OPTIMIZERS, PLAIN_METHOD
-from hostile_models import CLIENTS, FORMS_OF_ONE, KINDS, NOTHING, OTHERS, SHORT
+from hostile_models import CLIENTS, FORMS_OF_ONE, KINDS, NOTHING, OTHERS, RECIPE_HEADS, SHORT
 from task_forms import CLIENT_FORMS, own_loss, own_loss_by_sample
 
 from fedquilt.config import RunConfig
@@ -198,6 +198,9 @@ def whole_cases() -> dict[str, WholeCase]:
         if set(settings) <= known:
             engine = ("sequential", "batched")[number % 2]
             cases[f"{name}, {engine}"] = WholeCase({**settings, "engine": engine})
+    for name in RECIPE_HEADS:
+        settings = {**OPTIONS["the recipe"], "engine": "auto"}
+        cases[f"the recipe, {name}"] = WholeCase(settings, name)
     cases |= _model_cases() | _method_cases() | _process_cases() | _condense_cases()
     cases |= _task_cases() | _own_cases() | _flower_cases() | _personal_cases()
     cases["secure aggregation, sequential"] = WholeCase(

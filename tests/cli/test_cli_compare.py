@@ -11,8 +11,9 @@ import pytest
 
 import fedquilt
 from fedquilt.common.colors import identities
-from fedquilt.config import MODES, RunConfig
+from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.modes import mode_colors
+from fedquilt.config.recipe import rules_for, strength
 from fedquilt.experiment.api import run_config
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.runs import series_of
@@ -167,7 +168,7 @@ def test_an_option_may_be_for_one_policy_only(cli: Cli, here: Path) -> None:
 
 
 def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    """One federation for all modes, the settings of demo.toml, worst-case accounting among them."""
+    """One federation for all modes, worst-case accounting among them; `certified` as in a run."""
     seen: list[RunConfig] = []
 
     def remember(config: RunConfig, observer: object = None) -> None:
@@ -180,11 +181,36 @@ def test_the_default_comparison_is_the_demos(monkeypatch: pytest.MonkeyPatch, cl
     cli("compare", "--seeds", "0", "--config", demo)
     assert [one.mode for one in seen] == [*MODES, "certified"]
     assert [one.policy for one in seen] == ["adaptive"] * 4 + ["worst_case", "adaptive"]
-    shared = [one.replace(mode="certified", policy="adaptive", output_dir="x") for one in seen]
+    same = {"mode": "certified", "policy": "adaptive", "output_dir": "x"}
+    *shared, own = [one.replace(**same) for one in seen]
     assert set(shared) == {shared[0]}
+    assert own == build_config({"mode": "certified"}, file=demo).replace(**same)
+    rules = rules_for(strength(6.0, 1e-5, 100), 60)
+    assert own == shared[0].replace(**rules) != shared[0]
     cli("compare", "--seeds", "0")
     again = [one.replace(output_dir="x") for one in seen[6:]]
     assert again == [one.replace(output_dir="x", num_clients=None) for one in seen[:6]]
+
+
+def test_who_says_how_to_train_compares_modes_that_all_do_so(cli: Cli) -> None:
+    """No recipe then, nor where certified names its policy; the model is one for all."""
+    for options, arm in (({"learning_rate": 0.2}, {}), ({}, {"policy": "adaptive"})):
+        arms = [{"mode": "fedavg"}, {"mode": "certified", **arm}]
+        two = [build_config({**options, **one}, arms=arms) for one in arms]
+        assert two[0] == two[1].replace(mode="fedavg")
+    arms = [{"mode": "fedavg"}, {"mode": "certified"}]
+    two = [build_config({"dataset": "mnist", **one}, arms=arms) for one in arms]
+    assert two[0].model == two[1].model == "hog-linear"
+    assert two[1].rounds_per_release > two[0].rounds_per_release
+    swept = build_config({}, arms=[{"mode": "fedavg"}, {"mode": "certified"}])
+    assert swept.rounds_per_release == 1
+
+
+def test_the_table_says_which_row_follows_the_recipe(cli: Cli, here: Path) -> None:
+    options = ("--num-rounds", 6, "--num-clients", 20, "--modes", "certified:worst_case,certified")
+    said = cli("compare", *options, "--seeds", "0", "--quiet")
+    assert "\ncertified: recipe: N mu =" in said.out
+    assert "worst_case: recipe" not in said.out
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_a_series_is_one_configuration() -> None:
     assert values.tolist() == [[0.1, 0.5], [0.1, 0.6]]
 
 
+def test_releases_of_windows_stand_at_their_last_rounds() -> None:
+    windows = {"rounds_per_release": 3, "num_rounds": 5}
+    (one,) = group_by_config([entry(settings=windows)])
+    assert one.curve()[0].tolist() == [3, 5]
+
+
 def test_a_choice_that_is_the_default_goes_without_saying() -> None:
     runs = [entry(settings={"policy": policy}) for policy in ("worst_case", "adaptive")]
     labels = [one.label for one in group_by_config(runs)]

@@ -22,6 +22,7 @@ from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
 from fedquilt.config.files import read_beside
 from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.recipe import recipe_line
 from fedquilt.observe.progress import RunsProgress
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ ARMS += ",certified"
 MODES_OPTION = typer.Option(
     "--modes",
     metavar="NAMES",
-    help="Modes, joined by commas; certified may name its policy, certified:worst_case, and one "
-    "with noise an epsilon of its own, fixed_dp:54.",
+    help="Modes, joined by commas; certified may name its policy, certified:worst_case (then it "
+    "shares its settings with the others), and one with noise an epsilon of its own, fixed_dp:54.",
 )
 SEEDS_OPTION = typer.Option("--seeds", metavar="NUMBERS", help="Seeds, joined by commas.")
 RUNS = typer.Argument(metavar="[RUN...]", help="Compare these finished runs; train nothing.")
@@ -122,7 +123,8 @@ def _train(
                 (name, _one(name, one.replace(output_dir=str(folder)), progress, tracker))
                 for name, one in configs
             ]
-        _report(finished, noise, folder, as_json)
+        recipes = {name: recipe_line(b.as_dict()) for name, b in bases.items()}
+        _report(finished, noise, {n: line for n, line in recipes.items() if line}, folder, as_json)
 
 
 def _one(name: str, config: RunConfig, progress: RunsProgress | None, tracker: str) -> RunResult:
@@ -142,6 +144,7 @@ def _one(name: str, config: RunConfig, progress: RunsProgress | None, tracker: s
 def _report(
     finished: list[tuple[str, RunResult]],
     noise: dict[str, str | None],
+    recipes: dict[str, str],
     folder: Path,
     as_json: bool,
 ) -> None:
@@ -166,6 +169,8 @@ def _report(
         print(json.dumps(finite(record), allow_nan=False))
         return
     say(render_comparison([{**row, "noise": noise.get(row["mode"])} for row in rows]))
+    for name, line in recipes.items():
+        say(wrapped(f"{name}: {line}"))
     if figure is not None:
         say(f"\nfigure: {figure}")
     say(f"next: fedquilt report {shlex.quote(str(folder))}")

@@ -66,7 +66,8 @@ def build_config(
         The method or the mechanism is the user's: what it uses is its own affair.
     arms
         What differs between runs that are compared: an option must do something in one of
-        them.  Where they differ in the mode, all share the defaults of the default mode.
+        them.  Where they differ in the mode, all share the defaults of the default mode, and
+        only one of that very mode follows the recipe, with the model that all share.
     like
         The named model that the user's own was made as, for the recipe.
     """
@@ -92,8 +93,10 @@ def build_config(
     given = {**from_file, **said}
     shared_modes = any("mode" in arm for arm in arms)
     usual = _usual(kind, given, base, own, shared_modes)
-    if usual.get("mode") == DEFAULT_MODE and not (base or brought or shared_modes):
+    own_mode = "mode" in said or not shared_modes
+    if usual.get("mode") == DEFAULT_MODE and own_mode and not (base or brought):
         known = given if like is None else {**given, "model": like}
+        known = {"model": usual.get("model"), **known} if shared_modes else known
         usual |= recipe(known, usual, given.get("dataset", RunConfig.dataset))
     rest = {key: value for key, value in from_file.items() if key not in said}
     config = _made(kind, {**usual, **given}, file, rest)

@@ -107,7 +107,7 @@ class Mode:
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Chosen for digits on validation samples that no client holds (`demo.toml` is the same).
+# Chosen for digits on validation samples that no client holds; what a comparison of modes shares.
 # Every update is scaled to its clip, so that a model's own scale matters little.
 _CERTIFIED_DEFAULTS = {
     "model": "hog-linear",

@@ -207,8 +207,14 @@ class RunSeries:
         return in_title(self.metric)
 
     def curve(self, key: str | None = None) -> tuple[Array, Array, str]:
-        """Return (rounds, a row of values for each seed, axis): the headline metric, or `key`."""
-        return aligned([entry.history for entry in self.entries], key or self.metric)
+        """Return (rounds, a row of values for each seed, axis): the headline metric, or `key`.
+
+        Runs with windows write a line a release, drawn at the last round of its window.
+        """
+        at, values, axis = aligned([entry.history for entry in self.entries], key or self.metric)
+        said = (self.entries[0].settings.get(x) for x in ("rounds_per_release", "num_rounds"))
+        window, last = map(as_number, said)
+        return (np.fmin(at * window, last) if window > 1 else at), values, axis
 
 
 @dataclass(frozen=True)
