@@ -12,8 +12,7 @@ import pytest
 import fedquilt
 from fedquilt.common.colors import identities
 from fedquilt.config import MODES, RunConfig, build_config
-from fedquilt.config.modes import mode_colors
-from fedquilt.config.recipe import rules_for, strength
+from fedquilt.config.modes import mode_colors, rules_for, strength
 from fedquilt.experiment.api import run_config
 from fedquilt.report.html_page import with_comparison
 from fedquilt.report.runs import series_of

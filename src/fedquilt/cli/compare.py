@@ -21,8 +21,7 @@ from fedquilt.common.formatting import printable, wrapped
 from fedquilt.config import MODES, RunConfig, build_config
 from fedquilt.config.choices import POLICIES
 from fedquilt.config.files import read_beside
-from fedquilt.config.modes import MODE_TABLE
-from fedquilt.config.recipe import recipe_line
+from fedquilt.config.modes import MODE_TABLE, recipe_line
 from fedquilt.observe.progress import RunsProgress
 
 if TYPE_CHECKING:
