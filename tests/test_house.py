@@ -21,7 +21,7 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 282,
-    "lines": 75_900,
+    "lines": 75_930,
     "modules with one importer": 49,
     "cycles of modules": 0,
     "modules at the top": 12,
