@@ -108,9 +108,9 @@ def test_the_width_on_colour_pictures_follows_clients_and_epsilon() -> None:
         (n, epsilon): build_config(
             {"dataset": "cifar10", "num_clients": n, "epsilon": epsilon}
         ).model.rpartition("-")[2]
-        for n, epsilon in ((100, 6.0), (100, 3.0), (100, 1.0), (1000, 1.0))
+        for n, epsilon in ((100, 6.0), (100, 3.0), (100, 1.0), (1000, 1.0), (1000, 3.0))
     }
-    assert list(widths.values()) == ["128", "64", "32", "256"]
+    assert list(widths.values()) == ["128", "64", "32", "256", "512"]
     assert width_for(strength(1.0, 1e-5, 5)) == 16
 
 

@@ -38,15 +38,44 @@ def test_features_are_those_of_a_plain_network_projected_and_of_one_length() -> 
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         plain = network(train_extractor.standardised(images.double()))
-    wanted = (plain - tensors["colour.mean"]) @ tensors["colour.directions"][:, :64]
-    wanted *= 128**0.5 / wanted.norm(dim=1, keepdim=True)
+    wanted = (plain - tensors["colour.mean"]) @ tensors["colour.directions"][:, :32]
+    wanted *= 64**0.5 / wanted.norm(dim=1, keepdim=True)
+    wanted = torch.cat([wanted, _plain_patches(images.double())[:, :32]], dim=1)
+    wanted[:, 32:] *= 64**0.5 / wanted[:, 32:].norm(dim=1, keepdim=True)
     front = DrawnFeatures((3, 32, 32), 64)
     torch.testing.assert_close(front(images).double(), wanted, rtol=1e-3, atol=1e-3)
     moved = front(3 * images - 1)  # how data were scaled does not matter
     torch.testing.assert_close(moved.double(), wanted, rtol=1e-3, atol=1e-3)
     narrow = DrawnFeatures((3, 32, 32), 16)(images)
-    ratio = narrow / wanted[:, :16]
-    torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-2, atol=1e-2)
+    for mine, part in ((narrow[:, :8], wanted[:, :8]), (narrow[:, 8:], wanted[:, 32:40])):
+        ratio = mine / part
+        torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-2, atol=1e-2)
+        assert mine.norm(dim=1).tolist() == pytest.approx([8.0] * 3)
+
+
+def _plain_patches(images: torch.Tensor) -> torch.Tensor:
+    """What the patches say, patch by patch."""
+    fitted = {name: value.double() for name, value in load_file(drawn.PATCHES).items()}
+    kernels = fitted["kernels"].flatten(1)
+    seen = train_extractor.standardised(images).unfold(2, 6, 1).unfold(3, 6, 1)
+    rows = seen.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [N, 27, 27, 108]
+    rows = rows - rows.mean(3, keepdim=True)
+    rows = rows / (rows.square().mean(3, keepdim=True) + 0.04).sqrt()
+    found = (rows @ kernels.T - fitted["thresholds"].flatten()).clamp(min=0)
+    halves = (slice(0, 14), slice(13, 27))
+    quarters = [found[:, a, b].mean((1, 2)) for a in halves for b in halves]
+    return (torch.stack(quarters, 2).flatten(1) - fitted["mean"]) @ fitted["directions"]
+
+
+def test_patches_are_those_of_the_digest_and_views_of_a_picture_agree_on_the_first_ones() -> None:
+    assert hashlib.sha256(drawn.PATCHES.read_bytes()).hexdigest() == drawn.PATCHES_SHA256
+    torch.manual_seed(7)
+    pictures = train_extractor.draw("colour", 200)
+    front = DrawnFeatures((3, 32, 32), 512)
+    one, two = (front.describe(train_extractor.view("colour", pictures))[:, 256:] for _ in "ab")
+    alike = (one - one.mean(0)) * (two - two.mean(0)) / (one.std(0) * two.std(0))
+    first, last = alike.mean(0)[:32].mean(), alike.mean(0)[-32:].mean()
+    assert first > last + 0.1
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64)])
@@ -88,14 +117,16 @@ def test_grey_directions_whiten_what_the_tool_draws() -> None:
 
 
 def test_models_of_every_width_train_that_many_numbers_a_class() -> None:
-    for width in (16, 32, 64, 128, 256):
+    for width in (16, 32, 64, 128, 256, 512):
         model = make_model(f"drawn-linear-{width}", (3, 32, 32), 10, 0)
         assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 10 * width
-    assert sum(name.startswith("drawn-") for name in MODELS) == 5
+    assert sum(name.startswith("drawn-") for name in MODELS) == 6
     beside = make_model("hog-drawn-linear", (1, 28, 28), 10, 0)
     assert sum(p.numel() for p in beside.parameters() if p.requires_grad) == 3840
     with pytest.raises(InvalidValueError, match="channels of input_shape=3 must be 1"):
         make_model("hog-drawn-linear", (3, 32, 32), 10, 0)
+    with pytest.raises(InvalidValueError, match="width=512 must be"):
+        make_model("drawn-linear-512", (1, 28, 28), 10, 0)
     with pytest.raises(InvalidValueError, match="channels of input_shape"):
         make_model("drawn-linear-16", (2, 32, 32), 10, 0)
 
@@ -170,11 +201,13 @@ def test_gradient_features_of_many_pictures_are_kept_too(
 def test_weights_that_were_changed_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for which in ("WEIGHTS", "GREY"):
+    images = torch.rand(1, 3, 32, 32)
+    for which, channels in (("WEIGHTS", 1), ("GREY", 1), ("PATCHES", 3)):
         (tmp_path / which).write_bytes(getattr(drawn, which).read_bytes()[:-1] + b"\x01")
         monkeypatch.setattr(drawn, which, tmp_path / which)
         drawn._tensors.cache_clear()
+        kind = "grey" if which == "GREY" else None
         with pytest.raises(drawn.DataError, match="must have"):
-            DrawnFeatures((1, 28, 28), 16, "strokes" if which == "WEIGHTS" else "grey")
+            DrawnFeatures((channels, 32, 32), 16, kind)(images[:, :channels])
         monkeypatch.undo()
         drawn._tensors.cache_clear()

@@ -87,9 +87,9 @@ IF_EXHAUSTED = ("refuse", "sit_out")
 # Condensation
 FEATURE_MODELS = ("trained_pool", "random_pool", "global", "perturbed")
 FEATURE_EXTRACTORS = ("hog-linear", "scatter-linear")
-DRAWN_WIDTHS = (16, 32, 64, 128, 256)
+DRAWN_WIDTHS = (16, 32, 64, 128, 256, 512)
 DRAWN_MODELS = tuple(f"drawn-linear-{width}" for width in DRAWN_WIDTHS)
-"""Heads on so many directions of features that were learned from drawn pictures."""
+"""Heads on so many directions of what drawn pictures taught; 512 for colour pictures only."""
 BESIDE_MODEL = "hog-drawn-linear"
 """A head on gradient features beside all learned ones, for grey pictures."""
 INIT_METHODS = ("random", "smooth", "leaves", "real_sample", "dm")

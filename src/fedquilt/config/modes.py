@@ -22,7 +22,7 @@ is how strong a run is.  From it
 | clip | C = max(10, s / 20) / ceil(T / w), at most max(1, s / 400) | the step of the server |
 | average | the last half of the models | costs nothing, forgives a step that is too long |
 | local epochs | 3, of rate 0.2 | a client says once in a window where its own optimum lies |
-| width, colour | the power of two nearest to s, 16 to 256 | of features whose order is public |
+| width, colour | the power of two nearest to s, 16 to 512 | of features whose order is public |
 | width, grey | 384, gradients beside learned features, at any s | see below |
 
 Windows are even: a short last one would have the noise of the others and few clients.  With one of

@@ -130,7 +130,7 @@ class RunConfig:
         "quap_fl, quap_fl_client.", F.NODES | _BOTH, choices=MODES)
     model: str = declare(
         "auto", _TRAINING,
-        "hog-, scatter-, hog-drawn-linear, drawn-linear-16 to -256, linear, mlp, digits, mnist, "
+        "hog-, scatter-, hog-drawn-linear, drawn-linear-16 to -512, linear, mlp, digits, mnist, "
         "cifar10, lenet, exits, convnet, resnet18, lstm, or auto: the data set's.",
         _BOTH | F.APP | F.PARAMETER)
     trainable: str = declare(

@@ -68,7 +68,7 @@ CHOSEN_ON: dict[str, tuple[str, ...]] = {
     "hog-linear": ("mnist",),
     # scale, projection to 256, and the same power and shrink
     "scatter-linear": ("mnist",),
-    # the width for a number of clients and an epsilon (held-out training images)
+    # the width for clients and an epsilon; patches: threshold, shrinkage, share (held-out images)
     "drawn-linear": ("cifar10",),
     # which drawn pictures whiten the learned half, how far; its share (held-out training images)
     "hog-drawn-linear": ("mnist", "fashion-mnist"),
@@ -282,8 +282,9 @@ def make_feature_model(
         `Scattering` of two orders with 8 angles, averaged over about a quarter of the
         shorter side, projected to 256 dimensions if it has more.
 
-    "drawn-linear-16", "-32", "-64", "-128", "-256"
-        So many directions of `DrawnFeatures`, a network that was trained on drawn pictures.
+    "drawn-linear-16", "-32", "-64", "-128", "-256", and "-512" for colour pictures
+        So many directions of `DrawnFeatures`, a network that was trained on drawn pictures, half of
+        them of colour pictures directions of patches.
 
     "hog-drawn-linear"
         `GradientsAndDrawn`: the features of hog-linear beside all 256 learned ones, for pictures

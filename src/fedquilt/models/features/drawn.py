@@ -6,8 +6,15 @@ networks, dead leaves of textured shapes, pen strokes, silhouettes.  No photogra
 handwriting and no label had a part in them, so for every client they are public.
 
 Directions are ordered by drawn pictures, too: the features' principal components there, the
-widest first, each divided by its deviation, (λ + λ̄ / 100)^(1/2).  A head on the first k of them
-has k numbers a class.  Which k a bound affords is in `fedquilt.config.modes`.
+widest first, each divided by its deviation, (λ + λ̄ / 100)^(1/2).
+
+On colour pictures half of a row says where whitened patches of drawn pictures are found (Coates
+and Ng 2011): 640 of 6 x 6, answers above 1, a mean over each quarter.  With T and J the covariance
+of that over views of drawn pictures and within the views of one, T̄ the mean variance, its
+directions and their scales are the first eigenvectors of T against J + 0.3 T̄: what neither crop
+nor light changes.  `tools/train_extractor.py --patches` made them.
+
+A head on k directions has k numbers a class; which k a bound affords is in `config.modes`.
 
 On grey pictures all of them stand beside gradient features (`GradientsAndDrawn`), centred and
 whitened by 10,000 pen drawings and as many grey things (`tools/train_extractor.py --grey`).
@@ -21,12 +28,12 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedquilt.common import checks, storage
@@ -38,15 +45,18 @@ WEIGHTS = Path(__file__).with_name("drawn.safetensors")
 SHA256 = "dda5a65bdb31a8144fd4bed9f494159b63b2de2a89f7d288dbe86773c01b7726"
 GREY = Path(__file__).with_name("drawn_grey.safetensors")
 GREY_SHA256 = "29dadef0229d9f162832d79019794aecb7845836c8720034621ff0b16e6e2a10"
+PATCHES = Path(__file__).with_name("drawn_patches.safetensors")
+PATCHES_SHA256 = "a7c4e954bb41b6d59a0d713ce4f7d46173602a988c3690f39d82b47db216ba6b"
 FEATURES, LENGTH = 256, math.sqrt(128)
 _STRIDES = (1, 2, 1, 2, 1, 2, 1)
 _SIDE, _SMALLEST = 32, 24
 
 
 @functools.cache
-def _tensors(grey: bool = False) -> dict[str, torch.Tensor]:
+def _tensors(kind: str = "") -> dict[str, torch.Tensor]:
     """Read the weights in float32; refuse a file that is not the one that was shipped."""
-    path, shipped = (GREY, GREY_SHA256) if grey else (WEIGHTS, SHA256)
+    files = {"grey": (GREY, GREY_SHA256), "patches": (PATCHES, PATCHES_SHA256)}
+    path, shipped = files.get(kind, (WEIGHTS, SHA256))
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != shipped:
         raise DataError(f"{path} has the SHA-256 {found}, must have {shipped}: install it again")
@@ -55,7 +65,9 @@ def _tensors(grey: bool = False) -> dict[str, torch.Tensor]:
 
 
 class DrawnFeatures(nn.Module):
-    """The first `width` directions of the network's features, each picture scaled to one length.
+    """The first directions of the network's features, each picture scaled to one length.
+
+    Of colour pictures half of them are directions of patches, and have half of the square.
 
     Every picture is standardised by itself and seen in 32 x 32: smaller ones are bordered by
     their darkest value, or enlarged below 24; larger ones are seen as they are.  One channel
@@ -66,7 +78,7 @@ class DrawnFeatures(nn.Module):
     input_shape : sequence of int
         (channels, height, width), of one or three channels.
     width : int
-        How many directions, 1 to 256.
+        How many directions, 1 to 256; of colour pictures 2 to 512.
     kind : str, optional
         The drawn pictures that gave mean and directions: by default "strokes" for one channel and
         "colour" for three; "grey" are strokes and grey things, in no order.
@@ -79,7 +91,9 @@ class DrawnFeatures(nn.Module):
         channels, height, across = image_shape(input_shape)
         if channels not in (1, 3):
             raise InvalidValueError(f"channels of input_shape={channels} must be 1 or 3")
-        self.num_features = checks.integer("width", width, at_least=1, at_most=FEATURES)
+        parts = 1 if channels == 1 else 2
+        most = self.num_described = parts * FEATURES
+        self.num_features = checks.integer("width", width, at_least=parts, at_most=most)
         self._shape = (channels, height, across)
         kind = kind or ("strokes" if channels == 1 else "colour")
         for name, tensor in _tensors().items():
@@ -87,17 +101,17 @@ class DrawnFeatures(nn.Module):
                 self.register_buffer(name.replace(".", "_"), _placed(tensor), persistent=False)
         self.mean: torch.Tensor
         self.directions: torch.Tensor
-        fitted = _tensors(kind == "grey")
-        self.register_buffer("mean", fitted[f"{kind}.mean"].clone(), persistent=False)
-        directions = fitted[f"{kind}.directions"]
-        self.register_buffer("directions", directions.clone(), persistent=False)
+        fitted = _tensors("grey" if kind == "grey" else "")
+        for name in ("mean", "directions"):
+            self.register_buffer(name, fitted[f"{kind}.{name}"].clone(), persistent=False)
 
-    num_described, keeps_from = FEATURES, 1
+    keeps_from = 1
 
     @property
     def cache_name(self) -> str:
         """What `describe` says of a picture depends on, beside the picture."""
-        return f"drawn-{SHA256[:16]}-{'x'.join(map(str, self._shape))}"
+        files = SHA256[:16] + (f"-{PATCHES_SHA256[:8]}" if self._shape[0] > 1 else "")
+        return f"drawn-{files}-{'x'.join(map(str, self._shape))}"
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return [N, width]."""
@@ -105,17 +119,24 @@ class DrawnFeatures(nn.Module):
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the first directions of what `describe` says, each row of one length."""
-        seen = rows[:, : self.num_features]
-        lengths: torch.Tensor = torch.linalg.vector_norm(seen, dim=1, keepdim=True)
-        return seen * (LENGTH / lengths.clamp(min=1e-6))
+        parts = torch.split(rows, FEATURES, dim=1)
+        shares = [(self.num_features + i) // len(parts) for i in range(len(parts))]
+        return _of_one_length([part[:, :n] for part, n in zip(parts, shares, strict=True)])
 
     def describe(self, images: torch.Tensor) -> torch.Tensor:
-        """Return all directions of each picture, [N, 256]."""
+        """Return all directions of each picture, [N, 256]; of colours [N, 512]."""
         if tuple(images.shape[1:]) != self._shape:
             raise InvalidValueError(
                 f"images of shape {tuple(images.shape)} must have shape (N, *{self._shape})"
             )
-        return (self._network(self._seen(images)) - self.mean) @ self.directions
+        seen = self._seen(images)
+        rows = (self._network(seen) - self.mean) @ self.directions
+        if self.num_described == FEATURES:
+            return rows
+        names = ("kernels", "thresholds", "mean", "directions")
+        kernels, above, mean, directions = (_tensors("patches")[name].to(seen) for name in names)
+        found = torch.cat([patch_responses(part, kernels, above) for part in torch.split(seen, 32)])
+        return torch.cat([rows, (found - mean) @ directions], dim=1)
 
     def _seen(self, images: torch.Tensor) -> torch.Tensor:
         """Return pictures as the network takes them."""
@@ -147,6 +168,17 @@ class DrawnFeatures(nn.Module):
         kernel: torch.Tensor = getattr(self, f"{name}_weight")
         bias: torch.Tensor = getattr(self, f"{name}_bias")
         return functional.conv2d(x, kernel, bias, stride, kernel.shape[-1] // 2)
+
+
+def patch_responses(x: Tensor, kernels: Tensor, thresholds: Tensor) -> Tensor:
+    """Return how far standardised patches answer above thresholds, the mean of each quarter."""
+    size = kernels.shape[-1]
+    mean, square = (
+        functional.avg_pool2d(y, size, 1).mean(1, keepdim=True) for y in (x, x.square())
+    )
+    deviation = ((square - mean.square()).clamp(min=0) + 0.04).sqrt()
+    y = functional.conv2d(x, kernels) / deviation - thresholds
+    return functional.adaptive_avg_pool2d(y.relu_(), 2).flatten(1)
 
 
 class GradientsAndDrawn(nn.Module):
@@ -196,9 +228,13 @@ class GradientsAndDrawn(nn.Module):
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows of one length of which each part has half the square."""
-        sizes = [self.gradients.num_features, FEATURES]
-        parts = [functional.normalize(part, eps=1e-6) for part in torch.split(rows, sizes, dim=1)]
-        return torch.cat(parts, dim=1) * (LENGTH / math.sqrt(2))
+        return _of_one_length(torch.split(rows, [self.gradients.num_features, FEATURES], dim=1))
+
+
+def _of_one_length(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return parts side by side, each with its share of the square."""
+    seen = [functional.normalize(part, eps=1e-6) for part in parts]
+    return torch.cat(seen, dim=1) * (LENGTH / math.sqrt(len(parts)))
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
