@@ -87,6 +87,14 @@ def test_modes_that_are_compared_share_what_they_shared() -> None:
     assert build_config({}, arms=arms).average_late == 0.0
 
 
+def test_points_of_a_sweep_share_the_recipe_of_what_is_not_swept_or_have_none() -> None:
+    whole = build_config({}).rounds_per_release
+    over_epsilon = build_config({}, arms=[{"epsilon": 1.0}, {"epsilon": 6.0}])
+    assert over_epsilon.rounds_per_release == whole > 1
+    over_clip = build_config({}, arms=[{"clip_norm": 0.1}, {"clip_norm": 0.4}])
+    assert (over_clip.rounds_per_release, over_clip.average_late) == (1, 0.0)
+
+
 def test_your_own_head_on_a_named_extractor_gets_it_and_nothing_else_does() -> None:
     data = torch.rand(40, 1, 8, 8), torch.arange(40) % 4
     clients = [list(range(k, 40, 4)) for k in range(4)]

@@ -32,7 +32,13 @@ from fedquilt.config.condense import (
     package_names,
 )
 from fedquilt.config.documents import PRESETS
-from fedquilt.config.modes import DEFAULT_MODE, MODE_TABLE, OWN_CLIENT_DEFAULTS, recipe
+from fedquilt.config.modes import (
+    DEFAULT_MODE,
+    MODE_TABLE,
+    OWN_CLIENT_DEFAULTS,
+    RECIPE_KEYS,
+    recipe,
+)
 from fedquilt.config.option import CLIENTS, OWN_CLIENTS, SPLIT, Flag
 from fedquilt.config.run import RunConfig, old_names, option_fields, option_names
 from fedquilt.config.uses import is_effective, reject_unused
@@ -94,7 +100,8 @@ def build_config(
     shared_modes = any("mode" in arm for arm in arms)
     usual = _usual(kind, given, base, own, shared_modes)
     own_mode = "mode" in said or not shared_modes
-    if usual.get("mode") == DEFAULT_MODE and own_mode and not (base or brought):
+    varied = set() if shared_modes else {key for arm in arms for key in arm} - RECIPE_KEYS
+    if usual.get("mode") == DEFAULT_MODE and own_mode and not (base or brought or varied):
         known = given if like is None else {**given, "model": like}
         known = {"model": usual.get("model"), **known} if shared_modes else known
         usual |= recipe(known, usual, given.get("dataset", RunConfig.dataset))

@@ -204,7 +204,7 @@ _USUAL_CLIENTS = 100
 _FEWEST, _MOST = 2, 20
 _FACTOR = {"zero_out": 1.0, "replace_one": 2.0}
 
-BESIDE = frozenset(
+RECIPE_KEYS = frozenset(
     (
         *("dataset", "data_dir", "no_download", "partition", "dirichlet_alpha", "num_clients"),
         *("classes_per_client", "allow_overlap", "availability", "mode", "model", "num_rounds"),
@@ -251,10 +251,10 @@ def width_for(strong: float) -> int:
 def recipe(given: Mapping[str, Any], usual: Mapping[str, Any], dataset: str) -> dict[str, Any]:
     """Return what a run is told of which somebody said this, over the mode's own defaults.
 
-    All of it or nothing: an empty dictionary where anything but `BESIDE` was said, or where the
-    rules were not tried.
+    All of it or nothing: an empty dictionary where anything but `RECIPE_KEYS` was said, or
+    where the rules were not tried.
     """
-    if set(given) - BESIDE:
+    if set(given) - RECIPE_KEYS:
         return {}
     said = {**usual, **given}
     strong = _strength_of(said)

@@ -27,7 +27,7 @@ from fedquilt.config import (
     option_fields,
     write_config_file,
 )
-from fedquilt.config.modes import BESIDE
+from fedquilt.config.modes import RECIPE_KEYS
 from fedquilt.privacy.feasibility import HOPELESS, WORKABLE, NoiseSoFar
 from fedquilt.privacy.ledger import Charge, Ledger, Population, RunInfo, open_ledger
 from fedquilt.privacy.ledger.entries import allowance_mu2, epsilon_spent, ids_digest
@@ -493,7 +493,7 @@ def _settings(config: RunConfig, private: bool) -> list[list[Any]]:
     with contextlib.suppress(FedquiltError):  # a mode of somebody's own data may ask for more
         asked = {"mode": config.mode, "method": config.method, "dataset": config.dataset}
         usual = build_config(asked).as_dict()
-        said = {name: values[name] for name in BESIDE if values.get(name) != usual.get(name)}
+        said = {name: values[name] for name in RECIPE_KEYS if values.get(name) != usual.get(name)}
         usual = build_config(asked | said).as_dict() | {name: usual[name] for name in said}
     chosen = ("mode", "method", "dataset", "seed")
     return [
