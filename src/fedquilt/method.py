@@ -253,6 +253,8 @@ class Method(ABC):
     """Whether clients train the model, so that what training moves travels."""
     holds_parts = False
     """Whether a client's vector may belong to a part of the whole one."""
+    step_size: int | None = None
+    """How many numbers the server's step is given; None: as many as the model has that travel."""
     client_widths: Sequence[Fraction] | None = None
     """What part of the model each client can hold, where the method asks; public."""
     plan: RoundPlan | None = None

@@ -14,6 +14,7 @@ from torch import nn
 
 import fedquilt
 from fedquilt.errors import InvalidValueError
+from fedquilt.experiment import loop
 from fedquilt.models import merge_cores, with_cores
 from fedquilt.slices.selection import client_widths
 from fedquilt.slices.slicing import RankSlicer, tier_widths
@@ -148,6 +149,28 @@ def test_a_bound_says_which_method_and_covers_all_that_is_trained(method: str) -
     ranks = {"1": RANK, "1/4": 1}
     size = {w: k * k if method == "fedsb" else k * (7 + 8) for w, k in ranks.items()}
     assert tiers == {w: size[w] + head for w in ranks}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_goes_on_with_what_its_server_remembers(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments of FlexLoRA's server are of products, which are longer than the adapters."""
+    run = {**SETTINGS, "num_rounds": 4, "server_optimizer": "adam", "server_lr": 0.05,
+           "method": method, "tiers": "1,1/2"}  # fmt: skip
+    whole = fedquilt.run(adapted(method), (X, Y), (X, Y), CLIENTS, **run)
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
+
+    def stop(config: object, line: Any) -> None:
+        if line["round"] == 1:
+            raise KeyboardInterrupt
+
+    run["output_dir"] = tmp_path
+    with pytest.raises(KeyboardInterrupt):
+        fedquilt.run(adapted(method), (X, Y), (X, Y), CLIENTS, observer=stop, **run)
+    (folder,) = tmp_path.iterdir()
+    again = fedquilt.run(adapted(method), (X, Y), (X, Y), CLIENTS, resume=folder)
+    assert all(torch.equal(again.state_dict[name], t) for name, t in whole.state_dict.items())
 
 
 def test_a_merged_core_is_saved_by_peft_and_loads_with_peft_alone(tmp_path: Path) -> None:

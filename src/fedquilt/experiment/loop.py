@@ -387,7 +387,8 @@ class Experiment:
         assert folder is not None
         like = federation.state() | self._kept_state
         size = federation.weights.numel()
-        saved = folder.load_checkpoint(partial(expected_state, like, size, folder.path))
+        sizes = {"vector": size, "step": federation.method.step_size or size}
+        saved = folder.load_checkpoint(partial(expected_state, like, sizes, folder.path))
         if saved is None:
             self.lines = folder.read_rounds(0)
             folder.drop_images(0)

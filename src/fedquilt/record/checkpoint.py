@@ -331,7 +331,10 @@ _IN_WORDS = {"f": "floats", "i": "whole numbers", "b": "truth values"}
 
 
 def expected_state(
-    like: Mapping[str, NDArray[Any]], size: int, path: Path, found: Mapping[str, TensorSpec]
+    like: Mapping[str, NDArray[Any]],
+    sizes: Mapping[str, int],
+    path: Path,
+    found: Mapping[str, TensorSpec],
 ) -> list[str]:
     """Return which arrays of a checkpoint to load, all of types and shapes that fit.
 
@@ -339,8 +342,8 @@ def expected_state(
     ----------
     like
         The state of the federation before its first round.
-    size
-        How many values the model has that travel.
+    sizes
+        How many values a vector of a form has (`StateKey.form`).
     path
         The run's folder, for the message.
     found
@@ -348,8 +351,8 @@ def expected_state(
     """
     for name, spec in found.items():
         key = STATE_KEYS.get(name)
-        if key is not None and key.form == "vector":
-            wanted: tuple[str, tuple[int, ...]] = ("f", (size,))
+        if key is not None and key.form in sizes:
+            wanted: tuple[str, tuple[int, ...]] = ("f", (sizes[key.form],))
         elif key is not None and name in like:
             array = np.asarray(like[name])
             wanted = (array.dtype.kind.replace("u", "i"), array.shape)

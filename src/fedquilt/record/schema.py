@@ -370,7 +370,7 @@ class StateKey:
         Why anybody may see it of a bounded run; "": its owner only.
     form
         `fixed`: type and shape are those before the first round; `vector`: floats of the size of
-        the model.
+        the model; `step`: of the size of what the server's step is given.
     limits
         What its values may be.
     """
@@ -411,10 +411,10 @@ STATE_KEYS: dict[str, StateKey] = {
     ),
     "mechanism.clipper.clip_value": StateKey(),
     "account.spent": StateKey(_CHARGES, limits=_amount),
-    "server.first": StateKey(_RELEASED, "vector"),
-    "server.second": StateKey(_RELEASED, "vector"),
+    "server.first": StateKey(_RELEASED, "step"),
+    "server.second": StateKey(_RELEASED, "step"),
     "late.sum": StateKey(_RELEASED, "vector"),
-    "server.control": StateKey(_RELEASED, "vector"),
+    "server.control": StateKey(_RELEASED, "step"),
     "server.images": StateKey(_RELEASED),
     "server.means_total": StateKey(_RELEASED),
     "server.head": StateKey(_RELEASED),

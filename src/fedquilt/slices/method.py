@@ -344,7 +344,7 @@ class FlexLoRA(Slices):
         assert isinstance(self.engine, SlicedEngine)
         self.engine = ProductEngine(self.engine, buffers)
         self.server = ProductStep(self.server, whole)
-        self._size = whole.of(parts.flat.read()).numel()
+        self._size = self.step_size = whole.of(parts.flat.read()).numel()
 
     def place(self, client: int, round_index: int) -> None:
         """Return None: everybody's products have their place in the whole sum."""
@@ -354,7 +354,7 @@ class FlexLoRA(Slices):
 
     def update_size(self, client: int, round_index: int) -> int | None:
         """Return the size of the products."""
-        return self._size
+        return self.step_size
 
     def move_to(self, remote: RemoteEngine) -> None:
         """Refuse clients elsewhere: they would send products, which are as long as the model."""
