@@ -28,13 +28,13 @@ CEILINGS = {
     "lines of round.py": 220,
     "options in several lists": 0,
     "public names in several modules": 8,
-    "one round, fedavg: functions": 91,
+    "one round, fedavg: functions": 93,
     "one round, fedavg: files": 14,
-    "one round, certified: functions": 177,
+    "one round, certified: functions": 180,
     "one round, certified: files": 22,
-    "one round, certified, heterofl: functions": 295,
+    "one round, certified, heterofl: functions": 299,
     "one round, certified, heterofl: files": 38,
-    "one round, condense: functions": 122,
+    "one round, condense: functions": 124,
     "one round, condense: files": 23,
 }
 """At most this much.  Whoever raises a figure says in the commit why the house needs it."""

@@ -215,7 +215,7 @@ def test_programs_as_wide_as_the_largest_batch_are_found(monkeypatch: pytest.Mon
 
 
 def test_one_client_s_form_of_data_in_the_notes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble_problem, "_said_as_of_test", lambda train, test: train)
+    monkeypatch.setattr(assemble_problem, "_said_as_of_test", lambda train, *_, **__: train)
     noted, counted = problems("client sets, sequential", ("bytes", "more classes"))
     assert "metadata.data_notes" in noted
     assert "metadata.num_classes" in counted

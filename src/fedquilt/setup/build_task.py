@@ -98,7 +98,7 @@ def task_from(
     given_apart = clients is None
     if clients is None:
         each = _each_client(train)
-        train_set, clients = clients_data(each, finite=finite, around=_own_draws())
+        train_set, clients = clients_data(each, finite=finite, around=_own_draws(config.seed))
         client_ids = list(train) if isinstance(train, Mapping) else client_ids
     else:
         train_set = as_samples(train, "train", finite=finite)
@@ -133,13 +133,12 @@ def task_from(
     return config, task.make_task(config, model, given, own or task.UserComponents())
 
 
-def _own_draws() -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """Return generators of its own for each client's data set, from the state of everybody's.
+def _own_draws(seed: int) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Return generators of its own for each client's data set.
 
     How much one client's transformations draw does not move what the next one's do.
     """
-    first = int(torch.randint(2**62, (1,))) ^ int(np.random.randint(2**62))
-    return lambda client: seeded_layers(torch.device("cpu"), torch_seed(first, "data", client))
+    return lambda client: seeded_layers(torch.device("cpu"), torch_seed(seed, "data", client))
 
 
 def _said_as_of_test(train: Samples, test: Samples | None, *, whole: bool) -> Samples:
