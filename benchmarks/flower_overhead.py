@@ -41,7 +41,6 @@ from typing import Any, ClassVar
 import torch
 
 from fedquilt.common.errors import DataError
-from fedquilt.common.formatting import text_table
 from fedquilt.config import RunConfig, build_config
 from fedquilt.experiment.api import run_in_memory
 from fedquilt.flower import FlowerSettings, client_app
@@ -521,6 +520,8 @@ def limits_hold(rows: list[list[Any]]) -> bool:
 
 def shown(headers: list[str], rows: list[list[Any]]) -> str:
     """Return a table of texts and numbers."""
+    from fedquilt.common.formatting import text_table  # an earlier checkout has it elsewhere
+
     texts = [[_shown(cell) for cell in row] for row in rows]
     return text_table(headers, texts, right=range(1, len(headers)))
 
