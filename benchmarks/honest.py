@@ -54,6 +54,7 @@ SETS: dict[str, dict[str, Any]] = {
     "cifar10": {"dataset": "cifar10"},
     "mnist-writers": {"dataset": "mnist-writers", "partition": "writer", "num_clients": 539},
     "cifar10-1000": {"dataset": "cifar10", "num_clients": 1000},
+    "cifar10-10000": {"dataset": "cifar10", "num_clients": 10000},
     "glyphs": {},
 }
 BEFORE = {"rounds_per_release": 1, "clip_norm": 0.2, "average_late": 0.0, "local_epochs": 1,
