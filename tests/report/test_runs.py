@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 from fedquilt.common.errors import InvalidValueError
+from fedquilt.config import build_config
 from fedquilt.report.runs import (
     Entry,
     differences,
@@ -70,6 +71,22 @@ def test_a_choice_that_is_the_default_goes_without_saying() -> None:
     runs = [entry(settings={"policy": policy}) for policy in ("worst_case", "adaptive")]
     labels = [one.label for one in group_by_config(runs)]
     assert labels == ["certified, policy=worst_case", "certified"]
+
+
+def test_what_follows_from_the_recipe_is_not_named_beside_rows_without_it() -> None:
+    arms = [{"mode": "certified"}, {"mode": "certified", "policy": "worst_case"}]
+    rows = [build_config(arm, arms=arms).as_dict() for arm in arms]
+    rows.append({**rows[1], "clip_norm": 0.5})
+    runs = [entry(settings=settings) for settings in rows]
+    assert [one.label for one in group_by_config(runs[:2])] == [
+        "certified, recipe",
+        "certified, policy=worst_case",
+    ]
+    assert [one.label for one in group_by_config(runs)] == [
+        "certified, recipe",
+        "certified, clip_norm=0.2, policy=worst_case",
+        "certified, clip_norm=0.5, policy=worst_case",
+    ]
 
 
 def test_levels_hold_equal_promises() -> None:

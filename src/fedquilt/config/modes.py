@@ -216,6 +216,10 @@ RECIPE_KEYS = frozenset(
 )
 """What somebody may say and still gets the recipe; any other option says how to train or to noise,
 and then all of it is as it was."""
+RECIPE_SETS = frozenset(
+    ("rounds_per_release", "clip_norm", "average_late", "local_epochs", "learning_rate")
+)
+"""What the recipe sets of a run, beside its model."""
 _PLAIN = {"mode": "certified", "method": "full", "clients_per_round": 1.0}
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from fedquilt.common.errors import InvalidValueError
 from fedquilt.common.formatting import format_bound
 from fedquilt.config import CondenseConfig, option_fields, package_names
-from fedquilt.config.modes import MODE_TABLE
+from fedquilt.config.modes import MODE_TABLE, RECIPE_SETS, recipe_line
 from fedquilt.config.option import Flag
 from fedquilt.config.run import option_names
 from fedquilt.report.series import Array, aligned, as_number, column, headline, in_title, is_absent
@@ -454,7 +454,16 @@ def _name(series: Sequence[RunSeries]) -> None:
             if key not in SAME_EXPERIMENT and len({str(s.get(key)) for s in settings}) > 1
         ]
         own = one.entries[0].settings
-        parts = [
+        by_hand = [made for made in settings if recipe_line(made) is None]
+        follows = recipe_line(own) is not None and RECIPE_SETS & {*differing} and by_hand
+        if 0 < len(by_hand) < len(settings):  # what the recipe sets follows from the rest
+            differing = [
+                key
+                for key in differing
+                if key not in RECIPE_SETS
+                or (not follows and len({str(made.get(key)) for made in by_hand}) > 1)
+            ]
+        parts = ["recipe"] * bool(follows) + [
             f"{key}={own.get(key)}"
             for key in differing
             if key != "method" and not _goes_without_saying(declared.get(key), own.get(key))
