@@ -21,7 +21,7 @@ DRAWING = "house_pictures.py"
 
 CEILINGS = {
     "files": 250,
-    "lines": 75_160,
+    "lines": 75_170,
     "modules with one importer": 37,
     "cycles of modules": 0,
     "modules at the top": 12,

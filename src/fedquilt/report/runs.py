@@ -454,8 +454,8 @@ def _name(series: Sequence[RunSeries]) -> None:
             if key not in SAME_EXPERIMENT and len({str(s.get(key)) for s in settings}) > 1
         ]
         own = one.entries[0].settings
-        by_hand = [made for made in settings if recipe_line(made) is None]
-        follows = recipe_line(own) is not None and RECIPE_SETS & {*differing} and by_hand
+        by_hand = [made for made in settings if not _follows_recipe(made)]
+        follows = _follows_recipe(own) and RECIPE_SETS & {*differing} and by_hand
         if 0 < len(by_hand) < len(settings):  # what the recipe sets follows from the rest
             differing = [
                 key
@@ -480,6 +480,17 @@ def _name(series: Sequence[RunSeries]) -> None:
         if len(alike) > 1:
             for number, other in enumerate(alike, 1):
                 other.label = f"{other.label} [{number}]"
+
+
+def _follows_recipe(settings: Mapping[str, Any]) -> bool:
+    """Tell whether settings, which pages have as texts, are those of the recipe."""
+    read = {key: as_number(value) for key, value in settings.items()}
+    known = {
+        key: settings[key] if math.isnan(x) else int(x) if x.is_integer() else x
+        for key, x in read.items()
+        if settings[key] != "-"
+    }
+    return recipe_line(known) is not None
 
 
 def _goes_without_saying(option: Any, value: Any) -> bool:
