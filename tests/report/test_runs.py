@@ -87,6 +87,7 @@ def test_what_follows_from_the_recipe_is_not_named_beside_rows_without_it() -> N
             "certified, recipe",
             "certified, policy=worst_case",
         ]
+        assert group_by_config(known[:2])[0].looks_as == "certified"
     assert [one.label for one in group_by_config(runs)] == [
         "certified, recipe",
         "certified, clip_norm=0.2, policy=worst_case",

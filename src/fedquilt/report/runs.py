@@ -39,6 +39,7 @@ SAME_EXPERIMENT = frozenset(option_names(Flag.EXECUTION) + option_names(Flag.REP
 """Options that make no other experiment."""
 SAME_EPSILON = 0.02
 """Two bounds that differ by no more than this share are the same promise."""
+RECIPE = "recipe"
 UNFINISHED = "not finished: nothing is claimed yet"
 NO_GUARANTEE = "no guarantee (ε = ∞)"
 CONFIDENCE = 0.95
@@ -199,7 +200,8 @@ class RunSeries:
     @property
     def looks_as(self) -> str:
         """What `identities` goes by: the mode, with more behind a colon where the label has it."""
-        return self.mode if self.label == self.mode else f"{self.mode}:{self.label}"
+        plain = self.label.removesuffix(f", {RECIPE}") == self.mode
+        return self.mode if plain else f"{self.mode}:{self.label}"
 
     @property
     def metric_name(self) -> str:
@@ -463,7 +465,7 @@ def _name(series: Sequence[RunSeries]) -> None:
                 if key not in RECIPE_SETS
                 or (not follows and len({str(made.get(key)) for made in by_hand}) > 1)
             ]
-        parts = ["recipe"] * bool(follows) + [
+        parts = [RECIPE] * bool(follows) + [
             f"{key}={own.get(key)}"
             for key in differing
             if key != "method" and not _goes_without_saying(declared.get(key), own.get(key))
